@@ -1,0 +1,28 @@
+# `make demo` and `make test` do everything from a fresh clone; the environment is made once, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+# The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/kvpress demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

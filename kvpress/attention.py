@@ -1,0 +1,83 @@
+"""Attention in parts: each part returns its output and log-sum-exp, and `merge` combines them exactly.
+
+Shapes used here and in `kvpress.cache`: a *stream* is one (batch row, kv head), ``n = b * H + h``; ``N = B * H``
+streams; ``M = G * Q`` query rows per stream, row ``m = g * Q + t``; ``T`` stored pairs; ``D`` and ``Dv`` head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Partial = tuple[Tensor, Tensor]
+"""(out [N, M, Dv], lse [N, M]), both float32. A part without any visible pair has out 0 and lse -inf."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How logits are formed from ``q . k``: ``scale``, then an optional soft cap ``cap * tanh(x / cap)``."""
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return float32 logits ``[..., M, T]`` of queries ``[..., M, D]`` on keys ``[..., T, D]``."""
+        logits = (queries.to(keys.dtype) @ keys.transpose(-1, -2)).float() * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    logits: Logits,
+    visible: Tensor | None = None,
+) -> Partial:
+    """Attend from ``queries [S, M, D]`` to ``keys [S, T, D]`` and ``values [S, T, Dv]``.
+
+    ``visible`` is an optional boolean mask that broadcasts to ``[S, M, T]``.
+    """
+    scores = logits(queries, keys)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if scores.shape[-1] == 0:
+        return scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    if visible is not None:
+        top = top.masked_fill(top.isinf(), 0.0)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = (weights.to(values.dtype) @ values).float()
+    if visible is None:
+        return out / total, (total.log() + top).squeeze(-1)
+    return out / total.clamp_min(torch.finfo(torch.float32).tiny), (total.log() + top).squeeze(-1)
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """Combine partial attentions over disjoint sets of pairs; exact in float32."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([part[1] for part in parts])
+    top = lse.amax(dim=0)
+    weights = torch.exp(lse - top.masked_fill(top.isinf(), 0.0))
+    total = weights.sum(dim=0)
+    share = weights / total.clamp_min(torch.finfo(torch.float32).tiny)
+    out = parts[0][0] * share[0].unsqueeze(-1)
+    for i, part in enumerate(parts[1:], start=1):
+        out = torch.addcmul(out, part[0], share[i].unsqueeze(-1))
+    return out, top.masked_fill(top.isinf(), 0.0) + total.log()
+
+
+def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
+    """View ``queries [B, Hq, Q, D]`` as ``[N, G * Q, D]``: the query rows that read each stream."""
+    batch, heads, length, dim = queries.shape
+    return queries.reshape(batch * kv_heads, heads // kv_heads * length, dim)
+
+
+def ungroup(out: Tensor, batch: int, heads: int) -> Tensor:
+    """View ``out [N, G * Q, Dv]`` as the ``[B, Q, Hq, Dv]`` that a transformers attention function returns."""
+    return out.reshape(batch, heads, -1, out.shape[-1]).transpose(1, 2)

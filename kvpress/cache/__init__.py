@@ -1,0 +1,1 @@
+"""Storage of one layer's pairs: segments, window and their accounting."""

@@ -1,0 +1,87 @@
+"""Where the pairs of every stream lie in flat storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Stream ``n`` occupies rows ``offsets[n] : offsets[n + 1]`` of flat ``[total, ...]`` storage.
+
+    Lengths are known on the host: they change only when pairs are sealed or evicted, never per token.
+    """
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        self.lengths = tuple(int(length) for length in lengths)
+        offsets = [0]
+        for length in self.lengths:
+            offsets.append(offsets[-1] + length)
+        self.offsets = tuple(offsets)
+
+    @property
+    def streams(self) -> int:
+        """Number of streams, N = B * H."""
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """Number of pairs over all streams."""
+        return self.offsets[-1]
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest stream."""
+        return max(self.lengths, default=0)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all streams have the same length, so that flat storage views as ``[N, T, ...]``."""
+        return len(set(self.lengths)) <= 1
+
+    def rows(self, stream: int) -> slice:
+        """Flat rows of one stream."""
+        return slice(self.offsets[stream], self.offsets[stream + 1])
+
+    @cached_property
+    def starts_tensor(self) -> Tensor:
+        """First row of every stream, int64 [N] on the host."""
+        return torch.tensor(self.offsets[:-1], dtype=torch.int64)
+
+    @cached_property
+    def lengths_tensor(self) -> Tensor:
+        """Length of every stream, int64 [N] on the host."""
+        return torch.tensor(self.lengths, dtype=torch.int64)
+
+    @property
+    def stream_of_row(self) -> Tensor:
+        """Stream number of every flat row, int64 [total] on the host."""
+        return torch.repeat_interleave(torch.arange(self.streams), self.lengths_tensor)
+
+    @property
+    def rank_of_row(self) -> Tensor:
+        """Index of every flat row within its stream, int64 [total] on the host."""
+        return torch.arange(self.total) - self.starts_tensor[self.stream_of_row]
+
+    def take_streams(self, streams: Sequence[int]) -> tuple[Tensor, Layout]:
+        """Rows and layout of a storage made of the given streams, in that order; repeats are allowed."""
+        rows = [torch.arange(self.offsets[n], self.offsets[n + 1]) for n in streams]
+        index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        return index, Layout(self.lengths[n] for n in streams)
+
+
+def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
+    """Rows that bring back-to-back storages into stream order: stream 0 of each, then stream 1 of each, ..."""
+    bases = [0]
+    for layout in layouts:
+        bases.append(bases[-1] + layout.total)
+    rows = [
+        torch.arange(base + layout.offsets[n], base + layout.offsets[n + 1])
+        for n in range(layouts[0].streams)
+        for base, layout in zip(bases, layouts, strict=False)
+    ]
+    lengths = [sum(layout.lengths[n] for layout in layouts) for n in range(layouts[0].streams)]
+    return torch.cat(rows), Layout(lengths)

@@ -1,0 +1,178 @@
+"""What a cache holds: bytes by component, pairs kept, bits per value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kvpress.cache.store import KVStore
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Bytes of one layer. `kept` pairs and `seen` tokens are sums over batch rows and kv heads."""
+
+    layer: int
+    components: dict[str, int]
+    uncompressed_bytes: int
+    kept: int
+    seen: int
+    compressible: bool
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that this layer holds."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache against the uncompressed one; prints as a table.
+
+    `kept` and `seen` count pairs over all layers, batch rows and kv heads. Layers that are not compressed, such as
+    sliding windows, are listed with what they hold, and count on both sides.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    value_bytes: int = 2
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that the cache holds, scales, indexes, windows and scores included."""
+        return sum(layer.total_bytes for layer in self.layers)
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """Bytes that the same tokens take in the uncompressed cache of transformers."""
+        return sum(layer.uncompressed_bytes for layer in self.layers)
+
+    @property
+    def kept(self) -> int:
+        """Pairs still stored, over all layers, rows and heads."""
+        return sum(layer.kept for layer in self.layers)
+
+    @property
+    def seen(self) -> int:
+        """Pairs that the uncompressed cache would hold."""
+        return sum(layer.seen for layer in self.layers)
+
+    @property
+    def compression_factor(self) -> float:
+        """How many times smaller than uncompressed."""
+        return self.uncompressed_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
+    def bits_per_value(self) -> float:
+        """All bytes held, times 8, over the number of values of the uncompressed cache."""
+        values = self.uncompressed_bytes / self.value_bytes
+        return 8 * self.total_bytes / values if values else 0.0
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Bytes by component, over all layers."""
+        total: dict[str, int] = {}
+        for layer in self.layers:
+            for name, size in layer.components.items():
+                total[name] = total.get(name, 0) + size
+        return total
+
+    def __str__(self) -> str:
+        names = [name for name, size in self.components.items() if size]
+        table = Table(title="KV cache", title_justify="left")
+        table.add_column("layer")
+        for name in [*names, "total", "uncompressed", "kept of seen"]:
+            table.add_column(name, justify="right")
+        for layer in self.layers:
+            cells = [format_bytes(layer.components.get(name, 0)) for name in names]
+            share = f"{layer.kept / layer.seen:.1%}" if layer.seen else "-"
+            label = str(layer.layer) if layer.compressible else f"{layer.layer} (as is)"
+            table.add_row(label, *cells, format_bytes(layer.total_bytes), format_bytes(layer.uncompressed_bytes), share)
+        share = f"{self.kept / self.seen:.1%}" if self.seen else "-"
+        table.add_section()
+        sums = [format_bytes(self.components[name]) for name in names]
+        table.add_row("all", *sums, format_bytes(self.total_bytes), format_bytes(self.uncompressed_bytes), share)
+        console = Console(width=120)
+        with console.capture() as captured:
+            console.print(table)
+        factor = f"{self.compression_factor:.2f} times smaller, {self.bits_per_value:.2f} bits per value"
+        return captured.get() + factor
+
+
+def memory_report(cache: Any) -> MemoryReport:
+    """Measure a cache: the bytes of every tensor that it holds, per layer and component."""
+    if cache is None or not hasattr(cache, "layers"):
+        raise TypeError(f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(cache).__name__}")
+    reports, value_bytes = [], 2
+    for index, layer in enumerate(cache.layers):
+        store: KVStore | None = getattr(layer, "store", None)
+        if store is not None:
+            value_bytes = store.window.keys.element_size()
+            reports.append(_measure(index, store))
+        elif isinstance(getattr(layer, "keys", None), Tensor):
+            value_bytes = layer.keys.element_size()
+            held = storage_bytes([layer.keys, layer.values])
+            pairs = layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2]
+            reports.append(LayerReport(index, {"dense": held}, held, pairs, pairs, compressible=False))
+    return MemoryReport(reports, value_bytes)
+
+
+def _measure(index: int, store: KVStore) -> LayerReport:
+    components = {name: storage_bytes(tensors) for name, tensors in store.tensors().items()}
+    streams = store.batch * store.heads
+    window = store.window
+    pair_bytes = (window.keys.shape[-1] + window.values.shape[-1]) * window.keys.element_size()
+    seen = streams * store.seen
+    return LayerReport(index, components, seen * pair_bytes, sum(store.stored()), seen, compressible=True)
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the storages behind tensors, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
+    """Return the original positions still stored, ascending: `[layer][batch row][kv head]` int64 tensors.
+
+    A position is the index of the token in the sequence as it was passed, left padding counted. Layers that are not
+    compressed, such as sliding windows, list what they hold.
+    """
+    found = []
+    for layer in cache.layers:
+        store: KVStore | None = getattr(layer, "store", None)
+        if store is not None:
+            found.append(_store_positions(store))
+        elif isinstance(getattr(layer, "keys", None), Tensor):
+            batch, heads, length = layer.keys.shape[:3]
+            seen = layer.get_seq_length()
+            at = torch.arange(seen - length, seen)
+            found.append([[at for _ in range(heads)] for _ in range(batch)])
+    return found
+
+
+def _store_positions(store: KVStore) -> list[list[Tensor]]:
+    window = store.window
+    fresh = torch.arange(window.first, window.first + window.length)
+    columns = [(segment.layout, segment.columns().cpu().long()) for segment in store.sealed]
+    rows = []
+    for row in range(store.batch):
+        heads = []
+        for head in range(store.heads):
+            n = row * store.heads + head
+            heads.append(torch.cat([*(at[layout.rows(n)] for layout, at in columns), fresh]))
+        rows.append(heads)
+    return rows
+
+
+def format_bytes(size: float) -> str:
+    """Write a size with a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,290 @@
+"""All pairs of one attention layer: encoded segments, one dense sealed segment, and the open window.
+
+Positions ascend through these three parts within every stream. Nothing here knows transformers; `kvpress.hf` puts a
+store behind a cache layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpress.attention import Logits, Partial, group_queries, merge
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment, Segment, SegmentT
+from kvpress.cache.window import Window
+
+if TYPE_CHECKING:
+    from kvpress.observe import Observer
+    from kvpress.quant.base import Codec
+    from kvpress.sparse.base import Selector
+
+
+class KVStore:
+    """Pairs of `B` rows and `H` kv heads.
+
+    `seen` counts the tokens that the sequence has consumed, pads included; `columns`, where a method takes it, is the
+    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
+    `targets` are the pairs per head that each row was last cut down to.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.batch, self.heads = keys.shape[:2]
+        self.dtype = keys.dtype
+        self.segments: list[Segment] = []
+        self.dense: DenseSegment | None = None
+        self.window = Window.empty_like(keys, values)
+        self.seen = 0
+        self.since_eviction = 0
+        self.targets: list[int] | None = None
+        self.sealed_tokens: Tensor | None = None
+        self.observers: dict[str, Observer] = {}
+
+    @property
+    def sealed(self) -> list[Segment]:
+        """All sealed parts, oldest first."""
+        return self.segments if self.dense is None else [*self.segments, self.dense]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add new tokens `[B, H, n, D]` at the end."""
+        if (keys.shape[0], keys.shape[1]) != (self.batch, self.heads) or keys.shape[3] != self.window.keys.shape[3]:
+            held = (self.batch, self.heads, "*", self.window.keys.shape[3])
+            raise ValueError(
+                f"this cache holds keys of shape {held} (batch, kv heads, tokens, head dim) but the model brings "
+                f"{tuple(keys.shape)}; use one cache per model and batch"
+            )
+        if keys.dtype != self.dtype:
+            raise TypeError(f"this cache holds {self.dtype} keys but the model brings {keys.dtype}")
+        self.window.append(keys, values)
+        self.seen += keys.shape[2]
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        queries: Tensor,
+        logits: Logits,
+        columns: Tensor | None = None,
+        sinks: Tensor | None = None,
+        selector: Selector | None = None,
+    ) -> Partial:
+        """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
+
+        `sinks [Hq]` are extra logits without a value. Returns `(out [N, M, Dv], lse [N, M])` in float32.
+        """
+        length = queries.shape[2]
+        rows = group_queries(queries, self.heads)
+        parts = []
+        if selector is not None and length == 1 and self.sealed and not self._hides_sealed(columns):
+            parts += selector.attend(rows, logits, self)
+        else:
+            hides = self._hides_sealed(columns)
+            for segment in self.sealed:
+                hidden = self._hidden(segment, columns) if hides and columns is not None else None
+                parts.append(segment.attend(rows, logits, hidden))
+        if self.window.length:
+            parts.append(self.window.attend(rows, logits, self.window_visible(rows.shape[1], length, columns)))
+        if sinks is not None:
+            extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
+            extra = extra.reshape(rows.shape[0], rows.shape[1])
+            parts.append((torch.zeros_like(parts[-1][0]), extra))
+        return merge(parts)
+
+    def window_visible(self, rows: int, length: int, columns: Tensor | None) -> Tensor | None:
+        """Which window tokens each of the `rows = G * length` query rows sees: broadcasts to `[N, M, window]`.
+
+        None means all of them.
+        """
+        visible = None
+        filled = self.window.length
+        device = self.window.keys.device
+        if length > 1:
+            newest = torch.arange(filled - length, filled, device=device)
+            causal = torch.arange(filled, device=device) <= newest[:, None]
+            visible = causal.repeat(rows // length, 1)[None]
+        if columns is not None:
+            real = columns[:, self.window.first : self.window.first + filled].to(device)
+            real = real.repeat_interleave(self.heads, dim=0)[:, None]
+            visible = real if visible is None else visible & real
+        return visible
+
+    def _hides_sealed(self, columns: Tensor | None) -> bool:
+        """Whether the mask hides tokens that were real when they were sealed."""
+        if columns is None or self.sealed_tokens is None:
+            return False
+        now = columns[:, : self.window.first].sum(dim=1).to(self.sealed_tokens.device)
+        return not torch.equal(now, self.sealed_tokens)
+
+    def _hidden(self, segment: Segment, columns: Tensor) -> Tensor:
+        row = (segment.layout.stream_of_row // self.heads).to(columns.device)
+        return ~columns[row, segment.columns().to(columns.device).long()]
+
+    # -- sealing ---------------------------------------------------------------------------------------------
+
+    def open_segment(self, columns: Tensor | None) -> DenseSegment:
+        """Return the dense sealed segment and the real tokens of the window as one segment; changes nothing."""
+        fresh = self._window_segment(columns)
+        return fresh if self.dense is None else DenseSegment.join([self.dense, fresh])
+
+    def _window_segment(self, columns: Tensor | None) -> DenseSegment:
+        window = self.window
+        filled, first = window.length, window.first
+        keys, values = window.filled_keys, window.filled_values
+        if columns is None:
+            layout = Layout([filled] * (self.batch * self.heads))
+            flat = DenseSegment(
+                keys.reshape(-1, keys.shape[-1]),
+                values.reshape(-1, values.shape[-1]),
+                layout,
+                first=[first] * layout.streams,
+            )
+            flat.side = {name: array.reshape(-1) for name, array in window.side.items()}
+            return flat
+        real = columns[:, first : first + filled].to(keys.device)
+        chosen = real[:, None].expand(-1, self.heads, -1)
+        counts = real.sum(dim=1).tolist()
+        layout = Layout(count for count in counts for _ in range(self.heads))
+        flat = DenseSegment(keys[chosen], values[chosen], layout)
+        flat.side = {name: array[chosen] for name, array in window.side.items()}
+        flat._set_positions(chosen.nonzero()[:, 2] + first)
+        return flat
+
+    def seal(self, dense: DenseSegment | None, columns: Tensor | None) -> None:
+        """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
+        self.dense = dense if dense is not None and dense.layout.total else None
+        self.window.clear(self.seen)
+        if columns is None:
+            self.sealed_tokens = torch.full((self.batch,), self.seen, device=self.window.keys.device)
+        else:
+            self.sealed_tokens = columns.sum(dim=1).to(self.window.keys.device)
+
+    def evict(self, kept: Sequence[Tensor], columns: Tensor | None) -> None:
+        """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others."""
+        bounds = [0] * len(kept)
+
+        def survivors(part: SegmentT) -> SegmentT:
+            masks = []
+            for n, length in enumerate(part.layout.lengths):
+                masks.append(kept[n][bounds[n] : bounds[n] + length].cpu())
+                bounds[n] += length
+            layout = Layout(int(mask.sum()) for mask in masks)
+            if layout.lengths == part.layout.lengths:
+                return part
+            return part.take(torch.cat(masks).nonzero().flatten(), layout)
+
+        encoded = [survivors(segment) for segment in self.segments]
+        self.segments = [segment for segment in encoded if segment.layout.total]
+        self.seal(survivors(self.open_segment(columns)), columns)
+        self.since_eviction = 0
+
+    def settle(self, codec: Codec, columns: Tensor | None) -> None:
+        """Encode full tiles of the oldest dense pairs; the newest `codec.residual` stay as they are."""
+        held = 0 if self.dense is None else self.dense.layout.longest
+        if held + self.window.length < codec.residual + codec.group:
+            return
+        opened = self.open_segment(columns)
+        lengths = opened.layout.lengths
+        encoded = [max(0, (length - codec.residual) // codec.group * codec.group) for length in lengths]
+        if not any(encoded):
+            return
+        head = opened.layout.rank_of_row < torch.tensor(encoded)[opened.layout.stream_of_row]
+        old = opened.take(head.nonzero().flatten(), Layout(encoded))
+        rest = Layout(length - cut for length, cut in zip(lengths, encoded, strict=True))
+        self.seal(opened.take((~head).nonzero().flatten(), rest), columns)
+        segment = codec.encode(old)
+        segment.positions, segment.first, segment.side = old.positions, old.first, old.side
+        self.segments.append(segment)
+        self._join_tail()
+
+    def _join_tail(self) -> None:
+        """Join the newest segments while they are of similar size, so that their number stays logarithmic."""
+        while len(self.segments) > 1:
+            older, newer = self.segments[-2:]
+            if not older.joinable(newer) or older.layout.total > 2 * newer.layout.total:
+                return
+            self.segments[-2:] = [type(older).join([older, newer])]
+
+    # -- batch operations ------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given batch rows, in that order; repeats are allowed (beams, `num_return_sequences`)."""
+        order = rows.tolist()
+        streams = [row * self.heads + head for row in order for head in range(self.heads)]
+        self.segments = [segment.take(*segment.layout.take_streams(streams)) for segment in self.segments]
+        if self.dense is not None:
+            self.dense = self.dense.take(*self.dense.layout.take_streams(streams))
+        self.window.select_rows(rows)
+        self.batch = len(order)
+        self.targets = None if self.targets is None else [self.targets[row] for row in order]
+        if self.sealed_tokens is not None:
+            self.sealed_tokens = self.sealed_tokens[rows.to(self.sealed_tokens.device)]
+        for observer in self.observers.values():
+            observer.select_rows(rows)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens, which must still lie in the window."""
+        if tokens > self.window.length:
+            raise ValueError(
+                f"cannot remove {tokens} tokens: only the newest {self.window.length} are still open, older ones were "
+                "evicted from or encoded; copy the cache (copy.deepcopy) before the tokens that you want to take back"
+            )
+        for observer in self.observers.values():
+            observer.crop(tokens)
+        self.window.crop(tokens)
+        self.seen -= tokens
+
+    def forget(self) -> None:
+        """Drop all observers and the per-pair arrays that they recorded."""
+        for name in {observer.side for observer in self.observers.values()}:
+            self.window.side.pop(name, None)
+            for segment in self.sealed:
+                segment.side.pop(name, None)
+        self.observers.clear()
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device, in place."""
+        for segment in self.sealed:
+            segment.to(device)
+        self.window.to(device)
+        for observer in self.observers.values():
+            observer.to(device)
+
+    # -- accounting ------------------------------------------------------------------------------------------
+
+    def stored(self) -> list[int]:
+        """Pairs stored of every stream, window included."""
+        counts = [self.window.length] * (self.batch * self.heads)
+        for segment in self.sealed:
+            counts = [count + length for count, length in zip(counts, segment.layout.lengths, strict=True)]
+        return counts
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Every tensor that this layer holds, by component."""
+        held: dict[str, list[Tensor]] = {"window": [self.window.keys, self.window.values]}
+        extra: list[Tensor] = list(self.window.side.values())
+        for observer in self.observers.values():
+            extra += observer.tensors()
+        if self.sealed_tokens is not None:
+            held["indexes"] = [self.sealed_tokens]
+        if extra:
+            held["scores"] = extra
+        for segment in self.sealed:
+            for name, tensors in segment.tensors().items():
+                held.setdefault(name, []).extend(tensors)
+        return held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
+        """Copy what changes in place; the content of sealed segments is immutable and stays shared."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.segments = [copy.copy(segment) for segment in self.segments]
+        twin.dense = copy.copy(self.dense)
+        for segment in twin.sealed:
+            segment.side, segment.index = dict(segment.side), dict(segment.index)
+        twin.window = copy.deepcopy(self.window, memo)
+        twin.observers = copy.deepcopy(self.observers, memo)
+        return twin

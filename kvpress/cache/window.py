@@ -1,0 +1,116 @@
+"""The open end of a layer: a preallocated dense block that new tokens are written into."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.attention import Logits, Partial, attend
+
+GROWTH = 16
+"""Smallest number of tokens by which a full window grows."""
+
+
+class Window:
+    """`keys [B, H, capacity, D]` and `values [B, H, capacity, Dv]`, of which the first `length` tokens are filled.
+
+    Token `i` of the window is column `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
+    length, so that writing stays amortised constant and the slack stays below 2%.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
+        self.keys = keys
+        self.values = values
+        self.length = keys.shape[2]
+        self.first = first
+        self.side: dict[str, Tensor] = {}
+
+    @classmethod
+    def empty_like(cls, keys: Tensor, values: Tensor, first: int = 0) -> Window:
+        """Return a window without tokens and without memory, for pairs shaped like these."""
+        return cls(_empty(keys, 0), _empty(values, 0), first)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before the window has to grow."""
+        return self.keys.shape[2]
+
+    @property
+    def filled_keys(self) -> Tensor:
+        """Keys of the filled part, a view `[B, H, length, D]`."""
+        return self.keys[:, :, : self.length]
+
+    @property
+    def filled_values(self) -> Tensor:
+        """Values of the filled part, a view `[B, H, length, Dv]`."""
+        return self.values[:, :, : self.length]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Write new tokens `[B, H, n, D]` after the filled part."""
+        new = keys.shape[2]
+        if self.capacity == 0 and owns_storage(keys) and owns_storage(values):
+            # A prefill hands its tensors over instead of being copied; the next growth makes them contiguous.
+            self.keys, self.values, self.length = keys, values, new
+        else:
+            end = self.length + new
+            if end > self.capacity:
+                self._grow(end if self.length == 0 else max(end, self.length + max(GROWTH, self.length // 64)))
+            self.keys[:, :, self.length : end] = keys
+            self.values[:, :, self.length : end] = values
+            self.length = end
+        for name, array in self.side.items():
+            grown = array.new_zeros(*array.shape[:2], self.length)
+            grown[..., : array.shape[-1]] = array
+            self.side[name] = grown
+
+    def _grow(self, capacity: int) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = _empty(old, capacity)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
+    def clear(self, first: int) -> None:
+        """Forget all tokens; the next one is column `first`. Large buffers are released, small ones reused."""
+        if self.capacity > 4 * GROWTH:
+            self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
+        self.length, self.first = 0, first
+        self.side = {name: array[..., :0] for name, array in self.side.items()}
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens."""
+        self.length -= tokens
+        self.side = {name: array[..., : self.length] for name, array in self.side.items()}
+
+    def attend(self, queries: Tensor, logits: Logits, visible: Tensor | None) -> Partial:
+        """Attend from `queries [N, M, D]`; `visible` broadcasts to `[N, M, length]`."""
+        return attend(queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible)
+
+    def mass(self, queries: Tensor, logits: Logits, lse: Tensor, visible: Tensor | None) -> Tensor:
+        """Attention that every token receives, float32 `[B, H, length]`; `lse [N, M]` is that of the whole."""
+        scores = logits(queries, self.filled_keys.flatten(0, 1))
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        received = torch.exp(scores - lse[..., None]).sum(dim=1)
+        return received.view(*self.keys.shape[:2], self.length)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given batch rows, in that order; repeats are allowed."""
+        rows = rows.to(self.keys.device)
+        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        self.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device, in place."""
+        self.keys, self.values = self.keys.to(device), self.values.to(device)
+        self.side = {name: array.to(device) for name, array in self.side.items()}
+
+
+def _empty(like: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, dim = like.shape
+    return like.new_empty(batch, heads, capacity, dim)
+
+
+def owns_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its storage, so that keeping it keeps nothing else alive."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -1,0 +1,194 @@
+"""Checks of models and calls, made before any work starts; each error names the value, what is allowed and the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvpress.presses.base import BasePress
+
+
+def check_model(model: Any, press: BasePress, has_attention: bool, has_full_attention: bool) -> None:
+    """Refuse models that a press cannot work on, with the reason."""
+    config = model.config
+    name = type(model).__name__
+    if config._attn_implementation == "kvpress":
+        raise RuntimeError(
+            "a press is already active on this model; compose presses instead of nesting them: `press_a + press_b`"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is not None and not press.is_identity:
+        raise NotImplementedError(
+            f"{name} uses multi-head latent attention (MLA): its cache has no keys and values per head to compress"
+        )
+    if not has_attention or not (has_full_attention or press.is_identity):
+        raise NotImplementedError(
+            f"{name} has no full-attention layer, so there is no growing key-value cache to compress"
+        )
+
+
+def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
+    """Check the arguments of `generate`; return the prompt length if the prefill will come in chunks, else 0."""
+    settings = generation_config if generation_config is not None else model.generation_config
+    ids = kwargs.get("input_ids", inputs)
+    if kwargs.get("assistant_model") is not None or _setting("prompt_lookup_num_tokens", kwargs, settings):
+        raise NotImplementedError(
+            "assisted decoding is not supported: it takes back tokens that a press has already consumed"
+        )
+    if _setting("output_attentions", kwargs, settings):
+        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
+    if kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False leaves no cache to compress; leave it out inside a press")
+    if ids is None:
+        return 0
+    check_ids(ids)
+    mask = kwargs.get("attention_mask")
+    cache = kwargs.get("past_key_values")
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    if seen:
+        check_turn(ids, mask, seen)
+    if mask is not None and mask.dim() == 2:
+        check_padding(mask)
+    return ids.shape[1] if _setting("prefill_chunk_size", kwargs, settings) else 0
+
+
+def _setting(name: str, kwargs: dict[str, Any], settings: Any) -> Any:
+    return kwargs[name] if kwargs.get(name) is not None else getattr(settings, name, None)
+
+
+def check_ids(ids: Tensor) -> None:
+    """Refuse an empty prompt."""
+    if ids.shape[1] == 0:
+        raise ValueError(f"the prompt is empty: input_ids has shape {tuple(ids.shape)}; pass at least one token")
+
+
+def check_turn(ids: Tensor, mask: Tensor | None, seen: int) -> None:
+    """Check a later turn on a cache that already holds `seen` tokens."""
+    given = ids.shape[1]
+    if given == seen:
+        raise ValueError(
+            f"the cache already holds all {seen} tokens of input_ids, so there is nothing to read; pass the whole "
+            "sequence with at least one new token at its end"
+        )
+    if (mask is None and given < seen) or (mask is not None and mask.shape[1] == given < seen):
+        raise ValueError(
+            f"input_ids has {given} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
+            f"the whole sequence too: generate(new_ids, past_key_values=cache, "
+            f"attention_mask=torch.ones(batch, {seen} + {given})); or pass all {seen} + new ids"
+        )
+
+
+def check_padding(mask: Tensor) -> None:
+    """Refuse right padding and rows without any real token."""
+    real = mask.bool()
+    empty = (~real.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"row {empty[0]} of the batch is all padding; remove it")
+    if not bool(real[:, -1].all()):
+        row = int((~real[:, -1]).nonzero()[0])
+        raise ValueError(f"row {row} of the batch is padded on the right; use padding_side='left'")
+
+
+def check_forward(
+    press: BasePress, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any, prefill_until: int | None
+) -> None:
+    """Check one forward pass of the decoder: masks, cache and whether the press can keep anything of the prompt.
+
+    `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, None where nothing is evicted.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    new = ids if ids is not None else kwargs.get("inputs_embeds")
+    if new is None:
+        return
+    check_ids(new)
+    if kwargs.get("output_attentions") and not press.is_identity:
+        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
+    cache = kwargs.get("past_key_values")
+    seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        if mask.dim() != 2:
+            raise NotImplementedError(
+                f"attention_mask has {mask.dim()} dimensions; inside a press it is the 2-D mask of real tokens "
+                "[batch, tokens], and packed sequences are not supported"
+            )
+        if mask.shape[1] != seen + new.shape[1]:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[1]} tokens but the cache has seen {seen} and {new.shape[1]} are new; "
+                f"pass a mask of {seen + new.shape[1]} columns"
+            )
+        if (new.shape[1] > 1 or seen == 0) and not prefill_until:
+            check_padding(mask)
+    check_position_ids(kwargs.get("position_ids"), mask if isinstance(mask, Tensor) else None, new.shape[1])
+    if cache is not None:
+        _check_cache_shape(cache, config)
+    if prefill_until is not None and (new.shape[1] > 1 or seen == 0):
+        length = max(seen + new.shape[1], prefill_until)
+        whole = isinstance(mask, Tensor) and mask.shape[1] == length
+        lengths = mask.sum(dim=1).tolist() if whole and isinstance(mask, Tensor) else [length]
+        for real in sorted(set(lengths)):
+            press.check_length(int(real))
+
+
+def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: int) -> None:
+    """Refuse packed sequences: positions that restart inside a row."""
+    if position_ids is None or new < 2 or position_ids.dim() != 2 or position_ids.shape[1] != new:
+        return
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    back = steps < 0
+    if mask is not None:
+        back = back & mask[:, -new:][:, :-1].bool().to(back.device)
+    if bool(back.any()):
+        raise NotImplementedError(
+            "position_ids restart inside a row: packed sequences are not supported inside a press"
+        )
+
+
+def _check_cache_shape(cache: Any, config: Any) -> None:
+    text = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_hidden_layers", None)
+    held = len(cache.layers)
+    if layers is None or (getattr(cache, "layer_class_to_replicate", None) is not None and held <= layers):
+        pass
+    elif held > layers:
+        raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
+    store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)
+    heads = getattr(text, "num_key_value_heads", None)
+    if store is None or heads is None or getattr(text, "kv_lora_rank", None) is not None:
+        return
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if isinstance(heads, int) and (store.heads, store.window.keys.shape[-1]) != (heads, dim):
+        raise ValueError(
+            f"the cache belongs to another model: it holds {store.heads} kv heads of dimension "
+            f"{store.window.keys.shape[-1]}, this model has {heads} of dimension {dim}"
+        )
+
+
+def check_ratio(name: str, value: Any) -> None:
+    """Check that a compression ratio is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number in [0, 1), got {value!r} of type {type(value).__name__}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Check that a size is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number >= {least}, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def check_finite(keys: Tensor, values: Tensor, layer: int) -> None:
+    """Refuse NaN in what a layer is about to compress, naming the place."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        bad = torch.isnan(tensor)
+        if bool(bad.any()):
+            row, head, slot = bad.any(dim=-1).nonzero()[0].tolist()
+            raise FloatingPointError(f"NaN in {name} of layer {layer}, row {row}, head {head}, token {slot}")

@@ -1,0 +1,491 @@
+"""Every contact with transformers: the cache layer, the attention and mask functions, the session that installs them.
+
+How a forward pass goes inside `with press(model)`:
+
+1. a hook before each attention module puts our layer into the cache and leaves a `LayerCall` on the module;
+2. `PressLayer.update` stores the new keys and values;
+3. `attention` runs the model's own implementation while everything is still in the window, and reads all parts of the
+   store otherwise;
+4. a hook after the module lets the press evict, and the codec encode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Pipeline,
+)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from kvpress.api import reference_path
+from kvpress.attention import Logits, ungroup
+from kvpress.cache.store import KVStore
+from kvpress.checks import check_forward, check_generate, check_model
+from kvpress.context import LayerCall, Phase
+
+if TYPE_CHECKING:
+    from kvpress.presses.base import BasePress
+
+__all__ = [
+    "PIPELINE_REGISTRY", "AutoModelForCausalLM", "Cache", "Pipeline", "PressLayer", "Session", "load", "new_cache", "session",
+]  # fmt: skip
+
+NAME = "kvpress"
+KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
+"""Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
+
+_CALL = "_kvpress_call"
+_sessions: dict[int, Session] = {}
+"""Active sessions by the id of every configuration they switched (configurations are not hashable)."""
+
+
+class PressLayer(CacheLayerMixin):
+    """One full-attention layer of a cache, kept in a `KVStore`.
+
+    `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
+    `generate` depend on it.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        self.store: KVStore | None = None
+        self.call: LayerCall | None = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.store = KVStore(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+            return self.update(key_states, value_states)
+        if self.call is None and self.store.sealed:
+            raise RuntimeError(
+                "this cache holds compressed pairs and can only be read inside a press: put the call inside "
+                "`with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
+            )
+        self.store.append(key_states, value_states)
+        if self.call is None:
+            return self.store.window.filled_keys, self.store.window.filled_values
+        self.call.store = self.store
+        return key_states, value_states
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Stored keys as one dense tensor `[B, H, n, D]` for inspection: a copy, unless nothing is sealed yet."""
+        return self._dense(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Stored values as one dense tensor `[B, H, n, Dv]` for inspection: a copy, unless nothing is sealed yet."""
+        return self._dense(1)
+
+    def _dense(self, which: int) -> Tensor | None:
+        if self.store is None:
+            return None
+        window = (self.store.window.filled_keys, self.store.window.filled_values)[which]
+        if not self.store.sealed:
+            return window
+        if len(set(self.store.stored())) > 1:
+            raise ValueError("heads hold different numbers of pairs: see kvpress.kept_positions and the layer's store")
+        whole = self.store.open_segment(None)
+        parts = [*self.store.segments, whole]
+        shape = (self.store.batch, self.store.heads, -1, window.shape[-1])
+        return torch.cat([part.read(slice(None))[which].reshape(shape) for part in parts], dim=2)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.store is None else self.store.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self.store.select_rows(rows)
+            self.batch_size = self.store.batch
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as 0 or negative, got {tokens_to_remove}")
+        if tokens_to_remove and self.store is not None:
+            self.store.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError("assisted decoding is not supported: it takes back tokens that a press has consumed")
+
+    def offload(self) -> None:
+        if self.store is not None:
+            self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.store is not None:
+            self.store.to(self.device)
+
+
+@dataclass
+class PressMask:
+    """What the mask function returns: the 2-D mask as it came, and how to build what the model's own attention wants.
+
+    Models pass masks through untouched, so one object serves layers that use our attention and layers that do not.
+    """
+
+    columns: Tensor | None
+    arguments: dict[str, Any]
+    build: Callable[..., Any]
+    built: list[Any] = field(default_factory=list)
+
+    def native(self) -> Any:
+        """Return the mask of the model's own attention implementation."""
+        if not self.built:
+            self.built.append(self.build(**self.arguments))
+        return self.built[0]
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
+) -> PressMask:
+    """Mask function registered as `kvpress`: keeps the arguments for later."""
+    session = _sessions[id(kwargs["config"])]
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, **kwargs,
+    }  # fmt: skip
+    return PressMask(kwargs.get("attention_mask"), arguments, ALL_MASK_ATTENTION_FUNCTIONS[session.native_name])
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: PressMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
+    call: LayerCall | None = module.__dict__.get(_CALL)
+    session = _sessions[id(module.config)]
+    native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
+    run = session.native_attention(module)
+    if call is None or call.store is None:
+        return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
+    if attention_mask is not None and not isinstance(attention_mask, PressMask):
+        raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
+    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
+        )
+
+    store, length = call.store, query.shape[2]
+    call.queries = query
+    call.logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    call.sinks = kwargs.get("s_aux")
+    call.columns = None if attention_mask is None else attention_mask.columns
+    if call.columns is not None:
+        call.columns = call.columns[:, : store.seen]
+    # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
+    own = bool(store.sealed) or (length == 1 and call.seen_before > 0 and query.device.type == "cpu")
+    if own:
+        out, call.lse = store.attend(query, call.logits, call.columns, call.sinks, session.selector_for(call))
+        result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
+    else:
+        keys, values = store.window.filled_keys, store.window.filled_values
+        result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
+    session.observe(call)
+    return result, call.attentions
+
+
+class Session:
+    """One `with press(model)` block: installs the hooks, restores everything on exit.
+
+    `cache` is the cache last used inside the block; `evict=False` reads compressed caches without evicting at prefill.
+    """
+
+    def __init__(self, press: BasePress, model: PreTrainedModel, evict: bool = True) -> None:
+        self.press = press
+        self.model = model
+        self.evict = evict
+        self.cache: Cache | None = None
+        self.prefill_until = 0
+        self.native_name = model.config._attn_implementation
+        self.modules = [m for m in model.modules() if is_attention(m)]
+        self.index = {id(module): i for i, module in enumerate(self.modules)}
+        text = model.config.get_text_config(decoder=True)
+        kinds = layer_types(text) if self.modules else []
+        self.full = {i for i, kind in enumerate(kinds) if kind == "full_attention"}
+        self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        self._undo: list[Callable[[], Any]] = []
+
+    def enter(self) -> None:
+        """Check the model, then install; nothing is changed if a check fails."""
+        self.press.validate()
+        check_model(self.model, self.press, bool(self.modules), bool(self.full))
+        try:
+            self._install()
+        except BaseException:
+            self.exit()
+            raise
+
+    def _install(self) -> None:
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask)
+        before = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
+        self._undo.append(lambda: _restore(before))
+        self.model.set_attn_implementation(NAME)
+        switched = [id(c) for c, _ in before.values() if c._attn_implementation == NAME]
+        for module in self.modules:
+            if id(module.config) not in switched:
+                raise NotImplementedError(
+                    f"{type(module).__name__} did not take the attention function `{NAME}`: this model does not use "
+                    "the attention interface of transformers"
+                )
+        for key in switched:
+            _sessions[key] = self
+            self._undo.append(partial(_sessions.pop, key, None))
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        for module in self.modules:
+            handles = [
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after, with_kwargs=True),
+            ]
+            self._undo += [handle.remove for handle in handles]
+            self._undo.append(partial(module.__dict__.pop, _CALL, None))
+            if rotary is not None and not hasattr(module, "rotary_emb"):
+                # Presses written for NVIDIA kvpress read it there.
+                module.__dict__["rotary_emb"] = rotary
+                self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
+        self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
+        generate = self.model.generate if hasattr(self.model, "generate") else None
+        if generate is not None:
+            self.model.__dict__["generate"] = self._generate(generate)
+            self._undo.append(partial(self.model.__dict__.pop, "generate", None))
+
+    def exit(self) -> None:
+        """Undo everything, newest first."""
+        while self._undo:
+            self._undo.pop()()
+        self.press.__dict__["_last_cache"] = self.cache
+
+    def selector_for(self, call: LayerCall) -> Any:
+        """Return the selector that this layer's decode uses, or None."""
+        selector = self.press.selector
+        return selector if selector is not None and selector.reads(call) else None
+
+    # -- hooks -----------------------------------------------------------------------------------------------
+
+    def _generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.prefill_until = check_generate(self.model, *args, **kwargs)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.prefill_until = 0
+
+        return wrapped
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        check_forward(self.press, args, kwargs, self.model.config, self.prefill_until if self.evict else None)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, Cache):
+            return
+        layer = adopt_layer(cache, module) if module.layer_idx in self.full else None
+        if layer is None:
+            return
+        self.cache = cache
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        call = LayerCall(
+            module=module,
+            store=layer.store,  # type: ignore[arg-type]
+            layer=self.index[id(module)],
+            layers=len(self.modules),
+            kwargs=kwargs,
+            hidden_states=hidden,  # type: ignore[arg-type]
+            seen_before=layer.get_seq_length(),
+            rotate=find_rotate(module),
+            rotary=find_rotary(module, self.decoder, hidden),
+        )
+        length = hidden.shape[1] if hidden is not None else 1
+        call.phase = self._phase(call.seen_before, length)
+        layer.call = call
+        module.__dict__[_CALL] = call
+
+    def _phase(self, seen_before: int, length: int) -> Phase:
+        fresh = seen_before == 0 or length > 1 or seen_before < self.prefill_until
+        return "prefill" if fresh else "decode"
+
+    def observe(self, call: LayerCall) -> None:
+        """Let the press's observers see a pass, where a later eviction needs it."""
+        if call.phase == "prefill" and not self.evict and not self.press.acts_in_decoding:
+            return
+        if call.phase == "decode" and not self.press.acts_in_decoding:
+            return
+        for name, make in self.press.observers().items():
+            call.store.observers.setdefault(name, make()).observe(call)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del args, kwargs, output
+        call: LayerCall | None = module.__dict__.pop(_CALL, None)
+        if call is None:
+            return
+        layer = call.kwargs["past_key_values"].layers[module.layer_idx]
+        layer.call = None
+        store = call.store
+        if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
+            return
+        if call.phase == "decode":
+            store.since_eviction += 1
+            self.press.after_decode(call)
+        elif self.evict:
+            self.press.after_prefill(call)
+            if not self.press.acts_in_decoding:
+                store.forget()
+        codec = self.press.codec_for(call)
+        if codec is not None:
+            store.settle(codec, call.columns)
+
+    def native_attention(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the attention function that the model used before the session."""
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.native_name, eager)
+
+
+@contextmanager
+def session(press: BasePress, model: PreTrainedModel, evict: bool = True) -> Iterator[Session]:
+    """Install `press` on `model` for the length of a `with` block."""
+    current = Session(press, model, evict)
+    current.enter()
+    try:
+        yield current
+    finally:
+        current.exit()
+
+
+def adopt_layer(cache: Cache, module: nn.Module) -> PressLayer | None:
+    """Return our layer of the cache for this module, put in place of a stock one; None where the layer is not ours."""
+    index: int = module.layer_idx  # type: ignore[assignment]
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    if index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    if isinstance(layer, PressLayer):
+        return layer
+    if "Static" in type(layer).__name__:
+        raise NotImplementedError(
+            f"{type(layer).__name__} has a fixed size and cannot be compressed; use the default dynamic cache"
+        )
+    if type(layer) is not DynamicLayer:
+        return None
+    ours = PressLayer()
+    if layer.is_initialized and layer.get_seq_length():
+        ours.update(layer.keys, layer.values)
+    cache.layers[index] = ours
+    return ours
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is a decoder self-attention that writes a cache layer."""
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and "Attention" in type(module).__name__
+        and hasattr(module, "config")
+    )
+
+
+def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the model's own rotary function as `(vectors, cos, sin) -> vectors`, whatever its layout of channels."""
+    own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return None
+    if list(inspect.signature(own).parameters)[:4] == ["q", "k", "cos", "sin"]:
+        return lambda vectors, cos, sin: own(vectors, vectors, cos, sin)[0]
+    return None
+
+
+def find_rotary(
+    module: nn.Module, decoder: nn.Module, like: Tensor | None
+) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """Return `positions [B, n] -> (cos, sin)` of this layer, from the model's own embedding."""
+    embedding = getattr(decoder, "rotary_emb", None)
+    if embedding is None or like is None:
+        return None
+    extra = {}
+    if "layer_type" in inspect.signature(embedding.forward).parameters:
+        extra["layer_type"] = getattr(module, "layer_type", None)
+    return lambda positions: embedding(like, positions, **extra)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return the empty cache that `generate` would make for this model."""
+    return DynamicCache(config=model.config)
+
+
+def layer_types(text_config: Any) -> list[str]:
+    """Kind of every cache layer of a decoder: `full_attention`, `sliding_attention`, ..."""
+    return list(get_layer_types_and_kwargs(text_config)[0])
+
+
+def load_config(name: str) -> Any:
+    """Read the configuration of `reference`, a folder, a config.json file or a hub name."""
+    return AutoConfig.from_pretrained(reference_path() if name == "reference" else name)
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return list(found.values())
+
+
+def _restore(before: dict[int, tuple[Any, str]]) -> None:
+    for config, name in before.values():
+        config._attn_implementation_internal = name
+
+
+def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model and its tokenizer, padded on the left."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval(), tokenizer

@@ -1,0 +1,214 @@
+"""What presses watch while a model reads: observers, one per layer of a cache.
+
+An observer sees the queries of every forward pass as the attention function got them, which is exact for every model
+(fused projections, query norms, any rotary embedding) and costs no second projection. Scorers read observers when
+they score; all of their state lives in the cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvpress.attention import group_queries
+
+if TYPE_CHECKING:
+    from kvpress.context import LayerCall
+
+BLOCK_BYTES = 32 * 2**20
+"""Most bytes of float32 logits held at once while column sums are taken."""
+
+
+class Observer(ABC):
+    """State of one layer that grows with every forward pass; `side` names the per-pair array it records, if any."""
+
+    side = ""
+
+    @abstractmethod
+    def observe(self, call: LayerCall) -> None:
+        """Take in one forward pass, after its attention."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Tensors held, for the memory report."""
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given batch rows, in that order."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move the state to a device."""
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest tokens; refused where that cannot be undone."""
+        if tokens:
+            raise NotImplementedError(f"{type(self).__name__} cannot take back tokens; copy the cache before them")
+
+
+class RecentQueries(Observer):
+    """The newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.queries: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        new = call.queries[:, :, -self.size :]
+        if self.queries is not None and new.shape[2] < self.size:
+            new = torch.cat([self.queries[:, :, new.shape[2] - self.size :], new], dim=2)
+        # A copy of the tail: a view would keep the queries of the whole prompt alive.
+        self.queries = new.clone(memory_format=torch.contiguous_format)
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.queries is None else [self.queries]
+
+    def select_rows(self, rows: Tensor) -> None:
+        if self.queries is not None:
+            self.queries = self.queries.index_select(0, rows.to(self.queries.device))
+
+    def to(self, device: torch.device | str) -> None:
+        self.queries = None if self.queries is None else self.queries.to(device)
+
+    def crop(self, tokens: int) -> None:
+        if tokens and self.queries is not None:
+            self.queries = self.queries[:, :, : max(0, self.queries.shape[2] - tokens)]
+
+
+class ColumnMass(Observer):
+    """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
+
+    Summed over the query heads of the group. No matrix of queries x keys is ever held: queries are taken in blocks.
+    """
+
+    side = "mass"
+
+    def observe(self, call: LayerCall) -> None:
+        store = call.store
+        rows = group_queries(call.queries, store.heads)
+        if store.sealed:
+            for segment in store.sealed:
+                segment.side["mass"] = segment.side_array("mass") + segment.mass(rows, call.logits, call.whole_lse)
+        window = store.window
+        before = window.side.get("mass")
+        mass = self._window_mass(call)
+        window.side["mass"] = mass if before is None else mass + before
+
+    def _window_mass(self, call: LayerCall) -> Tensor:
+        window, length = call.store.window, call.queries.shape[2]
+        streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
+        block = max(1, BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
+        received = torch.zeros(streams, window.length, device=call.queries.device)
+        keys = window.filled_keys.flatten(0, 1)
+        real = None if call.columns is None else call.columns.to(received.device)
+        newest = window.length - length
+        lse = None if call.lse is None else call.lse.view(streams, groups, length)
+        for start in range(0, length, block):
+            part = call.queries[:, :, start : start + block]
+            count = part.shape[2]
+            scores = call.logits(group_queries(part, call.store.heads), keys).view(streams, groups, count, -1)
+            at = torch.arange(newest + start, newest + start + count, device=keys.device)
+            visible = torch.arange(window.length, device=keys.device) <= at[:, None]
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if real is not None:
+                seen = real[:, window.first : window.first + window.length]
+                seen = seen.repeat_interleave(call.store.heads, dim=0)
+                scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
+            if lse is not None:
+                weights = torch.exp(scores - lse[:, :, start : start + count, None])
+            else:
+                weights = call.softmax(scores)
+            if real is not None:
+                asking = real[:, window.first + newest + start : window.first + newest + start + count]
+                asking = asking.repeat_interleave(call.store.heads, dim=0)
+                weights = weights.masked_fill(~asking[:, None, :, None], 0.0)
+            received += weights.nan_to_num_(0.0).sum(dim=(1, 2))
+        return received.view(call.store.batch, call.store.heads, -1)
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def select_rows(self, rows: Tensor) -> None:
+        """The side arrays move with the pairs."""
+
+    def to(self, device: torch.device | str) -> None:
+        """The side arrays move with the pairs."""
+
+
+class QueryStats(Observer):
+    """Mean and covariance of the queries before rotation, per query head, over all real tokens but the first `skip`.
+
+    Running sums: `count [B]`, `total [B, Hq, D]`, `outer [B, Hq, D, D]`, float32.
+    """
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.count: Tensor | None = None
+        self.total: Tensor | None = None
+        self.outer: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        queries = call.unrotate(call.queries).float()
+        batch, _, length, _ = queries.shape
+        order = torch.arange(call.seen_before, call.seen_before + length, device=queries.device).expand(batch, -1)
+        counted = order >= self.skip
+        if call.columns is not None:
+            real = call.columns.to(queries.device)
+            counted = real[:, -length:] & (real.cumsum(dim=1)[:, -length:] > self.skip)
+        weight = counted.to(queries.dtype)
+        queries = queries * weight[:, None, :, None]
+        count, total, outer = weight.sum(dim=1), queries.sum(dim=2), queries.transpose(-1, -2) @ queries
+        if self.count is not None and self.total is not None and self.outer is not None:
+            count, total, outer = count + self.count, total + self.total, outer + self.outer
+        self.count, self.total, self.outer = count, total, outer
+
+    def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of the given batch rows."""
+        if self.count is None or self.total is None or self.outer is None:
+            raise ValueError("no queries have been observed yet")
+        count = self.count[rows].clamp_min(1.0)[:, None, None]
+        mean = self.total[rows] / count
+        covariance = self.outer[rows] / count[..., None] - mean[..., :, None] * mean[..., None, :]
+        return mean, covariance
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.count, self.total, self.outer) if tensor is not None]
+
+    def select_rows(self, rows: Tensor) -> None:
+        if self.count is not None and self.total is not None and self.outer is not None:
+            rows = rows.to(self.count.device)
+            self.count, self.total, self.outer = self.count[rows], self.total[rows], self.outer[rows]
+
+    def to(self, device: torch.device | str) -> None:
+        if self.count is not None and self.total is not None and self.outer is not None:
+            self.count, self.total, self.outer = (x.to(device) for x in (self.count, self.total, self.outer))
+
+
+class HiddenStates(Observer):
+    """The attention input of the prompt, then of the newest `size` tokens: `states [B, n, hidden]`.
+
+    Kept only for presses that compute their score from hidden states, as presses written for NVIDIA kvpress may.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        self.size = size
+        self.states: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        old = None if self.states is None else self.states
+        self.states = call.hidden_states if old is None else torch.cat([old, call.hidden_states], dim=1)
+        if call.phase == "decode":
+            self.states = self.states[:, -self.size :].clone()
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.states is None else [self.states]
+
+    def select_rows(self, rows: Tensor) -> None:
+        if self.states is not None:
+            self.states = self.states.index_select(0, rows.to(self.states.device))
+
+    def to(self, device: torch.device | str) -> None:
+        self.states = None if self.states is None else self.states.to(device)

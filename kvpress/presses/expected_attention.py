@@ -1,0 +1,103 @@
+"""Attention that future queries are expected to pay, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.checks import check_count
+from kvpress.context import View
+from kvpress.observe import QueryStats
+from kvpress.presses.base import Observers, ScorerPress, view_of
+from kvpress.registry import register
+
+
+@register("expected_attention", "evict", "Devoto et al., 2025, arXiv:2510.00636")
+@dataclass
+class ExpectedAttentionPress(ScorerPress):
+    """Score a pair by the attention expected from the next `n_future_positions` queries, weighted by its value.
+
+    Queries before rotation are modelled as Gaussian, mean mu and covariance S per query head; R is the mean rotation of
+    the future positions. With mu' = R mu and S' = R S R^T,
+
+        z[t]     = scale * k_t . mu' + scale^2 / 2 * k_t^T S' k_t
+        score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
+
+    The first `n_sink` tokens are left out of the statistics and always kept.
+
+    Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution, 2025, arXiv:2510.00636.
+    Differs from the paper: queries are those that attention really used, turned back, so query norms, biases and every
+    rotary layout are exact; futures start at the true next position, after evictions too. A logit soft cap is ignored.
+    """
+
+    n_future_positions: int = 512
+    n_sink: int = 4
+    use_covariance: bool = True
+    use_vnorm: bool = True
+    epsilon: float = 0.0
+
+    def validate(self) -> None:
+        super().validate()
+        check_count("n_future_positions", self.n_future_positions)
+        check_count("n_sink", self.n_sink, least=0)
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must be >= 0, got {self.epsilon}")
+
+    @property
+    def protected(self) -> int:
+        return self.n_sink
+
+    def observers(self) -> Observers:
+        return {**super().observers(), "query_stats": partial(QueryStats, self.n_sink)}
+
+    def score(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
+        attentions: Tensor | None, kwargs: dict,
+    ) -> Tensor:  # fmt: skip
+        """Return `[b, h, n]`, infinite for the sinks."""
+        view = view_of(kwargs)
+        mean, covariance = self.future_statistics(view)
+        groups = view.groups
+        scores = torch.empty(keys.shape[:3], device=keys.device)
+        for h in range(keys.shape[1]):
+            part = slice(h * groups, (h + 1) * groups)
+            logits = self._logits(view, h, mean[:, part], covariance[:, part])
+            sinks = view.positions[:, h, None] < self.n_sink
+            weights = torch.softmax(logits.masked_fill(sinks, -torch.inf), dim=-1).nan_to_num(0.0)
+            scores[:, h] = weights.mean(dim=1) + self.epsilon
+        if self.use_vnorm:
+            scores *= values.float().norm(dim=-1)
+        return scores.masked_fill(view.positions < self.n_sink, torch.inf)
+
+    def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return `(mu' [b, hq, D], S' [b, hq, D, D])` of the rotated future queries."""
+        observer: QueryStats = view.call.store.observers["query_stats"]  # type: ignore[assignment]
+        mean, covariance = observer.moments(list(range(view.call.store.batch)))
+        mean, covariance = view.query_heads(mean), view.query_heads(covariance)
+        future = torch.arange(view.seen, view.seen + self.n_future_positions, device=mean.device)
+        if not getattr(view.call.module, "use_rope", True):
+            return mean, covariance
+        cos, sin = (part.float().mean(dim=1, keepdim=True) for part in view.call.angles(future[None]))
+
+        def rotate(vectors: Tensor) -> Tensor:
+            """Apply R to the rows of `[b, hq, rows, D]`."""
+            ones = (vectors.shape[0], vectors.shape[2], -1)
+            return view.call.turn(vectors, cos.expand(ones), sin.expand(ones))
+
+        turned = rotate(covariance).transpose(-1, -2)
+        return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
+
+    def _logits(self, view: View, head: int, mean: Tensor, covariance: Tensor) -> Tensor:
+        """Return `z [b, G, n]` for one kv head."""
+        keys = view.keys[:, head].float()
+        scale = view.call.logits.scale
+        logits = scale * mean @ keys.transpose(-1, -2)
+        if self.use_covariance:
+            for g in range(mean.shape[1]):
+                spread = keys @ covariance[:, g]
+                logits[:, g] += (spread * keys).sum(dim=-1) * (scale**2 / 2)
+        return logits

@@ -1,0 +1,19 @@
+"""No compression: the baseline of every comparison."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvpress.presses.base import BasePress
+from kvpress.registry import register
+
+
+@register("none", "baseline")
+@dataclass
+class NonePress(BasePress):
+    """Keep every pair as it is; a cache that another press compressed can be read under it.
+
+    Paper: none.
+    Differs from the paper: nothing.
+    """
+
+    is_identity: ClassVar[bool] = True

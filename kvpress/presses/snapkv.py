@@ -1,0 +1,64 @@
+"""Attention of the prompt's last tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool1d
+
+from kvpress.checks import check_count
+from kvpress.context import View
+from kvpress.observe import RecentQueries
+from kvpress.presses.base import Observers, ScorerPress, view_of
+from kvpress.registry import register
+
+
+@register("snapkv", "evict", "Li et al., 2024, arXiv:2404.14469")
+@dataclass
+class SnapKVPress(ScorerPress):
+    """Score a pair by the attention that the last `window_size` tokens pay it, smoothed over its neighbours.
+
+        a[b, g, t] = mean over the last w queries i of softmax(q_i . k)[t],   t < n - w
+        score      = mean over the query heads of the group of avg_pool(a, kernel_size)
+
+    The window itself is always kept; prompts that fit into it are left whole.
+
+    Paper: Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024, arXiv:2404.14469.
+    Differs from the paper: query heads of a group share one choice, the mean of their scores, because they share keys.
+    """
+
+    window_size: int = 64
+    kernel_size: int = 5
+
+    def validate(self) -> None:
+        super().validate()
+        check_count("window_size", self.window_size)
+        check_count("kernel_size", self.kernel_size)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
+
+    @property
+    def protected(self) -> int:
+        return self.window_size
+
+    def observers(self) -> Observers:
+        return {**super().observers(), "queries": partial(RecentQueries, self.window_size)}
+
+    def score(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
+        attentions: Tensor | None, kwargs: dict,
+    ) -> Tensor:  # fmt: skip
+        """Return `[b, h, n]`, infinite in the window."""
+        view = view_of(kwargs)
+        width = min(self.window_size, view.length)
+        scores = [self._head_score(head, width) for head in view.per_head()]
+        window = keys.new_full((*keys.shape[:2], width), torch.inf, dtype=torch.float32)
+        return torch.cat([torch.cat(scores, dim=1), window], dim=-1)
+
+    def _head_score(self, view: View, width: int) -> Tensor:
+        weights = view.attention(view.newest_queries(self.window_size))[..., : view.length - width]
+        smooth = avg_pool1d(weights.mean(dim=3).squeeze(1), self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        return smooth.mean(dim=1, keepdim=True)

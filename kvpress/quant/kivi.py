@@ -1,0 +1,77 @@
+"""KIVI: keys per channel, values per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpress.checks import check_count
+from kvpress.presses.base import BasePress
+from kvpress.quant.packing import BITS, check_packing
+from kvpress.quant.uniform import UniformCodec
+from kvpress.registry import register
+
+
+@register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750")
+@dataclass
+class KIVIPress(BasePress):
+    """Store pairs in `bits` bits: keys per channel over `group_size` tokens, values per token over `group_size` channels.
+
+        code = round((x - min) / s),   s = (max - min) / (2**bits - 1),   x' = code * s + min
+
+    `bits` is one number or (key bits, value bits). The newest `residual_length` pairs of every head stay as they are;
+    older ones are encoded once, a group at a time. `skip_layers` are left dense.
+
+    Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
+    Differs from the paper: keys and values share one dense tail of `residual_length` to `residual_length + group_size - 1`
+    pairs, where the paper empties the keys' tail whenever it is full. Constant groups decode exactly.
+    """
+
+    bits: int | tuple[int, int] = 2
+    group_size: int = 32
+    residual_length: int = 128
+    skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, Sequence):
+            self.bits = tuple(self.bits)  # type: ignore[assignment]
+        self.skip_layers = (self.skip_layers,) if isinstance(self.skip_layers, int) else tuple(self.skip_layers)
+        self.validate()
+
+    def validate(self) -> None:
+        for bits in self.key_value_bits:
+            if bits not in BITS:
+                raise ValueError(
+                    f"bits must be one of {list(BITS)} or a pair (keys, values) of them, got {self.bits!r}"
+                )
+        check_count("group_size", self.group_size)
+        check_count("residual_length", self.residual_length, least=0)
+
+    @property
+    def key_value_bits(self) -> tuple[int, int]:
+        """Bits of keys and of values."""
+        if isinstance(self.bits, tuple):
+            if len(self.bits) != 2:
+                raise ValueError(f"bits must be one number or a pair (keys, values), got {self.bits!r}")
+            return self.bits
+        return self.bits, self.bits
+
+    def post_init_from_model(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if dim % min(self.group_size, dim):
+            allowed = [size for size in (16, 32, 64, 128, 256) if dim % size == 0]
+            raise ValueError(
+                f"group_size must divide the head dim {dim} of the model: one of {allowed}, got {self.group_size}"
+            )
+        for bits in self.key_value_bits:
+            check_packing(dim, bits)
+
+    @property
+    def codec(self) -> UniformCodec:
+        key_bits, value_bits = self.key_value_bits
+        return UniformCodec(
+            key_bits, value_bits, (self.group_size, 1), (1, self.group_size), self.group_size, self.residual_length,
+            self.skip_layers,
+        )  # fmt: skip

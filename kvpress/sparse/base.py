@@ -1,0 +1,34 @@
+"""What a selector is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from kvpress.attention import Logits, Partial
+from kvpress.cache.store import KVStore
+from kvpress.context import LayerCall
+from kvpress.quant.base import Codec
+
+
+class Selector(ABC):
+    """Chooses, for every decode step, which sealed pairs are read; the open window is always read.
+
+    `sealing` says in what tiles pairs are sealed where no codec does it, so that they can be indexed.
+    """
+
+    sealing: Codec
+
+    @abstractmethod
+    def reads(self, call: LayerCall) -> bool:
+        """Whether this selector is used in the given layer."""
+
+    @abstractmethod
+    def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
+        """Bytes of the index over `pairs` sealed pairs of one head."""
+
+    @abstractmethod
+    def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:
+        """Attend from `queries [N, G, D]` to the chosen pairs of `store.sealed`."""

@@ -1,0 +1,76 @@
+"""Tiny random models of the families that are tested, and batches for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 97
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": 8},
+    "phi3": {"partial_rotary_factor": 0.5, "head_dim": 16},
+    "gemma2": {"sliding_window": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 24},
+    "gpt_oss": {"sliding_window": 8, "layer_types": ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {"head_dim": 16},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "cohere": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "head_dim": 16},
+    "granite": {"attention_multiplier": 0.11, "head_dim": 16},
+}
+
+
+@cache
+def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0) -> Any:
+    """A random model of a family, float32, in evaluation mode."""
+    settings = {**COMMON, **FAMILIES[family]}
+    config = CONFIG_MAPPING[family](**settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random ids without special tokens."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded_batch(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the given lengths, padded on the left: `(input_ids, attention_mask)`."""
+    longest = max(lengths)
+    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = tokens(1, length, seed + row)[0]
+        mask[row, longest - length :] = 1
+    return ids, mask

@@ -1,0 +1,94 @@
+"""The mask oracle: full caches, with the evicted pairs hidden by an explicit mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+import kvpress
+
+NAME = "test_oracle"
+
+
+class Oracle:
+    """Decodes with all pairs stored but only `kept[layer][row][head]` of the first `known` columns visible."""
+
+    def __init__(self, model: Any, kept: list[list[list[Tensor]]], known: int) -> None:
+        self.model, self.kept, self.known = model, kept, known
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        batch, heads, length, _ = query.shape
+        kv_heads, stored = key.shape[1], key.shape[2]
+        groups = heads // kv_heads
+        visible = torch.ones(batch, kv_heads, length, stored, dtype=torch.bool)
+        window = kwargs.get("sliding_window")
+        at = torch.arange(stored - length, stored)[:, None]
+        columns = torch.arange(stored)[None]
+        if window:
+            visible &= at - columns < window
+        elif getattr(module, "is_sliding", False) is False:
+            for row in range(batch):
+                for head in range(kv_heads):
+                    shown = torch.zeros(self.known, dtype=torch.bool)
+                    kept = self.kept[module.layer_idx][row][head]
+                    shown[kept[kept < self.known]] = True
+                    visible[row, head, :, : self.known] &= shown
+        visible &= columns <= at
+        if mask is not None:
+            visible &= mask[:, None, None, -stored:]
+        keys, values = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        logits = query @ keys.transpose(-1, -2) * scaling
+        cap = kwargs.get("softcap")
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        logits = logits.masked_fill(~visible.repeat_interleave(groups, dim=1), -math.inf)
+        sinks = kwargs.get("s_aux")
+        if sinks is not None:
+            extra = sinks.view(1, -1, 1, 1).expand(batch, -1, length, 1)
+            weights = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+        return (weights @ values).transpose(1, 2).contiguous(), None
+
+    def logits(self, ids: Tensor, cache: DynamicCache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Logits of new tokens on a stock cache."""
+        AttentionInterface.register(NAME, self.attention)
+        AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        try:
+            return self.model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+        finally:
+            self.model.set_attn_implementation(before)
+
+
+def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
+    """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
+    stock = DynamicCache(config=model.config)
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    model(ids, attention_mask=mask, past_key_values=stock, position_ids=positions)
+    follow = torch.randint(3, 90, (ids.shape[0], steps), generator=torch.Generator().manual_seed(5))
+    cache = DynamicCache(config=model.config)
+    found, expected = [], []
+    with press(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
+        kept = kvpress.kept_positions(cache)
+        grown = mask
+        for step in range(steps):
+            grown = None if grown is None else torch.cat([grown, grown.new_ones(ids.shape[0], 1)], dim=1)
+            at = None if grown is None else grown.sum(1, keepdim=True) - 1
+            new = follow[:, step : step + 1]
+            found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
+    oracle = Oracle(model, kept, ids.shape[1])
+    grown = mask
+    for step in range(steps):
+        grown = None if grown is None else torch.cat([grown, grown.new_ones(ids.shape[0], 1)], dim=1)
+        at = None if grown is None else grown.sum(1, keepdim=True) - 1
+        expected.append(oracle.logits(follow[:, step : step + 1], stock, grown, at))
+    return torch.cat(found, dim=1), torch.cat(expected, dim=1), cache

@@ -1,0 +1,113 @@
+"""With compression off, generation inside a press is token-identical to generation outside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvpress
+from tests.models import FAMILIES, padded_batch, tiny_model, tokens
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "sequences": {"do_sample": True, "num_return_sequences": 2},
+    "chunked": {"prefill_chunk_size": 7},
+}
+# Their attention needs what sdpa cannot do (soft caps, sinks).
+EAGER_ONLY = {"gemma2", "gpt_oss"}
+OFF = ["none", "snapkv:0", "kivi:bits=2,residual_length=4096", "quest:budget=4096"]
+
+
+def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, **settings: Any) -> Any:
+    torch.manual_seed(1)
+    settings = {"do_sample": False, "max_new_tokens": 10, **settings}
+    return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings)
+
+
+def cases() -> list[Any]:
+    found = []
+    for family in FAMILIES:
+        implementations = ["eager"] if family in EAGER_ONLY else ["sdpa", "eager"]
+        found += [pytest.param(family, name, id=f"{family}-{name}") for name in implementations]
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("family", "implementation"), cases())
+def test_off_equals_stock(family: str, implementation: str, mode: str) -> None:
+    model = tiny_model(family, implementation)
+    for ids, mask in ((tokens(1, 30), None), padded_batch([30, 17, 9])):
+        expected = generate(model, ids, mask, **MODES[mode])
+        with kvpress.get_press("none")(model):
+            found = generate(model, ids, mask, **MODES[mode])
+        assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("spec", OFF)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_presses_that_remove_nothing_equal_stock(family: str, spec: str) -> None:
+    model = tiny_model(family)
+    for ids, mask in ((tokens(1, 30), None), padded_batch([30, 17, 9])):
+        expected = generate(model, ids, mask)
+        with kvpress.get_press(spec)(model):
+            found = generate(model, ids, mask)
+        assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("gpt_oss", "gemma2")])
+@pytest.mark.parametrize("whole", [True, False], ids=["all-ids", "new-ids"])
+def test_second_turn(family: str, whole: bool) -> None:
+    model = tiny_model(family)
+    ids, mask = padded_batch([20, 13, 6])
+    question = tokens(3, 5, seed=9)
+
+    def two_turns() -> torch.Tensor:
+        first = generate(model, ids, mask)
+        sequence = torch.cat([first.sequences, question], dim=1)
+        full = torch.cat([mask, torch.ones(3, sequence.shape[1] - mask.shape[1], dtype=mask.dtype)], dim=1)
+        # The last generated token has not been read yet, so it belongs to the new ids.
+        new = sequence[:, first.past_key_values.get_seq_length() :]
+        return generate(model, sequence if whole else new, full, past_key_values=first.past_key_values).sequences
+
+    expected = two_turns()
+    with kvpress.get_press("none")(model):
+        found = two_turns()
+    assert torch.equal(found, expected)
+
+
+def test_prefill_logits_are_bit_identical_whatever_the_press() -> None:
+    model = tiny_model("qwen3")
+    ids, mask = padded_batch([40, 25])
+    expected = model(ids, attention_mask=mask).logits
+    for spec in (
+        "snapkv:0.7,window_size=8",
+        "adakv(expected_attention:0.5)",
+        "kivi:bits=2,residual_length=0",
+        "quest:budget=16",
+    ):
+        with kvpress.get_press(spec)(model):
+            assert torch.equal(model(ids, attention_mask=mask, use_cache=True).logits, expected)
+
+
+def test_a_prefix_read_outside_is_taken_over() -> None:
+    model = tiny_model("llama")
+    ids = tokens(2, 24)
+    expected = model(ids).logits[:, -4:]
+    prefix = model(ids[:, :20], use_cache=True).past_key_values
+    with kvpress.get_press("none")(model):
+        found = model(ids[:, 20:], past_key_values=prefix).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_uncompressed_cache_can_be_read_outside() -> None:
+    model = tiny_model("llama")
+    ids = tokens(2, 24)
+    expected = model(ids).logits[:, -4:]
+    with kvpress.get_press("none")(model):
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+    found = model(ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
