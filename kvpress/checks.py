@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from kvpress.presses.base import BasePress
 
 
+GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
+"""Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
+
+
 def check_model(model: Any, press: BasePress, has_attention: bool, has_full_attention: bool) -> None:
     """Refuse models that a press cannot work on, with the reason."""
     config = model.config
@@ -34,7 +38,7 @@ def check_model(model: Any, press: BasePress, has_attention: bool, has_full_atte
 
 def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
     """Check the arguments of `generate`; return the prompt length if the prefill will come in chunks, else 0."""
-    settings = generation_config if generation_config is not None else model.generation_config
+    settings = (generation_config, model.generation_config)
     ids = kwargs.get("input_ids", inputs)
     if kwargs.get("assistant_model") is not None or _setting("prompt_lookup_num_tokens", kwargs, settings):
         raise NotImplementedError(
@@ -42,23 +46,45 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
         )
     if _setting("output_attentions", kwargs, settings):
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
-    if kwargs.get("use_cache") is False:
+    if _setting("use_cache", kwargs, settings) is False:
         raise ValueError("use_cache=False leaves no cache to compress; leave it out inside a press")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        check_mask(mask)
+    cache = kwargs.get("past_key_values")
+    implementation = _setting("cache_implementation", kwargs, settings)
+    if cache is None and implementation not in GROWING_CACHES:
+        raise NotImplementedError(
+            f"cache_implementation={implementation!r} is not supported inside a press, which stores pairs in its own way; "
+            "leave it out to use the dynamic cache"
+        )
     if ids is None:
         return 0
     check_ids(ids)
-    mask = kwargs.get("attention_mask")
-    cache = kwargs.get("past_key_values")
+    check_cache_kind(cache)
     seen = 0 if cache is None else int(cache.get_seq_length())
     if seen:
         check_turn(ids, mask, seen)
-    if mask is not None and mask.dim() == 2:
+    if mask is not None:
         check_padding(mask)
-    return ids.shape[1] if _setting("prefill_chunk_size", kwargs, settings) else 0
+    if not _setting("prefill_chunk_size", kwargs, settings):
+        return 0
+    return ids.shape[1] if mask is None else mask.shape[1]
 
 
-def _setting(name: str, kwargs: dict[str, Any], settings: Any) -> Any:
-    return kwargs[name] if kwargs.get(name) is not None else getattr(settings, name, None)
+def _setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:
+    """What `generate` will use: its own argument, else the first configuration that says something."""
+    given = (kwargs.get(name), *(getattr(config, name, None) for config in settings))
+    return next((value for value in given if value is not None), None)
+
+
+def check_cache_kind(cache: Any) -> None:
+    """Refuse caches of a fixed size."""
+    static = [type(layer).__name__ for layer in getattr(cache, "layers", ()) if "Static" in type(layer).__name__]
+    if static:
+        raise NotImplementedError(
+            f"{static[0]} has a fixed size and cannot be compressed; use the default dynamic cache"
+        )
 
 
 def check_ids(ids: Tensor) -> None:
@@ -70,16 +96,27 @@ def check_ids(ids: Tensor) -> None:
 def check_turn(ids: Tensor, mask: Tensor | None, seen: int) -> None:
     """Check a later turn on a cache that already holds `seen` tokens."""
     given = ids.shape[1]
+    if mask is not None and mask.shape[1] > given:
+        return  # Only new tokens; the decoder is handed the same mask, and its length is checked there.
     if given == seen:
         raise ValueError(
             f"the cache already holds all {seen} tokens of input_ids, so there is nothing to read; pass the whole "
             "sequence with at least one new token at its end"
         )
-    if (mask is None and given < seen) or (mask is not None and mask.shape[1] == given < seen):
+    if given < seen:
         raise ValueError(
             f"input_ids has {given} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
             f"the whole sequence too: generate(new_ids, past_key_values=cache, "
             f"attention_mask=torch.ones(batch, {seen} + {given})); or pass all {seen} + new ids"
+        )
+
+
+def check_mask(mask: Tensor) -> None:
+    """Refuse masks that say more than which tokens are real."""
+    if mask.dim() != 2:
+        raise NotImplementedError(
+            f"attention_mask has {mask.dim()} dimensions; inside a press it is the 2-D mask of real tokens "
+            "[batch, tokens], and packed sequences are not supported"
         )
 
 
@@ -106,17 +143,14 @@ def check_forward(
     if new is None:
         return
     check_ids(new)
-    if kwargs.get("output_attentions") and not press.is_identity:
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not press.is_identity:
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     cache = kwargs.get("past_key_values")
+    check_cache_kind(cache)
     seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
-        if mask.dim() != 2:
-            raise NotImplementedError(
-                f"attention_mask has {mask.dim()} dimensions; inside a press it is the 2-D mask of real tokens "
-                "[batch, tokens], and packed sequences are not supported"
-            )
+        check_mask(mask)
         if mask.shape[1] != seen + new.shape[1]:
             raise ValueError(
                 f"attention_mask covers {mask.shape[1]} tokens but the cache has seen {seen} and {new.shape[1]} are new; "
@@ -150,23 +184,32 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
 
 
 def _check_cache_shape(cache: Any, config: Any) -> None:
+    from kvpress.hf import layer_types
+
     text = config.get_text_config(decoder=True)
-    layers = getattr(text, "num_hidden_layers", None)
-    held = len(cache.layers)
-    if layers is None or (getattr(cache, "layer_class_to_replicate", None) is not None and held <= layers):
-        pass
-    elif held > layers:
+    held, layers = len(cache.layers), len(layer_types(text))
+    # A cache made without a configuration gets its layers as they are first used.
+    unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
+    if held != layers and not unused:
         raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
-    store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)
     heads = getattr(text, "num_key_value_heads", None)
-    if store is None or heads is None or getattr(text, "kv_lora_rank", None) is not None:
+    keys = next((found for layer in cache.layers if (found := _held_keys(layer)) is not None), None)
+    if keys is None or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None) is not None:
         return
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if isinstance(heads, int) and (store.heads, store.window.keys.shape[-1]) != (heads, dim):
+    if (keys.shape[1], keys.shape[3]) != (heads, dim):
         raise ValueError(
-            f"the cache belongs to another model: it holds {store.heads} kv heads of dimension "
-            f"{store.window.keys.shape[-1]}, this model has {heads} of dimension {dim}"
+            f"the cache belongs to another model: it holds {keys.shape[1]} kv heads of dimension {keys.shape[3]}, this "
+            f"model has {heads} of dimension {dim}"
         )
+
+
+def _held_keys(layer: Any) -> Tensor | None:
+    """Return a tensor `[B, H, n, D]` shaped like the keys of a cache layer, or None while it is empty."""
+    if hasattr(layer, "store"):
+        return None if layer.store is None else layer.store.window.keys
+    keys = getattr(layer, "keys", None)
+    return keys if isinstance(keys, Tensor) and keys.dim() == 4 else None
 
 
 def check_ratio(name: str, value: Any) -> None:

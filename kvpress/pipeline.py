@@ -123,16 +123,20 @@ class KVPressTextGenerationPipeline(Pipeline):
                 use_cache=True,
                 logits_to_keep=1,
             )
+        branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
         answers = []
         for question in inputs["questions"]:
             asked = question.expand(len(ids), -1)
             full = torch.cat([mask, mask.new_ones(asked.shape)], dim=1)
+            own = copy.deepcopy(cache)
+            if branches > 1:
+                own.batch_repeat_interleave(branches)
             # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
             with torch.no_grad(), reading(self.model, press):
                 output = self.model.generate(
                     asked,
                     attention_mask=full,
-                    past_key_values=copy.deepcopy(cache),
+                    past_key_values=own,
                     **{"do_sample": False, **generate},
                 )
             answers.append(output[:, asked.shape[1] :])

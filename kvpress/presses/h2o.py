@@ -74,10 +74,8 @@ class H2OPress(ScorerPress):
 
     def after_decode(self, call: LayerCall) -> None:
         store = call.store
-        if store.targets is not None and store.since_eviction >= self.interval and not self._unlimited:
-            fixed = store.targets
-            evict(call, self, lambda view: fixed[view.rows[0]])
-
-    @property
-    def _unlimited(self) -> bool:
-        return self.budget is None and self.compression_ratio == 0
+        if store.since_eviction < self.interval or (self.budget is None and self.compression_ratio == 0):
+            return
+        fixed = store.targets
+        if self.budget is not None or fixed is not None:
+            evict(call, self, lambda view: self.budget or fixed[view.rows[0]])  # type: ignore[index]

@@ -1,0 +1,142 @@
+"""Presses that users wrote for NVIDIA kvpress run unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import kvpress
+from kvpress import BasePress, DecodingPress, KnormPress, ScorerPress
+from tests.models import padded_batch, tiny_model, tokens
+
+
+@dataclass
+class ValueNormPress(ScorerPress):
+    """As a user would write it: no call of `super().__post_init__`."""
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        pass
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        assert hidden_states.shape[0] == keys.shape[0]
+        assert module.rotary_emb is not None
+        assert {"position_embeddings", "past_key_values"} <= kwargs.keys()
+        return values.norm(dim=-1) ** self.power
+
+
+class QueryPress(ScorerPress):
+    """Projects the hidden states itself, as many of its presses do."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        groups = module.config.num_attention_heads // keys.shape[1]
+        shape = (*hidden_states.shape[:2], -1, module.head_dim)
+        mean = module.q_proj(hidden_states).view(shape).transpose(1, 2).mean(dim=2, keepdim=True)
+        mean = mean.view(keys.shape[0], keys.shape[1], groups, -1).mean(dim=2)
+        return (keys @ mean[..., None])[..., 0]
+
+
+class EveryOtherPress(BasePress):
+    """Overrides `compress`."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        return keys[:, :, ::2], values[:, :, ::2]
+
+
+class AveragePress(BasePress):
+    """Rewrites values, so that positions cannot be told from them."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        return keys[:, :, :10], values[:, :, :10] * 0.5
+
+
+def run(press: BasePress, ids: torch.Tensor, mask: torch.Tensor | None = None) -> DynamicCache:
+    model = tiny_model("llama")
+    cache = DynamicCache()
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    with press(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
+    return cache
+
+
+@pytest.mark.parametrize("press", [ValueNormPress(0.25), QueryPress(0.25), ValueNormPress(compression_ratio=0.25)])
+def test_a_users_scorer(press: ScorerPress) -> None:
+    cache = run(press, tokens(2, 41))
+    assert cache.layers[0].keys.shape == (2, 2, int(41 * 0.75), 32)
+    assert cache.get_seq_length() == 41
+
+
+def test_a_users_scorer_keeps_what_it_says() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 41)
+    values = model(ids, use_cache=True).past_key_values.layers[0].values
+    positions = kvpress.kept_positions(run(ValueNormPress(0.5), ids))[0]
+    best = values.norm(dim=-1).topk(20, dim=-1).indices.sort(dim=-1).values
+    assert torch.equal(torch.stack([torch.stack(row) for row in positions]), best)
+
+
+def test_a_users_scorer_never_sees_padding() -> None:
+    ids, mask = padded_batch([41, 17])
+    together = kvpress.kept_positions(run(QueryPress(0.5), ids, mask))
+    alone = kvpress.kept_positions(run(QueryPress(0.5), ids[1:, -17:]))
+    for layer, own in zip(together, alone, strict=True):
+        for head, kept in zip(layer[1], own[0], strict=True):
+            assert torch.equal(head - 24, kept)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_users_compress(padded: bool) -> None:
+    ids, mask = padded_batch([40, 20]) if padded else (tokens(2, 40), None)
+    cache = run(EveryOtherPress(), ids, mask)
+    assert kvpress.kept_positions(cache)[1][0][1].tolist() == list(range(0, 40, 2))
+    if padded:
+        assert kvpress.kept_positions(cache)[1][1][0].tolist() == list(range(20, 40, 2))
+    assert kvpress.memory_report(cache).kept == 3 * 2 * (30 if padded else 40)
+    with kvpress.reading(tiny_model("llama")):
+        tiny_model("llama")(tokens(2, 3), attention_mask=None if mask is None else torch.ones(2, 43).masked_fill(
+            torch.cat([mask, torch.ones(2, 3)], 1) == 0, 0), past_key_values=cache)  # fmt: skip
+    assert cache.get_seq_length() == 43
+
+
+def test_rewritten_pairs_have_unknown_positions() -> None:
+    cache = run(AveragePress(), tokens(1, 30))
+    assert kvpress.kept_positions(cache)[0][0][0].tolist() == [-1] * 10
+
+
+@pytest.mark.parametrize("base", [KnormPress(), ValueNormPress(), QueryPress()])
+def test_any_scorer_while_decoding(base: ScorerPress) -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([40, 25])
+    press = DecodingPress(base, compression_interval=4, target_size=20)
+    with press(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    for layer in kvpress.kept_positions(session.cache):
+        for row in layer:
+            # Two intervals have passed, then one more token was read.
+            assert [len(head) for head in row] == [21, 21]
+
+
+def test_attributes_that_evaluation_scripts_set() -> None:
+    press: Any = kvpress.AdaKVPress(kvpress.SnapKVPress())
+    press.compression_ratio = 0.7
+    assert press.press.compression_ratio == 0.7
+    press.compression_ratio = 1.5
+    with pytest.raises(ValueError, match=r"\[0, 1\), got 1.5"), press(tiny_model("llama")):
+        pass
+
+
+def test_constructors_take_the_same_arguments() -> None:
+    assert kvpress.ExpectedAttentionPress(0.5, 512, 4, True, True, 0.0) == kvpress.ExpectedAttentionPress(0.5)
+    assert kvpress.SnapKVPress(0.5, 64, 5) == kvpress.SnapKVPress(0.5)
+    assert kvpress.PyramidKVPress(0.5, 64, 5, 20) == kvpress.PyramidKVPress(0.5)
+    assert kvpress.StreamingLLMPress(0.5, 4) == kvpress.StreamingLLMPress(0.5)
+    assert kvpress.RandomPress(0.5, 3).seed == 3
+    inner = KnormPress()
+    assert DecodingPress(inner, 512, 2048, 256) == DecodingPress(inner)
+    assert kvpress.PrefillDecodingPress(inner, DecodingPress(inner)).acts_in_decoding
+    assert isinstance(tiny_model("llama").model, nn.Module)
