@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.attention import Logits, Partial, attend, merge
 from kvpress.cache.layout import Layout, interleave
 
@@ -155,10 +156,11 @@ class Segment(ABC):
             found.setdefault(block.streams.start, []).append(partial)
         return found
 
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, visible: Tensor) -> Partial:
-        """Attend to chosen pairs only: flat `rows [N, K]`, of which `visible [N, K]` are real."""
+    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
+        """Attend to chosen pairs only: the first `counts[n]` of the flat `rows [N, K]`, int64."""
         keys, values = self.read(rows.flatten())
         shape = (*rows.shape, -1)
+        visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
         return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :])
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
@@ -250,8 +252,20 @@ class DenseSegment(Segment):
                 yield Block(slice(n, n + 1), rows, self.keys[None, rows], self.values[None, rows])
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        if hidden is None and kernels.serves(queries, self.keys):
+            at, lengths = self.layout.starts_tensor, self.layout.lengths_tensor
+            return kernels.dense_decode(
+                queries, self.keys, self.values, at, lengths, logits.scale, softcap=logits.softcap
+            )
         if self.layout.uniform and self.layout.longest:
             (block,) = self.blocks()
             visible = None if hidden is None else ~hidden.view(self.layout.streams, 1, -1)
             return attend(queries, block.keys, block.values, logits, visible)
         return super().attend(queries, logits, hidden)
+
+    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
+        if kernels.serves(queries, self.keys):
+            return kernels.dense_select(
+                queries, self.keys, self.values, rows, counts, logits.scale, softcap=logits.softcap
+            )
+        return super().attend_rows(queries, logits, rows, counts)

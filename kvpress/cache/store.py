@@ -87,30 +87,14 @@ class KVStore:
                 hidden = self._hidden(segment, columns) if hides and columns is not None else None
                 parts.append(segment.attend(rows, logits, hidden))
         if self.window.length:
-            parts.append(self.window.attend(rows, logits, self.window_visible(rows.shape[1], length, columns)))
+            first = self.window.first
+            real = None if columns is None else columns[:, first : first + self.window.length]
+            parts.append(self.window.attend(rows, logits, length, real))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
             parts.append((torch.zeros_like(parts[-1][0]), extra))
         return merge(parts)
-
-    def window_visible(self, rows: int, length: int, columns: Tensor | None) -> Tensor | None:
-        """Which window tokens each of the `rows = G * length` query rows sees: broadcasts to `[N, M, window]`.
-
-        None means all of them.
-        """
-        visible = None
-        filled = self.window.length
-        device = self.window.keys.device
-        if length > 1:
-            newest = torch.arange(filled - length, filled, device=device)
-            causal = torch.arange(filled, device=device) <= newest[:, None]
-            visible = causal.repeat(rows // length, 1)[None]
-        if columns is not None:
-            real = columns[:, self.window.first : self.window.first + filled].to(device)
-            real = real.repeat_interleave(self.heads, dim=0)[:, None]
-            visible = real if visible is None else visible & real
-        return visible
 
     def _hides_sealed(self, columns: Tensor | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""

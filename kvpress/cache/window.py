@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.attention import Logits, Partial, attend
 
 GROWTH = 16
@@ -82,17 +83,40 @@ class Window:
         self.length -= tokens
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
 
-    def attend(self, queries: Tensor, logits: Logits, visible: Tensor | None) -> Partial:
-        """Attend from `queries [N, M, D]`; `visible` broadcasts to `[N, M, length]`."""
+    def attend(self, queries: Tensor, logits: Logits, new: int, real: Tensor | None) -> Partial:
+        """Attend from the `new` newest tokens' `queries [N, G * new, D]`; `real [B, length]` marks tokens, None all."""
+        pads = None if real is None else _left_padding(real)
+        if (real is None or pads is not None) and kernels.serves(queries, self.keys):
+            return self._attend_flat(queries, logits, new, pads)
+        visible = self.visible(queries.shape[1], new, real)
         return attend(queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible)
 
-    def mass(self, queries: Tensor, logits: Logits, lse: Tensor, visible: Tensor | None) -> Tensor:
-        """Attention that every token receives, float32 `[B, H, length]`; `lse [N, M]` is that of the whole."""
-        scores = logits(queries, self.filled_keys.flatten(0, 1))
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        received = torch.exp(scores - lse[..., None]).sum(dim=1)
-        return received.view(*self.keys.shape[:2], self.length)
+    def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: Tensor | None) -> Partial:
+        """Read the preallocated block as flat rows: stream `n` starts at `n * capacity`, after its padding."""
+        batch, heads = self.keys.shape[:2]
+        starts = torch.arange(batch * heads) * self.capacity
+        lengths = torch.full_like(starts, self.length)
+        if pads is not None:
+            pads = pads.repeat_interleave(heads)
+            starts, lengths = starts + pads, lengths - pads
+        keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
+        causal = new if new > 1 else 0
+        return kernels.dense_decode(
+            queries, keys, values, starts, lengths, logits.scale, softcap=logits.softcap, causal=causal
+        )
+
+    def visible(self, rows: int, new: int, real: Tensor | None) -> Tensor | None:
+        """Which tokens each of the `rows = G * new` query rows sees: broadcasts to `[N, M, length]`, None for all."""
+        visible = None
+        device = self.keys.device
+        if new > 1:
+            newest = torch.arange(self.length - new, self.length, device=device)
+            causal = torch.arange(self.length, device=device) <= newest[:, None]
+            visible = causal.repeat(rows // new, 1)[None]
+        if real is not None:
+            real = real.to(device).repeat_interleave(self.keys.shape[1], dim=0)[:, None]
+            visible = real if visible is None else visible & real
+        return visible
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the given batch rows, in that order; repeats are allowed."""
@@ -109,6 +133,13 @@ class Window:
 def _empty(like: Tensor, capacity: int) -> Tensor:
     batch, heads, _, dim = like.shape
     return like.new_empty(batch, heads, capacity, dim)
+
+
+def _left_padding(real: Tensor) -> Tensor | None:
+    """Padding tokens `[B]` in front of each row of a mask `[B, n]`; None if there are holes elsewhere."""
+    pads = (~real).sum(dim=1)
+    contiguous = torch.arange(real.shape[1], device=real.device) >= pads[:, None]
+    return pads.cpu() if torch.equal(contiguous, real) else None
 
 
 def owns_storage(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ class KIVIPress(BasePress):
 
         code = round((x - min) / s),   s = (max - min) / (2**bits - 1),   x' = code * s + min
 
-    `bits` is one number or (key bits, value bits). The newest `residual_length` pairs of every head stay as they are;
+    `bits` and `group_size` are one number, or one for keys and one for values. The newest `residual_length` pairs of every head stay as they are;
     older ones are encoded once, a group at a time. `skip_layers` are left dense.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
@@ -29,13 +29,15 @@ class KIVIPress(BasePress):
     """
 
     bits: int | tuple[int, int] = 2
-    group_size: int = 32
+    group_size: int | tuple[int, int] = 32
     residual_length: int = 128
     skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, Sequence):
             self.bits = tuple(self.bits)  # type: ignore[assignment]
+        if isinstance(self.group_size, Sequence):
+            self.group_size = tuple(self.group_size)  # type: ignore[assignment]
         self.skip_layers = (self.skip_layers,) if isinstance(self.skip_layers, int) else tuple(self.skip_layers)
         self.validate()
 
@@ -45,25 +47,28 @@ class KIVIPress(BasePress):
                 raise ValueError(
                     f"bits must be one of {list(BITS)} or a pair (keys, values) of them, got {self.bits!r}"
                 )
-        check_count("group_size", self.group_size)
+        for size in self.key_value_groups:
+            check_count("group_size", size)
         check_count("residual_length", self.residual_length, least=0)
 
     @property
     def key_value_bits(self) -> tuple[int, int]:
         """Bits of keys and of values."""
-        if isinstance(self.bits, tuple):
-            if len(self.bits) != 2:
-                raise ValueError(f"bits must be one number or a pair (keys, values), got {self.bits!r}")
-            return self.bits
-        return self.bits, self.bits
+        return _pair("bits", self.bits)
+
+    @property
+    def key_value_groups(self) -> tuple[int, int]:
+        """Tokens that share a key scale, and channels that share a value scale."""
+        return _pair("group_size", self.group_size)
 
     def post_init_from_model(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if dim % min(self.group_size, dim):
+        channels = self.key_value_groups[1]
+        if dim % min(channels, dim):
             allowed = [size for size in (16, 32, 64, 128, 256) if dim % size == 0]
             raise ValueError(
-                f"group_size must divide the head dim {dim} of the model: one of {allowed}, got {self.group_size}"
+                f"group_size must divide the head dim {dim} of the model: one of {allowed}, got {channels}"
             )
         for bits in self.key_value_bits:
             check_packing(dim, bits)
@@ -71,7 +76,16 @@ class KIVIPress(BasePress):
     @property
     def codec(self) -> UniformCodec:
         key_bits, value_bits = self.key_value_bits
+        tokens, channels = self.key_value_groups
         return UniformCodec(
-            key_bits, value_bits, (self.group_size, 1), (1, self.group_size), self.group_size, self.residual_length,
-            self.skip_layers,
-        )  # fmt: skip
+            key_bits, value_bits, (tokens, 1), (1, channels), tokens, self.residual_length, self.skip_layers
+        )
+
+
+def _pair(name: str, value: int | tuple[int, ...]) -> tuple[int, int]:
+    """Read one number for both keys and values, or one for each."""
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one number or a pair (keys, values), got {value!r}")
+    return value[0], value[1]

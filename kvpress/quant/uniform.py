@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpress import kernels
+from kvpress.attention import Logits, Partial
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.context import LayerCall
@@ -127,6 +130,35 @@ class UniformSegment(Segment):
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         return self.keys.read(rows), self.values.read(rows)
+
+    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        if hidden is None and kernels.serves(queries, self.keys.codes):
+            at, lengths = self.layout.starts_tensor, self.layout.lengths_tensor
+            return kernels.uniform_decode(
+                queries, *self._operands(), at, lengths, logits.scale, **self._settings(logits)
+            )
+        return super().attend(queries, logits, hidden)
+
+    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
+        if kernels.serves(queries, self.keys.codes):
+            return kernels.uniform_select(
+                queries, *self._operands(), rows, counts, logits.scale, **self._settings(logits)
+            )
+        return super().attend_rows(queries, logits, rows, counts)
+
+    def _operands(self) -> tuple[Tensor, ...]:
+        keys, values = self.keys, self.values
+        return keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero
+
+    def _settings(self, logits: Logits) -> dict[str, Any]:
+        return {
+            "key_bits": self.keys.bits,
+            "value_bits": self.values.bits,
+            "key_group": self.keys.group,
+            "value_group": self.values.group,
+            "softcap": logits.softcap,
+            "row_group": self.keys.row_group,
+        }
 
     def _take(self, rows: Tensor, layout: Layout) -> UniformSegment:
         return UniformSegment(self.keys.take(rows), self.values.take(rows), layout)

@@ -125,21 +125,20 @@ class QuestSelector(Selector):
         for segment, bound in zip(store.sealed, bounds, strict=True):
             here = chosen - start
             start += bound.shape[1]
-            rows, visible = self._rows(segment, here, (here >= 0) & (here < bound.shape[1]))
+            rows, counts = self._rows(segment, here, (here >= 0) & (here < bound.shape[1]))
             if rows.shape[1]:
-                parts.append(segment.attend_rows(queries, logits, rows, visible))
+                parts.append(segment.attend_rows(queries, logits, rows, counts))
         return parts
 
     def _rows(self, segment: Segment, pages: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat rows `[N, K]` of the chosen pages that lie in this segment, and which of them exist."""
-        width = int(inside.sum(dim=1).max())
-        inside, order = inside.to(torch.uint8).sort(dim=1, descending=True, stable=True)
-        pages, inside = pages.gather(1, order)[:, :width], inside[:, :width].bool()
+        """Flat rows `[N, K]` of the chosen pages that lie in this segment, existing ones first, and their number."""
         ranks = pages[..., None] * self.page_size + torch.arange(self.page_size, device=pages.device)
         lengths = segment.layout.lengths_tensor.to(pages.device)[:, None, None]
-        exists = inside[..., None] & (ranks < lengths)
-        rows = segment.layout.starts_tensor.to(pages.device)[:, None, None] + ranks
-        return rows.masked_fill(~exists, 0).flatten(1), exists.flatten(1)
+        exists = (inside[..., None] & (ranks < lengths)).flatten(1)
+        rows = (segment.layout.starts_tensor.to(pages.device)[:, None, None] + ranks).flatten(1)
+        counts = exists.sum(dim=1)
+        order = exists.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+        return rows.masked_fill(~exists, 0).gather(1, order), counts
 
     def _index(self, segment: Segment) -> PageIndex:
         key = f"pages{self.page_size}"

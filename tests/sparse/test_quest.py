@@ -18,8 +18,12 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.sparse.quest import PageIndex, QuestPress
 from tests.models import padded_batch, tiny_model, tokens
 
-STORAGE = ["quest:budget={}", "adakv(snapkv:0.3,window_size=4) + quest:budget={}", "kivi:bits=8,residual_length=16 + quest:budget={}",
-           "adakv(snapkv:0.3,window_size=4) + kivi:bits=4,residual_length=16 + quest:budget={}"]  # fmt: skip
+STORAGE = [
+    "quest:budget={}",
+    "adakv(snapkv:0.3,window_size=4) + quest:budget={}",
+    "kivi:bits=8,residual_length=16 + quest:budget={}",
+    "adakv(snapkv:0.3,window_size=4) + kivi:bits=4,residual_length=16 + quest:budget={}",
+]
 
 
 def segment(lengths: list[int], dim: int = 16, seed: int = 0) -> DenseSegment:
@@ -82,12 +86,12 @@ def test_fewer_pairs_equal_attention_with_the_rest_masked(
     """Whatever rows are returned, the result is dense attention to exactly those rows, for every storage format."""
     checked = []
 
-    def checking(self: Segment, queries: Tensor, logits: Logits, rows: Tensor, visible: Tensor) -> Any:
-        found = read_rows(self, queries, logits, rows, visible)
+    def checking(self: Segment, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Any:
+        found = read_rows(self, queries, logits, rows, counts)
         keys, values = self.read(slice(None))
         for n in range(self.layout.streams):
             own = torch.zeros(self.layout.total, dtype=torch.bool)
-            own[rows[n][visible[n]]] = True
+            own[rows[n][: counts[n]]] = True
             span = self.layout.rows(n)
             assert not own[: span.start].any()
             assert not own[span.stop :].any()
@@ -99,6 +103,7 @@ def test_fewer_pairs_equal_attention_with_the_rest_masked(
 
     spec = storage.format(64)
     state = prefilled(spec, padded)
+    monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
     read_rows = Segment.attend_rows
     monkeypatch.setattr(Segment, "attend_rows", checking)
     logits = step(*state, spec)
@@ -109,12 +114,13 @@ def test_fewer_pairs_equal_attention_with_the_rest_masked(
 
 def test_budget_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, mask = prefilled("quest:budget=64,skip_layers=1", padded=False)
+    monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
     read = []
     original = Segment.attend_rows
 
-    def counting(self: Segment, queries: Tensor, logits: Logits, rows: Tensor, visible: Tensor) -> Any:
-        read.append(int(visible.sum()))
-        return original(self, queries, logits, rows, visible)
+    def counting(self: Segment, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Any:
+        read.append(int(counts.sum()))
+        return original(self, queries, logits, rows, counts)
 
     monkeypatch.setattr(Segment, "attend_rows", counting)
     step(model, cache, mask, "quest:budget=64,skip_layers=1")

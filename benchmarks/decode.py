@@ -1,0 +1,237 @@
+"""Time per generated token and cache size, ours against the caches of transformers, side by side in one process.
+
+A random Llama (8 layers, hidden 1024, 16 query and 4 kv heads, head dim 64, bfloat16) decodes behind a cache that is filled
+with random pairs; runs of all caches are interleaved, one thread, and medians are compared.
+
+    python benchmarks/decode.py [--contexts 8192,32768] [--rounds 7] [--out benchmarks/results/decode_cpu.json]
+
+quanto is compared where `optimum-quanto` is installed (extra `bench`). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+
+import kvpress
+from kvpress.cache.report import storage_bytes
+from kvpress.hf import PressLayer
+
+STEPS = 4
+
+
+def build_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=131072,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def random_pairs(context: int, layer: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(layer)
+    keys, values = torch.randn(2, 1, 4, context, 64, generator=generator).to(torch.bfloat16)
+    return keys, values
+
+
+def fill(cache: Any, context: int) -> Any:
+    """Fill a transformers cache with random pairs."""
+    for layer in range(8):
+        cache.update(*random_pairs(context, layer), layer)
+    return cache
+
+
+def keep_half(layer: PressLayer, shares: tuple[float, ...]) -> None:
+    """Evict random pairs so that head h keeps the fraction shares[h]."""
+    store = layer.store
+    assert store is not None
+    masks = []
+    for n, share in enumerate(shares):
+        generator = torch.Generator().manual_seed(n)
+        order = torch.randperm(store.seen, generator=generator)
+        masks.append(torch.zeros(store.seen, dtype=torch.bool).index_fill_(0, order[: int(store.seen * share)], True))
+    store.evict(masks, None)
+
+
+def ours(press: Any, context: int, shares: tuple[float, ...] | None = None) -> DynamicCache:
+    """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave it."""
+    layers = []
+    for index in range(8):
+        layer = PressLayer()
+        layer.update(*random_pairs(context, index))
+        if shares is not None:
+            keep_half(layer, shares)
+        codec = press.codec or (press.selector.sealing if press.selector is not None and index >= 2 else None)
+        if codec is not None and layer.store is not None:
+            layer.store.settle(codec, None)
+        layers.append(layer)
+    cache = DynamicCache()
+    cache.layers = layers
+    cache.layer_class_to_replicate = None
+    return cache
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of every tensor that hangs on a cache of transformers."""
+    tensors: list[Tensor] = []
+    stack, seen = [layer.__dict__ for layer in cache.layers], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor) and hasattr(item, "__tensor_flatten__"):
+            stack += [getattr(item, name) for name in item.__tensor_flatten__()[0]]
+        elif isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, (list, tuple)):
+            stack += item
+    return storage_bytes(tensors)
+
+
+def contenders(model: Any, context: int) -> dict[str, tuple[Any, Any, Callable[[Any], dict[str, Any]]]]:
+    """Name -> (cache, press or None, extra arguments of the forward pass)."""
+    plain: Callable[[Any], dict[str, Any]] = lambda cache: {}  # noqa: E731 - a table entry
+
+    def packed(cache: Any) -> dict[str, Any]:
+        return {"attention_mask": torch.ones(1, 1, 1, cache.get_seq_length() + 1, dtype=torch.bool)}
+
+    found: dict[str, Any] = {
+        "dynamic (sdpa, gqa)": (fill(DynamicCache(), context), None, plain),
+        "dynamic (sdpa, packed)": (fill(DynamicCache(), context), None, packed),
+        "static": (fill(StaticCache(config=model.config, max_cache_len=context + 256), context), None, plain),
+    }
+    try:
+        quanto = QuantizedCache(backend="quanto", config=model.config, nbits=4)
+        found["quanto 4 bit"] = (fill(quanto, context), None, packed)
+    except ImportError as missing:
+        print(f"quanto is left out: {missing}")
+    for name, spec, shares in (
+        ("ours off", "none", None),
+        ("ours 50% uniform", "none", (0.5,) * 4),
+        ("ours 50% head-wise", "none", (0.9, 0.6, 0.4, 0.1)),
+        # Groups as large as quanto's, so that both spend about as much on scales.
+        ("ours kivi 4 bit", "kivi:bits=4,group_size=(128,64),residual_length=0", None),
+        ("ours kivi 4 bit, g 32", "kivi:bits=4", None),
+        ("ours kivi 2 bit", "kivi:bits=2", None),
+        ("ours quest 1024", "quest:budget=1024", None),
+    ):
+        press = kvpress.get_press(spec)
+        found[name] = (ours(press, context, shares), press, plain)
+    return found
+
+
+@torch.no_grad()
+def time_token(model: Any, cache: Any, press: Any, extra: Callable[[Any], dict[str, Any]]) -> float:
+    """Milliseconds per token over a few steps."""
+    token = torch.tensor([[5]])
+
+    def run() -> float:
+        # The first step is not counted: it grows a full window or compiles a kernel.
+        model(token, past_key_values=cache, use_cache=True, **extra(cache))
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            model(token, past_key_values=cache, use_cache=True, **extra(cache))
+        return (time.perf_counter() - start) / STEPS * 1e3
+
+    if press is None:
+        return run()
+    with kvpress.reading(model, press):
+        return run()
+
+
+def measure(model: Any, context: int, rounds: int) -> dict[str, Any]:
+    """Interleave all contenders; return medians, minima and bytes."""
+    table = contenders(model, context)
+    times: dict[str, list[float]] = {name: [] for name in table}
+    for _ in range(rounds):
+        for name, (cache, press, extra) in table.items():
+            times[name].append(time_token(model, cache, press, extra))
+    uncompressed = 8 * 2 * 4 * 64 * 2 * context
+    rows = {}
+    for name, (cache, press, _) in table.items():
+        size = held_bytes(cache) if press is None else kvpress.memory_report(cache).total_bytes
+        rows[name] = {
+            "median_ms": statistics.median(times[name]),
+            "min_ms": min(times[name]),
+            "mib": size / 2**20,
+            "bytes": size / uncompressed,
+        }
+        print(
+            f"{context:7d}  {name:24s} {rows[name]['median_ms']:8.1f} ms (min {rows[name]['min_ms']:8.1f})"
+            f" {rows[name]['mib']:8.1f} MiB"
+        )
+    del table
+    gc.collect()
+    return rows
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float | None]:
+    """Times as ours over theirs, bytes as a fraction of the uncompressed cache."""
+
+    def ms(name: str) -> float:
+        return float(rows[name]["median_ms"])
+
+    best = min(ms(name) for name in ("dynamic (sdpa, gqa)", "dynamic (sdpa, packed)", "static"))
+    return {
+        "off_vs_best": ms("ours off") / best,
+        "uniform50_vs_off": ms("ours 50% uniform") / ms("ours off"),
+        "headwise50_bytes": rows["ours 50% head-wise"]["bytes"],
+        "headwise50_vs_uniform50": ms("ours 50% head-wise") / ms("ours 50% uniform"),
+        "kivi4_vs_quanto4": ms("ours kivi 4 bit") / ms("quanto 4 bit") if "quanto 4 bit" in rows else None,
+        "kivi4_bytes": rows["ours kivi 4 bit"]["bytes"],
+        "quest_vs_off": ms("ours quest 1024") / ms("ours off"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", default="8192,32768")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = build_model()
+    contexts = [int(context) for context in options.contexts.split(",")]
+    rows = {context: measure(model, context, options.rounds) for context in contexts}
+    summary = {str(context): ratios(rows[context]) for context in contexts}
+    if options.out:
+        record = {
+            "date": date.today().isoformat(),
+            "machine": platform.processor() or platform.machine(),
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rounds": options.rounds,
+            "rows": rows,
+            "summary": summary,
+        }
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

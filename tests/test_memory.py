@@ -1,0 +1,259 @@
+"""The report counts what is really held, and what was evicted is really gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.cache.report import format_bytes
+from tests.models import padded_batch, tiny_model, tokens
+
+KIVI = "kivi:group_size=4,residual_length=4,bits="
+QUEST = "quest:budget=12,page_size=4,skip_layers=0"
+PRESSES = [
+    "none",
+    "random:0.5,seed=3",
+    "knorm:0.5",
+    "knorm:budget=9",
+    "streaming_llm:0.5",
+    "streaming_llm:0.5,reindex=true",
+    "snapkv:0.5,window_size=4",
+    "tova:0.5",
+    "observed_attention:0.5",
+    "h2o:0.5",
+    "expected_attention:0.5",
+    "pyramidkv:0.5,window_size=4",
+    "adakv(snapkv:0.5,window_size=4)",
+    "decoding(snapkv:window_size=4):compression_interval=4,target_size=12",
+    "prefill_decoding(knorm:0.5; decoding(expected_attention):compression_interval=4,target_size=12)",
+    KIVI + "2",
+    KIVI + "8",
+    QUEST,
+    f"adakv(expected_attention:0.5) + {KIVI}4 + {QUEST}",
+]
+
+
+def reachable(root: Any) -> list[Tensor]:
+    """Every tensor that an object keeps alive, found by walking attributes and containers, whatever their names."""
+    found, seen, stack = [], set(), [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, (type, torch.dtype, torch.device, str, int, float)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack += item
+        else:
+            stack += getattr(item, "__dict__", {}).values()
+            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
+    return found
+
+
+def held(root: Any, but: tuple[str, ...] = ()) -> int:
+    """Bytes of the storages behind all reachable tensors, each once."""
+    del but
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(root)}
+    return sum(storages.values())
+
+
+def cached_layouts(cache: Any) -> int:
+    """Bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
+    layouts = [segment.layout for layer in cache.layers if hasattr(layer, "store") for segment in layer.store.sealed]
+    return sum(held(layout) for layout in layouts)
+
+
+def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: int = 0) -> Any:
+    with press(model) as session:
+        if new:
+            model.generate(ids, attention_mask=mask, max_new_tokens=new + 1, do_sample=False)
+        else:
+            at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+            session.cache = DynamicCache(config=model.config)
+            model(ids, attention_mask=mask, position_ids=at, past_key_values=session.cache)
+    return session.cache
+
+
+@pytest.mark.parametrize("new", [0, 9], ids=["prefill", "generated"])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("spec", PRESSES)
+def test_the_total_is_what_is_held(spec: str, padded: bool, new: int) -> None:
+    ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
+    cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
+    report = kvpress.memory_report(cache)
+    assert report.total_bytes == held(cache) - cached_layouts(cache)
+    assert cached_layouts(cache) <= 3 * 2 * 3 * 3 * 4 * 8
+    assert report.total_bytes == sum(report.components.values()) == sum(layer.total_bytes for layer in report.layers)
+    assert report.uncompressed_bytes == 3 * 3 * 2 * (40 + new) * 2 * 32 * 4
+    assert report.seen == 3 * 3 * 2 * (40 + new)
+    assert report.kept == sum(len(head) for layer in kvpress.kept_positions(cache) for row in layer for head in row)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_layers_that_are_not_ours_count_too(family: str) -> None:
+    cache = read(tiny_model(family, "eager"), kvpress.KnormPress(0.5), tokens(2, 40))
+    report = kvpress.memory_report(cache)
+    assert report.total_bytes == held(cache) - cached_layouts(cache)
+    assert [layer.compressible for layer in report.layers] == [False, True, True]
+
+
+def test_a_stock_cache_is_its_own_baseline() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    model(tokens(2, 20), past_key_values=cache)
+    report = kvpress.memory_report(cache)
+    assert report.total_bytes == report.uncompressed_bytes == held(cache)
+    assert (report.compression_factor, report.bits_per_value) == (1.0, 32.0)
+    with pytest.raises(TypeError, match="past_key_values"):
+        kvpress.memory_report(None)
+
+
+def test_a_report_prints_as_a_table() -> None:
+    cache = read(tiny_model("llama"), kvpress.get_press(PRESSES[-1]), tokens(2, 40))
+    report = kvpress.memory_report(cache)
+    text = str(report)
+    for word in ("codes", "scales", "window", "uncompressed", "kept of seen", format_bytes(report.total_bytes)):
+        assert word in text
+    assert text.endswith(f"{report.compression_factor:.2f} times smaller, {report.bits_per_value:.2f} bits per value")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_parts_of_a_layer_are_named() -> None:
+    parts = {
+        "knorm:0.5": {"window", "dense", "indexes"},
+        KIVI + "2": {"window", "dense", "codes", "scales", "indexes"},
+        "h2o:0.5": {"window", "dense", "indexes", "scores"},
+    }
+    for spec, names in parts.items():
+        report = kvpress.memory_report(read(tiny_model("llama"), kvpress.get_press(spec), tokens(2, 40)))
+        assert set(report.components) == names
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("spec", PRESSES)
+def test_kept_positions_ascend_without_repeats(spec: str, padded: bool) -> None:
+    ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
+    cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, 5)
+    for layer in kvpress.kept_positions(cache):
+        for row in layer:
+            for at in row:
+                assert at.dtype == torch.int64
+                assert bool((at.diff() > 0).all())
+                assert 0 <= int(at[0])
+                assert int(at[-1]) == 44
+
+
+@pytest.mark.parametrize("spec", ["snapkv:0.5", "knorm:0.5", "expected_attention:0.5", "adakv(expected_attention:0.5)",
+                                  "adakv(snapkv:0.5)", "pyramidkv:0.5"])  # fmt: skip
+def test_half_the_pairs_are_at_most_56_percent_of_the_bytes(spec: str) -> None:
+    report = kvpress.memory_report(read(tiny_model("llama"), kvpress.get_press(spec), tokens(1, 512)))
+    assert report.total_bytes <= 0.56 * report.uncompressed_bytes
+    assert 0.49 <= report.kept / report.seen <= 0.51
+    assert abs(report.bits_per_value - 32 * report.total_bytes / report.uncompressed_bytes) < 1e-9
+    assert report.compression_factor == report.uncompressed_bytes / report.total_bytes
+
+
+class Watch:
+    """Weak references to every tensor that attention was given while the prompt was read."""
+
+    def __init__(self, model: Any, press: Any) -> None:
+        self.references: list[weakref.ref] = []
+        self.layers: list[Any] = []
+        self.model, self.press = model, press
+
+    def run(self, ids: Tensor) -> Any:
+        import kvpress.hf as hf
+
+        original = hf.PressLayer.update
+
+        def update(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.references += [weakref.ref(keys.untyped_storage()), weakref.ref(values.untyped_storage())]
+            return original(layer, keys, values, *args, **kwargs)
+
+        hf.PressLayer.update = update
+        try:
+            cache = DynamicCache(config=self.model.config)
+            with self.press(self.model):
+                self.model(ids, past_key_values=cache, logits_to_keep=1)
+        finally:
+            hf.PressLayer.update = original
+        return cache
+
+
+@pytest.mark.parametrize("spec", [spec for spec in PRESSES if "decoding(" not in spec and spec not in ("none", QUEST)])
+def test_nothing_of_the_prompt_s_size_stays(spec: str) -> None:
+    model, length = tiny_model("llama"), 400
+    spec = spec.replace("budget=12", "budget=100")
+    cache = read(model, kvpress.get_press(spec), tokens(1, length))
+    whole = 2 * length * 32 * 4  # keys or values of one layer
+    gc.collect()
+    sizes = [t.untyped_storage().nbytes() for t in reachable(cache)]
+    # 8-bit codes of all pairs are a quarter of one float32 tensor; half of the pairs are half of it.
+    assert max(sizes) <= 0.76 * whole
+    for layer in cache.layers:
+        assert layer.call is None
+
+
+def test_a_press_that_evicts_frees_the_keys_that_the_model_computed() -> None:
+    model = tiny_model("llama")
+    gc.collect()
+    before = sum(t.numel() for t in gc.get_objects() if isinstance(t, Tensor))
+    cache = read(model, kvpress.get_press("adakv(snapkv:0.9,window_size=4)"), tokens(1, 400))
+    gc.collect()
+    after = sum(t.numel() for t in gc.get_objects() if isinstance(t, Tensor))
+    assert after - before <= 2 * held(cache) // 4
+
+
+@pytest.mark.parametrize("spec", ["knorm:0.5", "adakv(snapkv:0.5,window_size=4)", KIVI + "2", PRESSES[-1]])
+def test_copies_share_what_is_sealed(spec: str) -> None:
+    model, press = tiny_model("llama"), kvpress.get_press(spec)
+    cache = read(model, press, tokens(2, 400))
+    copies = [copy.deepcopy(cache) for _ in range(5)]
+    assert held([cache, *copies]) <= 1.15 * held(cache)
+    shared = {t.untyped_storage().data_ptr() for t in reachable(cache)} & {
+        t.untyped_storage().data_ptr() for t in reachable(copies[0])
+    }
+    sealed = [s for layer in cache.layers for s in layer.store.sealed]
+    assert all(
+        t.untyped_storage().data_ptr() in shared for s in sealed for group in s.storage().values() for t in group
+    )
+    before = [t.clone() for t in reachable(cache)]
+    with kvpress.reading(model, press):
+        for n, twin in enumerate(copies):
+            model(tokens(2, 9, seed=n), past_key_values=twin)
+    assert all(torch.equal(a, b) for a, b in zip(before, reachable(cache), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_bits_per_value_of_kivi_in_closed_form(bits: int, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    length, group, residual, dim = 512, 32, 32, 32
+    press = kvpress.KIVIPress(bits=bits, group_size=group, residual_length=residual)
+    report = kvpress.memory_report(read(model, press, tokens(1, length)))
+    encoded = (length - residual) // group * group
+    wide = 8 * dtype.itemsize
+    parameter = 32 if dtype == torch.float32 else 16
+    # Keys: scale and zero per channel and 32 tokens; values: per token and 32 channels.
+    per_value = bits + 2 * parameter / group
+    expected = (encoded * per_value + (length - encoded) * wide) / length
+    assert dim == group
+    assert report.bits_per_value == pytest.approx(expected, rel=0.01)
+    assert report.components["codes"] == 3 * 2 * 2 * encoded * dim * bits // 8
+
+
+def test_sizes_are_written_with_units() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * 2**30)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "3.0 GiB",
+    ]  # fmt: skip
