@@ -384,6 +384,10 @@ class Session:
         codec = self.press.codec_for(call)
         if codec is not None:
             store.settle(codec, call.columns)
+        selector = self.selector_for(call)
+        if selector is not None:
+            for segment in store.sealed:
+                selector.prepare(segment)
 
     def native_attention(self, module: nn.Module) -> Callable[..., Any]:
         """Return the attention function that the model used before the session."""

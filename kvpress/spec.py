@@ -1,11 +1,13 @@
 """Presses as text and as plain data.
 
     spec  := term ("+" term)*
-    term  := name [ "(" spec (";" spec)* ")" ] [ ":" argument ("," argument)* ]
+    term  := name [ "(" inner (";" inner)* ")" ] [ ":" argument ("," argument)* ]
+    inner := spec | name "=" spec
     argument := value | name "=" value
 
 A bare value fills the first argument that is not itself a press: the ratio of a scorer, the bits of a codec. Presses in
-parentheses fill the arguments that are presses: `adakv(snapkv:0.5)`, `prefill_decoding(snapkv:0.5; decoding(knorm))`.
+parentheses fill the arguments that are presses: `adakv(snapkv:0.5)`, `prefill_decoding(snapkv:0.5; decoding(knorm))`,
+`prefill_decoding(decoding_press=h2o:0.5)`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 from kvpress.presses.base import BasePress
@@ -45,10 +48,13 @@ def to_spec(press: BasePress) -> str:
     if isinstance(press, ComposedPress):
         return " + ".join(to_spec(part) for part in press.presses)
     inner, arguments = [], []
+    skipped = False
     for item in dataclasses.fields(press):
         value = getattr(press, item.name)
         if isinstance(value, BasePress):
-            inner.append(to_spec(value))
+            inner.append(f"{item.name}={to_spec(value)}" if skipped else to_spec(value))
+        elif _holds_press(item):
+            skipped = True
         elif value != _default(item):
             arguments.append(f"{item.name}={_format(value)}")
     text = name_of(type(press))
@@ -94,25 +100,46 @@ def _parse_term(term: str, spec: str) -> BasePress:
         raise ValueError(f"expected the name of a press at {term!r} in {spec!r}")
     entry = find(match.group())
     rest = term[match.end() :].strip()
-    inner: list[BasePress] = []
+    given: list[Any] = []
+    named: dict[str, Any] = {}
     if rest.startswith("("):
         close = _closing(rest, spec)
-        inner = [get_press(part.strip()) for part in _split(rest[1:close], ";")]
+        for part in _split(rest[1:close], ";"):
+            _add(given, named, re.match(r"\s*(\w+)\s*=(.*)", part, re.DOTALL), part, get_press, spec)
         rest = rest[close + 1 :].strip()
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
     if rest:
         if not rest.startswith(":"):
             raise ValueError(f"expected ':' before the arguments of {match.group()!r}, got {rest!r} in {spec!r}")
-        for argument in _split(rest[1:], ","):
-            name, equals, value = argument.partition("=")
-            if equals:
-                named[name.strip()] = _value(value.strip())
-            elif named:
+        presses, arguments = len(named), _split(rest[1:], ",")
+        for argument in arguments:
+            if not argument.strip():
+                raise ValueError(f"an argument of {match.group()!r} is empty in {spec!r}")
+            if "=" not in argument and len(named) > presses:
                 raise ValueError(f"a bare value must come before named arguments: {argument.strip()!r} in {spec!r}")
-            else:
-                positional.append(_value(argument.strip()))
-    return _build(entry, inner + positional, named, spec)
+            _add(given, named, re.match(r"([^=]*)=(.*)", argument, re.DOTALL), argument, _value, spec)
+    return _build(entry, given, named, spec)
+
+
+def _add(
+    given: list[Any],
+    named: dict[str, Any],
+    match: re.Match[str] | None,
+    text: str,
+    read: Callable[[str], Any],
+    spec: str,
+) -> None:
+    """Read `name = value` into `named`, or a bare value into `given`."""
+    if match is None:
+        given.append(read(text.strip()))
+        return
+    name, value = (part.strip() for part in match.groups())
+    if name in named:
+        raise _twice(name, spec)
+    named[name] = read(value)
+
+
+def _twice(name: str, spec: str) -> ValueError:
+    return ValueError(f"{name} is given twice in {spec!r}")
 
 
 def _build(entry: Entry, given: list[Any], named: dict[str, Any], spec: str) -> BasePress:
@@ -124,12 +151,14 @@ def _build(entry: Entry, given: list[Any], named: dict[str, Any], spec: str) -> 
             raise ValueError(f"{entry.name} has no argument {name!r}{nearest(name, known)}; it takes: {allowed}")
     presses = [item.name for item in items if _holds_press(item)]
     plain = [name for name in known if name not in presses and not _keyword_only(items, name)]
+    free = {True: iter(presses), False: iter(plain)}
     for value in given:
-        names = presses if isinstance(value, BasePress) else plain
-        free = [name for name in names if name not in named]
-        if not free:
+        name = next(free[isinstance(value, BasePress)], "")
+        if not name:
             raise ValueError(f"{entry.name} takes no further argument, got {value!r} in {spec!r}")
-        named[free[0]] = value
+        if name in named:
+            raise _twice(name, spec)
+        named[name] = value
     missing = [item.name for item in items if item.name not in named and _required(item)]
     if missing:
         raise ValueError(f"{entry.name} needs {missing[0]}: write {entry.name}(snapkv:0.5), for example; got {spec!r}")

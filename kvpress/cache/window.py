@@ -73,7 +73,7 @@ class Window:
 
     def clear(self, first: int) -> None:
         """Forget all tokens; the next one is column `first`. Large buffers are released, small ones reused."""
-        if self.capacity > 4 * GROWTH:
+        if self.capacity > GROWTH:
             self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
         self.length, self.first = 0, first
         self.side = {name: array[..., :0] for name, array in self.side.items()}

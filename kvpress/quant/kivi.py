@@ -20,8 +20,8 @@ class KIVIPress(BasePress):
 
         code = round((x - min) / s),   s = (max - min) / (2**bits - 1),   x' = code * s + min
 
-    `bits` and `group_size` are one number, or one for keys and one for values. The newest `residual_length` pairs of every head stay as they are;
-    older ones are encoded once, a group at a time. `skip_layers` are left dense.
+    `bits` and `group_size` are one number, or one for keys and one for values. The newest `residual_length` pairs of every
+    head stay as they are; older ones are encoded once, a group at a time. `skip_layers` are left dense.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
     Differs from the paper: keys and values share one dense tail of `residual_length` to `residual_length + group_size - 1`

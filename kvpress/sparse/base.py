@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.attention import Logits, Partial
+from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.context import LayerCall
 from kvpress.quant.base import Codec
@@ -28,6 +29,10 @@ class Selector(ABC):
     @abstractmethod
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         """Bytes of the index over `pairs` sealed pairs of one head."""
+
+    @abstractmethod
+    def prepare(self, segment: Segment) -> None:
+        """Index a sealed segment, so that its memory shows and no query waits for it."""
 
     @abstractmethod
     def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:

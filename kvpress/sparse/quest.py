@@ -113,6 +113,9 @@ class QuestSelector(Selector):
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.page_size) * 2 * dim * dtype.itemsize
 
+    def prepare(self, segment: Segment) -> None:
+        self._index(segment)
+
     def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:
         indexes = [self._index(segment) for segment in store.sealed]
         pages = max(1, (self.budget - store.window.length) // self.page_size)

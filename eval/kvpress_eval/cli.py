@@ -1,0 +1,125 @@
+"""The commands `kvpress eval` and `kvpress demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging as transformers_logging
+
+from kvpress_eval.config import RunConfig
+from kvpress_eval.demo import demo_config
+from kvpress_eval.errors import EvalError, translated_os_errors
+from kvpress_eval.frontier import write_frontier_png
+from kvpress_eval.report import write_report
+from kvpress_eval.runner import INTERRUPTED, RunResult, run
+from kvpress_eval.store import replace_file
+from kvpress_eval.summary import summarise
+from kvpress_eval.table import print_table, to_csv, to_markdown
+from kvpress_eval.yaml_config import load_config
+
+_PLAIN_WIDTH = 120
+"""Columns of tables that go to a file or a pipe."""
+
+
+def eval_command(
+    model: Annotated[str | None, typer.Option(help="`reference`, a local folder or a hub name.")] = None,
+    press: Annotated[list[str] | None, typer.Option(help="A press such as snapkv:0.5; may be repeated.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Names separated by commas, or file:PATH.jsonl.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Context lengths in tokens, separated by commas.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples per task and length.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results; a killed run continues there.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the generated contexts.")] = None,
+    language: Annotated[str | None, typer.Option(help="Wording of the tasks: auto, reference or english.")] = None,
+    question_aware: Annotated[
+        bool | None, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")
+    ] = None,
+    depth: Annotated[float | None, typer.Option(help="Where the answer is hidden, 0 to 1; default anywhere.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Contexts that are read together.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same fields; options override it.")] = None,
+) -> None:
+    """Measure accuracy, memory and time of presses on long-context tasks."""
+    options: dict[str, Any] = {
+        "model": model,
+        "presses": tuple(press) if press else None,
+        "tasks": _split(tasks),
+        "lengths": _split(lengths),
+        "samples": samples,
+        "out": out,
+        "seed": seed,
+        "language": language,
+        "question_aware": question_aware,
+        "depth": depth,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+        "max_new_tokens": max_new_tokens,
+        "max_seconds_per_sample": max_seconds_per_sample,
+    }
+    with _exit_codes() as console:
+        chosen = load_config(config, {key: value for key, value in options.items() if value is not None})
+        _measure(chosen, console)
+
+
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
+) -> None:
+    """Show on a small real model what eviction, quantisation and selection cost and save."""
+    with _exit_codes() as console:
+        _measure(demo_config(out), console)
+
+
+def write_outputs(result: RunResult, config: RunConfig) -> list[Path]:
+    """Write the report, the plots and the tables of a run; return where they are."""
+    summaries = summarise(result.cells)
+    names = ("report.html", "frontier.png", "table.md", "table.csv")
+    report, png, markdown, table = paths = [config.out / name for name in names]
+    write_report(result, report)
+    with translated_os_errors(png):
+        write_frontier_png(summaries, png)
+    replace_file(markdown, to_markdown(summaries).encode())
+    replace_file(table, to_csv(summaries).encode())
+    return paths
+
+
+def _measure(config: RunConfig, console: Console) -> None:
+    result = run(config, console)
+    if result.interrupted:
+        console.print("interrupted; the same command continues where this run stopped")
+    else:
+        print_table(summarise(result.cells), console)
+        for path in write_outputs(result, config):
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def _split(text: str | None) -> Sequence[str] | None:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text is not None else None
+
+
+@contextmanager
+def _exit_codes() -> Iterator[Console]:
+    """Turn errors into a message and an exit code, and keep the libraries' own chatter off the terminal."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    terminal = Console()
+    try:
+        yield terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)
+    except EvalError as error:
+        message = Text(f"error: {error}", style="red")
+        Console(stderr=True, soft_wrap=True).print(message)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

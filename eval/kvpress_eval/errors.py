@@ -1,0 +1,64 @@
+"""What can go wrong before or during a run, and the exit code that each answers with."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class EvalError(Exception):
+    """A problem the user can fix; the message says how and the class gives the exit code."""
+
+    exit_code = 1
+
+
+class ConfigError(EvalError):
+    """The configuration is wrong: unknown name, bad value, impossible length."""
+
+    exit_code = 2
+
+
+class DataError(EvalError):
+    """A model or a data file is missing or unreadable."""
+
+    exit_code = 3
+
+
+class OutputError(EvalError):
+    """The output folder cannot be written or holds something else."""
+
+    exit_code = 4
+
+
+class BusyError(EvalError):
+    """Another process is writing to the same output folder."""
+
+    exit_code = 5
+
+
+class DiskFullError(EvalError):
+    """No room for another result; what was written stays valid and the run can be resumed."""
+
+    exit_code = 7
+
+
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
+    """Return the message for a name that does not exist, with the nearest names that do."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    return f"unknown {kind} {name!r}: {hint}"
+
+
+@contextmanager
+def translated_os_errors(path: Path) -> Iterator[None]:
+    """Turn operating system errors while writing `path` into errors with an exit code."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"no space left for {path}; free some and start again") from error
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,107 @@
+"""Plain English for any instruction model."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+
+from kvpress.data.reference.words import ADJ, KEYS
+from kvpress_eval.languages.base import Fact
+from kvpress_eval.tasks.sample import Query
+
+WHO = (
+    "the harbour master", "a retired teacher", "the youngest gardener", "our neighbour", "the night porter",
+    "a travelling musician", "the village baker", "an old friend of the family", "the ferry captain",
+    "a visiting engineer", "the museum guide", "a student from the coast", "the shop owner", "the postman",
+    "a quiet librarian", "the railway inspector", "a young carpenter", "the head cook",
+    "the lighthouse keeper", "a painter from the hills", "the bus driver", "a group of hikers",
+    "the town clerk", "a patient nurse",
+)  # fmt: skip
+ACTION = (
+    "repaired the wooden gate", "wrote a long letter", "carried the crates upstairs",
+    "counted the empty chairs", "swept the front steps", "looked for a missing umbrella",
+    "watered the tomatoes", "read the evening paper", "told a story about the sea",
+    "painted the fence green", "opened the heavy shutters", "sorted the old maps",
+    "waited for the last train", "sharpened the garden tools", "polished the brass lamps",
+    "fed the stray cats", "borrowed a bicycle", "hung the washing out to dry", "walked along the canal",
+    "lit a small fire", "baked two loaves of bread", "mended a torn coat", "closed the windows",
+    "listened to the radio",
+)  # fmt: skip
+WHEN = (
+    "before the rain started", "while the street was still quiet", "after the market had closed",
+    "without saying a word", "as the fog lifted", "until it was too dark to see", "with great care",
+    "during the long afternoon", "once the guests had left", "although nobody had asked",
+    "just before sunrise", "in the shade of the chestnut tree", "while the kettle boiled",
+    "for the third time that week", "because the weather was mild", "in no particular hurry",
+)  # fmt: skip
+OPENING = ("", "", "Later that day, ", "On most mornings, ", "As usual, ", "That spring, ", "To be fair, ")
+
+
+class EnglishLanguage:
+    """Readable sentences of our own; numbers of seven digits, so that none is guessed."""
+
+    name = "english"
+    attributes: Sequence[str] = ("access code", "serial number", "booking number", "account number")
+    countable_attributes: Sequence[str] = attributes
+    words: Sequence[str] = KEYS
+
+    def draw_keys(self, rng: random.Random, count: int) -> list[str]:
+        """Return `count` different things, such as "the golden lantern"."""
+        pairs = rng.sample(range(len(ADJ) * len(KEYS)), count)
+        return [f"the {ADJ[pair % len(ADJ)]} {KEYS[pair // len(ADJ)]}" for pair in pairs]
+
+    def draw_variables(self, rng: random.Random, count: int) -> list[str]:
+        """Return `count` different names of five capital letters."""
+        names: dict[str, None] = {}
+        while len(names) < count:
+            names["".join(rng.choices(string.ascii_uppercase, k=5))] = None
+        return list(names)
+
+    def draw_value(self, rng: random.Random) -> str:
+        """Return seven digits."""
+        return str(rng.randrange(1_000_000, 10_000_000))
+
+    def filler(self, rng: random.Random) -> str:
+        """Return a sentence about nothing in particular."""
+        text = f"{rng.choice(OPENING)}{rng.choice(WHO)} {rng.choice(ACTION)} {rng.choice(WHEN)}."
+        return f" {text[0].upper()}{text[1:]}"
+
+    def state(self, fact: Fact) -> str:
+        """Tell a fact."""
+        return f" The {fact.attribute} for {fact.key} is {fact.value}."
+
+    def assign_value(self, variable: str, value: str) -> str:
+        """Give a variable a value."""
+        return f" Variable {variable} is set to {value}."
+
+    def assign_variable(self, variable: str, source: str) -> str:
+        """Give a variable the value of another one."""
+        return f" Variable {variable} is set to the value of variable {source}."
+
+    def list_words(self, words: Sequence[str]) -> str:
+        """Make a context of nothing but words."""
+        return f" Here is a list of words: {', '.join(words)}."
+
+    def ask_facts(self, facts: Sequence[Fact]) -> Query:
+        """Ask for one or more facts."""
+        asked = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
+        prefix = f"The {facts[0].attribute} for {facts[0].key} is"
+        answers = tuple(fact.value for fact in facts)
+        return Query(f"\nAccording to the text above, what is {asked}?", prefix, answers, "contains")
+
+    def ask_all_values(self, facts: Sequence[Fact]) -> Query:
+        """Ask for all values of one key."""
+        subject = f"{facts[0].attribute}s for {facts[0].key}"
+        question = f"\nAccording to the text above, what are all the {subject}?"
+        return Query(question, f"The {subject} are", tuple(fact.value for fact in facts), "contains")
+
+    def ask_chain(self, variables: Sequence[str], value: str) -> Query:
+        """Ask for all variables that hold the value."""
+        question = f"\nWhich variables hold the value {value}, directly or through other variables?"
+        return Query(question, f"The variables that hold the value {value} are", tuple(variables), "contains")
+
+    def ask_most_common(self, word: str) -> Query:
+        """Ask for the most common word."""
+        question = "\nWhat is the most common word in the list above?"
+        return Query(question, "The most common word in the list is", (word,), "contains")

@@ -1,0 +1,45 @@
+"""Splits a sample into the part that is compressed and the part that is read afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from kvpress_eval.tasks import Sample
+
+_SPLIT = "@@kvpress-split@@"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of the part to prefill and compress, of the part that follows, and the first part's text."""
+
+    first: list[int]
+    second: list[int]
+    text: str
+
+
+def make_prompt(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, question_aware: bool) -> Prompt:
+    """Return both parts of a sample.
+
+    With a chat template the two together are one user turn and the start of the reply, which carries the
+    answer prefix. A question-aware run moves the question to the first part.
+    """
+    before, after = "", "\n"
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": _SPLIT}]
+        template = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        before, _, after = str(template).partition(_SPLIT)
+    first, second = before + sample.context, after + sample.query.answer_prefix
+    if question_aware:
+        first += sample.query.question
+    else:
+        second = sample.query.question + second
+    # A chat template has already written the special tokens.
+    special = not tokenizer.chat_template
+    return Prompt(
+        tokenizer(first, add_special_tokens=special)["input_ids"],
+        tokenizer(second, add_special_tokens=False)["input_ids"],
+        first,
+    )

@@ -1,0 +1,142 @@
+"""Results on disk: one JSON line per sample, synced; readable after a kill at any byte.
+
+- `OUT/runs.jsonl`: one line per invocation: versions, machine, configuration
+- `OUT/cells/ID/cell.json`: what the cell is
+- `OUT/cells/ID/rows.jsonl`: one line per sample, each with its checksum
+- `OUT/cells/ID/kept.json`: which tokens of one context were kept (some cells)
+- `OUT/cells/ID/done.json`: written last; or `failed.json` with the reason
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpress_eval.cells import Cell, hash_json
+from kvpress_eval.errors import OutputError, translated_os_errors
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CellStore:
+    """The folder of one cell."""
+
+    path: Path
+
+    @property
+    def rows_path(self) -> Path:
+        """The results, one line per sample."""
+        return self.path / "rows.jsonl"
+
+    def open(self, cell: Cell) -> dict[str, Row]:
+        """Make the folder ready to be appended to; return the rows that are already there, by sample id."""
+        with translated_os_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        spec_path = self.path / "cell.json"
+        if spec_path.exists() and json.loads(spec_path.read_text()) != dict(cell.spec):
+            raise OutputError(f"{spec_path} describes another cell; use a new output folder")
+        if not spec_path.exists():
+            write_json(spec_path, dict(cell.spec))
+        rows, bad, torn = read_rows(self.rows_path)
+        if torn:
+            warnings.warn(f"{self.rows_path}: dropped an unfinished last line", stacklevel=2)
+        if bad:
+            warnings.warn(f"{self.rows_path}: moved {len(bad)} damaged rows to *.corrupt", stacklevel=2)
+            with self.rows_path.with_suffix(".jsonl.corrupt").open("ab") as file:
+                file.writelines(line + b"\n" for line in bad)
+        if torn or bad:
+            replace_file(self.rows_path, b"".join(encode_row(row) for row in rows))
+        return {row["sample"]: row for row in rows}
+
+    def append(self, row: Row) -> None:
+        """Add one row; when this returns, it survives a power cut."""
+        with translated_os_errors(self.rows_path), self.rows_path.open("ab") as file:
+            file.write(encode_row(row))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, samples: int) -> None:
+        """Mark the cell as complete."""
+        (self.path / "failed.json").unlink(missing_ok=True)
+        write_json(self.path / "done.json", {"samples": samples})
+
+    def fail(self, status: str, message: str, details: str) -> None:
+        """Record why the cell could not be completed."""
+        (self.path / "done.json").unlink(missing_ok=True)
+        write_json(self.path / "failed.json", {"status": status, "message": message, "details": details})
+
+    def failure(self) -> dict[str, str] | None:
+        """Return what `fail` recorded, if anything."""
+        return self._optional("failed.json")
+
+    def record_kept(self, kept: dict[str, Any] | None) -> None:
+        """Keep what a report shows of the first sample."""
+        if kept:
+            write_json(self.path / "kept.json", kept)
+
+    def kept(self) -> dict[str, Any] | None:
+        """Return the tokens of one context and how much of each layer kept them, if recorded."""
+        return self._optional("kept.json")
+
+    def _optional(self, name: str) -> Any:
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Return the line of a row: JSON with a checksum of everything else in it."""
+    body = {key: value for key, value in row.items() if key != "sha256"}
+    return json.dumps({**body, "sha256": hash_json(body)[:16]}, allow_nan=False).encode() + b"\n"
+
+
+def decode_row(line: bytes) -> Row | None:
+    """Return the row of a line, or None if a single bit of it is not what was written."""
+    try:
+        row = json.loads(line)
+        body = {key: value for key, value in row.items() if key != "sha256"}
+        return row if row["sha256"] == hash_json(body)[:16] and isinstance(row["sample"], str) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[bytes], bool]:
+    """Return the valid rows of a file, its damaged lines, and whether the last line was cut off."""
+    if not path.exists():
+        return [], [], False
+    *lines, tail = path.read_bytes().split(b"\n")
+    rows: dict[str, Row] = {}
+    bad: list[bytes] = []
+    for line in lines:
+        row = decode_row(line)
+        if row is None:
+            bad.append(line)
+        else:
+            rows.setdefault(row["sample"], row)
+    return list(rows.values()), bad, bool(tail)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file as a whole or not at all."""
+    replace_file(path, json.dumps(value, indent=1).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file's content in one step that a crash cannot split."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with translated_os_errors(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

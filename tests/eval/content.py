@@ -1,0 +1,19 @@
+"""What two runs of one configuration must have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpress_eval.config import RunConfig
+from kvpress_eval.store import read_rows
+
+
+def content(config: RunConfig) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every cell without times and dates."""
+    return {
+        path.parent.name: [
+            {key: value for key, value in row.items() if key not in ("measured", "sha256")}
+            for row in read_rows(path)[0]
+        ]
+        for path in sorted(config.out.glob("cells/*/rows.jsonl"))
+    }

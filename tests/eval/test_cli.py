@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from kvpress_eval import runner
+from kvpress_eval.cli import demo_command, eval_command
+from kvpress_eval.demo import demo_config
+from typer.testing import CliRunner
+
+app = typer.Typer()
+app.command("eval")(eval_command)
+app.command("demo")(demo_command)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["eval", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(runner, "load_engine", refuse)
+
+
+def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--tasks", "niah_single,vt", "--lengths", "64", "--samples", "2", "--max-new-tokens", "8"]
+    code, output = invoke("--press", "none", "--press", "random:0.5", *options, "--threads", "1", "--out", str(out))
+    assert code == 0
+    assert "random:0.5 on vt at 64" in output
+    assert "4 samples per press" in output
+    assert {path.name for path in out.iterdir()} >= {"report.html", "frontier.png", "table.md", "table.csv"}
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--press", "snapkw:0.5"], 2, "snapkv"),
+        (["--press", "snapkv:1.0"], 2, "must be in [0, 1), got 1.0"),
+        (["--tasks", "vtt"], 2, "unknown task 'vtt': did you mean vt?"),
+        (["--tasks", "../../x"], 2, "unknown task '../../x'"),
+        (["--lengths", "512,many"], 2, "lengths.1"),
+        (["--language", "latin"], 2, "language"),
+        (["--tasks", "file:none.jsonl"], 3, "place it at"),
+    ],
+)
+def test_mistakes_are_told_before_the_model_loads(
+    arguments: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    got, output = invoke(*arguments, "--out", str(tmp_path))
+    assert got == code
+    assert message in output
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()
+    code, output = invoke("--out", str(taken))
+    assert code == 4
+    assert f"cannot write {taken}" in output
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_mistake_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("samples: 3\npresss: [none]\n")
+    code, output = invoke("--config", str(path))
+    assert code == 2
+    assert f"{path}:2: unknown key 'presss': did you mean presses" in output
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, output = invoke("--model", str(tmp_path / "nothing"), "--lengths", "64", "--out", str(tmp_path / "run"))
+    assert code == 3
+    assert "cannot load model" in output
+
+
+def test_a_failed_cell_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(runner, "answer_batch", fail)
+    code, output = invoke("--lengths", "64", "--tasks", "vt", "--samples", "1", "--out", str(tmp_path))
+    assert code == 1
+    assert "none: vt 64: error: RuntimeError: broken" in output
+
+
+def test_the_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "answer_batch", stop)
+    assert invoke("--lengths", "64", "--tasks", "vt", "--out", str(tmp_path))[0] == 130
+
+
+def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:
+    presses = demo_config(tmp_path).presses
+    assert presses[0] == "none"
+    assert len(presses) >= 9
+    assert any(press.count(" + ") == 2 for press in presses)

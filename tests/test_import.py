@@ -1,0 +1,119 @@
+"""Importing the package is cheap and changes nothing; one file knows transformers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpress
+
+PACKAGE = Path(kvpress.__file__).parent
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.relative_to(PACKAGE).parts)
+
+
+def python(code: str) -> str:
+    """Run code in a fresh interpreter and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    heavy = "torch numpy transformers triton rich typer pydantic safetensors yaml".split()
+    assert python(f"import sys, kvpress; print([m for m in {heavy} if m in sys.modules])") == "[]"
+    assert python("import sys, kvpress; print(len([m for m in sys.modules if m.startswith('kvpress')]))") == "1"
+
+
+def test_import_leaves_the_registries_of_transformers_alone() -> None:
+    code = """
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+from transformers.pipelines import PIPELINE_REGISTRY
+import torch
+
+def state():
+    return (dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping),
+            dict(DYNAMIC_LAYER_TYPE_MAPPING), sorted(PIPELINE_REGISTRY.get_supported_tasks()),
+            torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state().sum())
+
+before = state()
+import kvpress, kvpress.hf, kvpress.pipeline, kvpress.cli, kvpress.plan
+import kvpress.presses, kvpress.quant, kvpress.sparse, kvpress.kernels
+print(state() == before)
+"""
+    assert python(code) == "True"
+
+
+def test_import_writes_nothing_and_prints_nothing() -> None:
+    assert python("import kvpress") == ""
+
+
+def test_every_public_name_exists_and_nothing_else() -> None:
+    for name in kvpress.__all__:
+        assert getattr(kvpress, name) is not None
+    assert dir(kvpress) == kvpress.__all__
+    with pytest.raises(AttributeError, match="'kvpress' has no attribute 'KnormPres'"):
+        kvpress.KnormPres  # noqa: B018
+
+
+def test_the_pipeline_is_known_once_a_press_was_looked_up() -> None:
+    code = """
+from transformers.pipelines import PIPELINE_REGISTRY
+import kvpress
+first = "kv-press-text-generation" in PIPELINE_REGISTRY.get_supported_tasks()
+kvpress.get_press("knorm:0.5")
+print(first, "kv-press-text-generation" in PIPELINE_REGISTRY.get_supported_tasks())
+"""
+    assert python(code) == "False True"
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level packages that a source file imports anywhere, lazily or not."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            found |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
+    return found
+
+
+def test_only_one_file_imports_transformers() -> None:
+    assert [str(p.relative_to(PACKAGE)) for p in SOURCES if "transformers" in imports(p)] == ["hf.py"]
+
+
+def test_the_library_never_imports_its_evaluation_or_tests() -> None:
+    for path in SOURCES:
+        assert not imports(path) & {"kvpress_eval", "eval", "tests", "benchmarks"}, path
+
+
+def test_only_one_file_reads_the_environment() -> None:
+    readers = [
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+    ]
+    assert set(readers) == {"env.py"}
+
+
+def test_triton_and_optional_packages_are_not_needed() -> None:
+    code = """
+import sys
+for name in ("triton", "yaml", "matplotlib", "scipy", "pandas", "flash_attn", "ray", "accelerate"):
+    sys.modules[name] = None
+import kvpress, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(config)
+press = kvpress.get_press("knorm:0.5 + kivi:bits=4,group_size=16,residual_length=0 + quest:budget=16")
+with press(model):
+    print(model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=2, do_sample=False).shape[1])
+"""
+    assert python(code) == "42"

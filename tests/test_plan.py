@@ -1,0 +1,168 @@
+"""`plan` predicts what a prefill then measures, and the commands print it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typer.testing import CliRunner
+
+import kvpress
+from kvpress.cli import PLANNED, app
+from kvpress.plan import Geometry, plan
+
+LENGTH, BATCH = 1024, 2
+
+
+@cache
+def reference() -> Any:
+    return kvpress.load_model("reference")[0]
+
+
+@cache
+def prompt() -> torch.Tensor:
+    vocabulary = reference().config.vocab_size
+    return torch.randint(3, vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+SPECS = [
+    "none",
+    "knorm:0.5",
+    "snapkv:0.9",
+    "knorm:budget=100",
+    "pyramidkv:0.75",
+    "streaming_llm:0.5,reindex=true",
+    "adakv(expected_attention:0.5)",
+    "prefill_decoding(snapkv:0.5; decoding(knorm))",
+    "decoding(knorm)",
+    "kivi:bits=2",
+    "kivi:bits=4,residual_length=64",
+    "kivi:bits=(8,4),group_size=16,residual_length=0",
+    "quest:budget=256",
+    "quest:budget=256,skip_layers=0,page_size=32",
+    "snapkv:0.5 + kivi:bits=4",
+    "adakv(snapkv:0.5) + kivi:bits=2",
+    "snapkv:0.5 + quest:budget=128",
+    "kivi:bits=2 + quest:budget=128,skip_layers=0",
+    "snapkv:0.5 + kivi:bits=2 + quest:budget=128",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
+    model, press = reference(), kvpress.get_press(spec)
+    cache_ = DynamicCache(config=model.config)
+    with press(model):
+        model(prompt(), past_key_values=cache_, logits_to_keep=1)
+    report = kvpress.memory_report(cache_)
+    planned = plan(press, Geometry.of(model.config), LENGTH, BATCH)
+    assert planned.uncompressed_bytes == report.uncompressed_bytes
+    assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.03)
+    heads = report.seen / LENGTH
+    assert planned.pairs_per_head == pytest.approx(report.kept / heads, rel=0.01)
+    assert planned.factor == planned.uncompressed_bytes / planned.total_bytes
+
+
+def test_bytes_grow_with_the_batch_and_fall_with_the_ratio() -> None:
+    geometry = Geometry.of(reference().config)
+    one, four = (plan(kvpress.KnormPress(0.5), geometry, 4096, batch) for batch in (1, 4))
+    assert four.total_bytes == 4 * one.total_bytes
+    sizes = [plan(kvpress.KnormPress(ratio), geometry, 4096).total_bytes for ratio in (0.0, 0.3, 0.6, 0.9)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("context", "batch", "word"), [(0, 1, "context"), (5, 0, "batch")])
+def test_sizes_that_make_no_sense(context: int, batch: int, word: str) -> None:
+    with pytest.raises(ValueError, match=f"{word} must be >= 1, got 0"):
+        plan(kvpress.KnormPress(0.5), Geometry.of(reference().config), context, batch)
+
+
+def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
+    config = CONFIG_MAPPING["gemma3_text"](
+        num_hidden_layers=6, num_key_value_heads=2, head_dim=64, sliding_window=512, dtype="bfloat16",
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    )  # fmt: skip
+    geometry = Geometry.of(config)
+    assert (geometry.full_layers, geometry.sliding_layers, geometry.sliding_window) == (1, 5, 512)
+    assert geometry.pair_bytes == 2 * 64 * 2
+    planned = plan(kvpress.NonePress(), geometry, 10_000, 3)
+    assert planned.total_bytes == planned.uncompressed_bytes == 3 * 2 * 256 * (10_000 + 5 * 512)
+
+
+def test_latent_attention_cannot_be_planned() -> None:
+    with pytest.raises(NotImplementedError, match="latent attention"):
+        Geometry.of(CONFIG_MAPPING["deepseek_v3"]())
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+runner = CliRunner()
+
+
+def test_list_shows_every_press_with_role_and_paper() -> None:
+    result = runner.invoke(app, ["list"])
+    assert result.exit_code == 0
+    for entry in kvpress.list_presses():
+        line = next(line for line in result.output.splitlines() if f" {entry.name} " in line)
+        assert f" {entry.role} " in line
+        assert entry.paper.split(",")[0] in line
+    assert "…" not in result.output
+
+
+def test_plan_prints_a_selection_for_the_reference_model() -> None:
+    result = runner.invoke(app, ["plan", "--model", "reference", "--context", "2048", "--batch", "3"])
+    assert result.exit_code == 0, result.output
+    assert "3 x 2048 tokens" in result.output
+    for spec in PLANNED:
+        assert spec in result.output
+
+
+def test_plan_of_given_presses_from_a_configuration_file(tmp_path: Path) -> None:
+    from kvpress.cache.report import format_bytes
+
+    path = tmp_path / "config.json"
+    settings = {
+        "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2, "num_attention_heads": 8,
+        "hidden_size": 512, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    arguments = ["plan", "--model", str(path), "--context", "4096", "--press", "knorm:0.75", "--press", "kivi:bits=4"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    whole = 4 * 2 * 4096 * 2 * 64 * 2
+    evicted = whole // 4 + 4 * 2 * 1024 * 4
+    assert format_bytes(evicted) in result.output
+    assert f"{whole / evicted:.2f}" in result.output
+    assert "1,024" in result.output
+    assert "snapkv" not in result.output
+    assert runner.invoke(app, ["plan", "--model", str(tmp_path), "--press", "knorm:0.75"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--press", "snapkw:0.5"], ["unknown press 'snapkw'", "did you mean snapkv?"]),
+        (["--press", "snapkv:0.5,windw=3"], ["no argument 'windw'"]),
+        (["--press", "snapkv:1.5"], ["must be in [0, 1), got 1.5"]),
+        (["--press", "snapkv:half"], ["compression_ratio", "half"]),
+        (["--press", "kivi:2 + kivi:4"], ["one codec"]),
+        (["--press", "knorm:0.9", "--context", "5"], ["keeps 0 of 5 tokens"]),
+        (["--context", "0"], ["0"]),
+        (["--model", "/no/such/folder"], ["/no/such/folder"]),
+    ],
+    ids=str,
+)
+def test_mistakes_leave_with_status_2_and_a_reason(arguments: list[str], words: list[str]) -> None:
+    given = arguments if "--model" in arguments else ["--model", "reference", *arguments]
+    result = runner.invoke(app, ["plan", *given])
+    assert result.exit_code == 2
+    text = " ".join(result.output.split())
+    for word in words:
+        assert word in text
+    assert "Traceback" not in text
