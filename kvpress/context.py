@@ -126,6 +126,11 @@ class View:
         queries = self.query_heads(observer.queries)  # type: ignore[attr-defined]
         return queries[:, :, -min(size, self.seen, queries.shape[2]) :]
 
+    def observing_queries(self) -> Tensor:
+        """How many of the queries whose attention was added up could see each pair, `[b, h, n]`."""
+        observed: int = self.call.store.observers["mass"].queries  # type: ignore[attr-defined]
+        return (self.seen - self.positions).clamp_max(observed)
+
     def attention(self, queries: Tensor) -> Tensor:
         """Attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, causal, float32."""
         batch, heads, length, _ = self.keys.shape

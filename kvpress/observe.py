@@ -81,12 +81,16 @@ class RecentQueries(Observer):
 class ColumnMass(Observer):
     """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
 
-    Summed over the query heads of the group. No matrix of queries x keys is ever held: queries are taken in blocks.
+    Summed over the query heads of the group; `queries` counts the tokens whose attention was added. No matrix of queries x keys is ever held: queries are taken in blocks.
     """
 
     side = "mass"
 
+    def __init__(self) -> None:
+        self.queries = 0
+
     def observe(self, call: LayerCall) -> None:
+        self.queries += call.queries.shape[2]
         store = call.store
         rows = group_queries(call.queries, store.heads)
         if store.sealed:

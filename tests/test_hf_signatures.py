@@ -15,8 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
+    cache_utils,
+    masking_utils,
+    modeling_utils,
+    pipelines,
 )
-from transformers import cache_utils, masking_utils, modeling_utils, pipelines
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.llama import modeling_llama
 
@@ -167,7 +170,7 @@ def test_cache_layers() -> None:
     missing = public - set(dir(hf.PressLayer))
     assert not missing, changed(f"cache layers: {sorted(missing)} are new")
     flags = {n for n, v in vars(CacheLayerMixin).items() if isinstance(v, bool)}
-    assert {"is_compileable", "is_sliding"} <= flags, changed("class flags of CacheLayerMixin")
+    assert {"is_compileable", "is_croppable"} <= flags, changed("class flags of CacheLayerMixin")
     assert not hf.PressLayer.is_compileable, "a compiled generate would call us with static shapes"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 import kvpress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
@@ -45,6 +47,21 @@ def test_off_equals_stock(family: str, implementation: str, mode: str) -> None:
         with kvpress.get_press("none")(model):
             found = generate(model, ids, mask, **MODES[mode])
         assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.skipif(
+    not (is_flash_attn_2_available() and torch.cuda.is_available()), reason="needs flash-attn and a GPU"
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_off_equals_stock_under_flash_attention(family: str, mode: str) -> None:
+    model = copy.deepcopy(tiny_model(family)).to("cuda", torch.bfloat16)
+    model.set_attn_implementation("flash_attention_2")
+    ids, mask = (part.cuda() for part in padded_batch([30, 17, 9]))
+    expected = generate(model, ids, mask, **MODES[mode])
+    with kvpress.get_press("none")(model):
+        found = generate(model, ids, mask, **MODES[mode])
+    assert torch.equal(found.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("spec", OFF)

@@ -153,7 +153,7 @@ def test_plan_of_given_presses_from_a_configuration_file(tmp_path: Path) -> None
         (["--press", "snapkv:half"], ["compression_ratio", "half"]),
         (["--press", "kivi:2 + kivi:4"], ["one codec"]),
         (["--press", "knorm:0.9", "--context", "5"], ["keeps 0 of 5 tokens"]),
-        (["--context", "0"], ["0"]),
+        (["--context", "0"], ["--context", "greater than or equal to 1"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
     ],
     ids=str,

@@ -61,7 +61,7 @@ class H2OPress(ScorerPress):
         """Return accumulated attention `[b, h, n]`."""
         view = view_of(kwargs)
         mass = view.side["mass"]
-        return mass if self.normalize == "none" else mass / (view.seen - view.positions)
+        return mass if self.normalize == "none" else mass / view.observing_queries()
 
     def keep(self, group: list[View], kept: int) -> list[Tensor]:
         recent = round(kept * self.recent_ratio)

@@ -35,4 +35,4 @@ class ObservedAttentionPress(ScorerPress):
     ) -> Tensor:  # fmt: skip
         """Return `[b, h, n]`."""
         view = view_of(kwargs)
-        return view.side["mass"] / view.groups / (view.seen - view.positions)
+        return view.side["mass"] / view.groups / view.observing_queries()
