@@ -21,7 +21,8 @@ def check_model(model: Any, press: BasePress, has_attention: bool, has_full_atte
     name = type(model).__name__
     if config._attn_implementation == "kvpress":
         raise RuntimeError(
-            "a press is already active on this model; compose presses instead of nesting them: `press_a + press_b`"
+            "a press is already active on this model, or on one that shares its configuration object; compose presses "
+            "instead of nesting them: `press_a + press_b`"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")

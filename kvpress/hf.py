@@ -38,7 +38,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from kvpress.api import reference_path
 from kvpress.attention import Logits, ungroup
 from kvpress.cache.store import KVStore
-from kvpress.checks import check_forward, check_generate, check_model
+from kvpress.checks import check_finite, check_forward, check_generate, check_model
 from kvpress.context import LayerCall, Phase
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class Session:
         """Check the model, then install; nothing is changed if a check fails."""
         self.press.validate()
         check_model(self.model, self.press, bool(self.modules), bool(self.full))
+        self.press.post_init_from_model(self.model)
         try:
             self._install()
         except BaseException:
@@ -288,16 +289,18 @@ class Session:
                 module.register_forward_hook(self._after, with_kwargs=True),
             ]
             self._undo += [handle.remove for handle in handles]
-            self._undo.append(partial(module.__dict__.pop, _CALL, None))
+            self._undo.append(partial(self._release, module))
             if rotary is not None and not hasattr(module, "rotary_emb"):
                 # Presses written for NVIDIA kvpress read it there.
                 module.__dict__["rotary_emb"] = rotary
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
         self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
-        generate = self.model.generate if hasattr(self.model, "generate") else None
-        if generate is not None:
-            self.model.__dict__["generate"] = self._generate(generate)
+        if hasattr(self.model, "generate"):
+            own = self.model.__dict__.get("generate")
+            self.model.__dict__["generate"] = self._generate(self.model.generate)
             self._undo.append(partial(self.model.__dict__.pop, "generate", None))
+            if own is not None:
+                self._undo.insert(-1, partial(self.model.__dict__.__setitem__, "generate", own))
 
     def exit(self) -> None:
         """Undo everything, newest first."""
@@ -308,7 +311,7 @@ class Session:
     def selector_for(self, call: LayerCall) -> Any:
         """Return the selector that this layer's decode uses, or None."""
         selector = self.press.selector
-        return selector if selector is not None and selector.reads(call) else None
+        return selector if selector is not None and selector.reads(call.layer) else None
 
     # -- hooks -----------------------------------------------------------------------------------------------
 
@@ -357,20 +360,16 @@ class Session:
 
     def observe(self, call: LayerCall) -> None:
         """Let the press's observers see a pass, where a later eviction needs it."""
-        if call.phase == "prefill" and not self.evict and not self.press.acts_in_decoding:
-            return
-        if call.phase == "decode" and not self.press.acts_in_decoding:
-            return
-        for name, make in self.press.observers().items():
+        evicting = call.phase == "prefill" and self.evict
+        wanted = self.press.observers() if evicting else self.press.decoding_observers()
+        for name, make in wanted.items():
             call.store.observers.setdefault(name, make()).observe(call)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs, output
-        call: LayerCall | None = module.__dict__.pop(_CALL, None)
+        call = self._release(module)
         if call is None:
             return
-        layer = call.kwargs["past_key_values"].layers[module.layer_idx]
-        layer.call = None
         store = call.store
         if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
             return
@@ -379,15 +378,23 @@ class Session:
             self.press.after_decode(call)
         elif self.evict:
             self.press.after_prefill(call)
-            if not self.press.acts_in_decoding:
-                store.forget()
-        codec = self.press.codec_for(call)
+            store.forget(self.press.decoding_observers())
+        codec = self.press.codec_for(call.layer)
         if codec is not None:
-            store.settle(codec, call.columns)
+            if call.phase == "prefill":
+                check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
+            store.settle(codec, call.columns, wait=call.phase == "decode")
         selector = self.selector_for(call)
         if selector is not None:
-            for segment in store.sealed:
+            for segment in store.segments:
                 selector.prepare(segment)
+
+    def _release(self, module: nn.Module) -> LayerCall | None:
+        """Take the call off a module and its cache layer, so that neither keeps the other alive."""
+        call: LayerCall | None = module.__dict__.pop(_CALL, None)
+        if call is not None:
+            call.kwargs["past_key_values"].layers[module.layer_idx].call = None
+        return call
 
     def native_attention(self, module: nn.Module) -> Callable[..., Any]:
         """Return the attention function that the model used before the session."""

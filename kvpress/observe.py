@@ -81,7 +81,8 @@ class RecentQueries(Observer):
 class ColumnMass(Observer):
     """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
 
-    Summed over the query heads of the group; `queries` counts the tokens whose attention was added. No matrix of queries x keys is ever held: queries are taken in blocks.
+    Summed over the query heads of the group; `queries` counts the tokens whose attention was added. No matrix of queries x
+    keys is ever held: queries are taken in blocks.
     """
 
     side = "mass"

@@ -71,16 +71,21 @@ def plan(press: BasePress, geometry: Geometry, context: int, batch: int = 1) -> 
     check_count("batch", batch)
     press.check_length(context)
     pairs = press.planned_pairs(context)
-    streams = geometry.full_layers * geometry.kv_heads * batch
-    dense, positions = pairs * geometry.pair_bytes, 4 * pairs if pairs < context else 0
-    stored: float = dense + positions
-    codec = press.codec or (press.selector.sealing if press.selector is not None else None)
-    if codec is not None:
-        encoded = max(0, (pairs - codec.residual) // codec.group * codec.group)
-        stored = encoded * codec.pair_bytes(geometry.head_dim, geometry.dtype)
-        stored += (pairs - encoded) * geometry.pair_bytes + positions
-    index = 0 if press.selector is None else press.selector.index_bytes(pairs, geometry.head_dim, geometry.dtype)
+    positions = 4 * pairs if pairs < context else 0
+    per_head = 0.0
+    for layer in range(geometry.full_layers):
+        codec, encoded = press.codec_for(layer), 0.0
+        if codec is not None:
+            encoded = max(0, (pairs - codec.residual) // codec.group * codec.group)
+            if press.is_head_wise and encoded:
+                # Heads of all lengths leave, on average, half a tile over.
+                encoded = max(0.0, pairs - codec.residual - (codec.group - 1) / 2)
+            per_head += encoded * codec.pair_bytes(geometry.head_dim, geometry.dtype)
+        per_head += (pairs - encoded) * geometry.pair_bytes + positions
+        if press.selector is not None and press.selector.reads(layer):
+            per_head += press.selector.index_bytes(int(encoded), geometry.head_dim, geometry.dtype)
     sliding = geometry.sliding_layers * geometry.kv_heads * batch * min(context, geometry.sliding_window)
     rest = sliding * geometry.pair_bytes
-    total = round(streams * (stored + index)) + rest
-    return Plan(total, streams * context * geometry.pair_bytes + rest, pairs)
+    streams = geometry.kv_heads * batch
+    uncompressed = streams * geometry.full_layers * context * geometry.pair_bytes
+    return Plan(round(streams * per_head) + rest, uncompressed + rest, pairs)

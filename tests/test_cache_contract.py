@@ -335,12 +335,13 @@ class StoreMachine(RuleBasedStateMachine):
     def append(self, count: int) -> None:
         keys = torch.rand(self.store.batch, HEADS, count, DIM, generator=self.generator)
         at = self.store.seen
-        self.store.append(keys, keys + 1)
+        # The store may keep and reuse the very tensors that it is given.
+        self.store.append(keys.clone(), keys + 1)
         for n, stream in enumerate(self.window):
             stream += [(at + i, keys[n // HEADS, n % HEADS, i]) for i in range(count)]
 
-    @rule(seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.3, 0.8, 1.0]))
-    def evict(self, seed: int, share: float) -> None:
+    @rule(seed=st.integers(0, 99), share=st.sampled_from([1.0, 0.8, 0.3, 0.0]), then=st.integers(0, 3))
+    def evict(self, seed: int, share: float, then: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         stored = [sealed + self.real(n) for n, sealed in enumerate(self.sealed)]
         kept = [torch.rand(len(stream), generator=generator) < share for stream in stored]
@@ -349,6 +350,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.sealed = [
             [p for p, keep in zip(s, k.tolist(), strict=True) if keep] for s, k in zip(stored, kept, strict=True)
         ]
+        # What comes next is written where the window was.
+        if then:
+            self.append(then)
 
     @rule()
     def settle(self) -> None:
@@ -423,8 +427,20 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=60, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.parametrize("count", [6, 16, 64])
+def test_sealed_pairs_stay_when_the_window_is_written_again(count: int) -> None:
+    """All pairs of a full window are kept as they are; the window's memory must not be theirs any more."""
+    keys = torch.rand(1, 1, count, DIM)
+    store = KVStore(keys[:, :, :0], keys[:, :, :0])
+    store.append(keys.clone(), keys.clone())
+    store.evict([torch.ones(count, dtype=torch.bool)], None)
+    store.append(torch.full((1, 1, 3, DIM), -1.0), torch.full((1, 1, 3, DIM), -1.0))
+    assert torch.equal(store.dense.keys, keys[0, 0])
+    assert torch.equal(store.dense.values, keys[0, 0])
 
 
 # -- attention in parts --------------------------------------------------------------------------------------

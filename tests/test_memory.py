@@ -130,7 +130,7 @@ def test_a_report_prints_as_a_table() -> None:
     cache = read(tiny_model("llama"), kvpress.get_press(PRESSES[-1]), tokens(2, 40))
     report = kvpress.memory_report(cache)
     text = str(report)
-    for word in ("codes", "scales", "window", "uncompressed", "kept of seen", format_bytes(report.total_bytes)):
+    for word in ("codes", "scales", "dense", "uncompressed", "kept of seen", format_bytes(report.total_bytes)):
         assert word in text
     assert text.endswith(f"{report.compression_factor:.2f} times smaller, {report.bits_per_value:.2f} bits per value")
     assert max(map(len, text.splitlines())) <= 120

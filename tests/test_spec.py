@@ -308,7 +308,7 @@ budgets = st.integers(1, 10**9)
 scorers = st.one_of(
     st.builds(KnormPress, ratios),
     st.builds(lambda n: KnormPress(budget=n), budgets),
-    st.builds(kvpress.RandomPress, ratios, st.none() | st.integers()),
+    st.builds(kvpress.RandomPress, ratios, st.none() | st.integers(0)),
     st.builds(kvpress.StreamingLLMPress, ratios, st.integers(0, 99), st.booleans()),
     st.builds(SnapKVPress, ratios, st.integers(1, 999), st.integers(0, 9).map(lambda k: 2 * k + 1)),
     st.builds(

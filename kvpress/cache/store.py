@@ -7,7 +7,7 @@ store behind a cache layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,13 +79,14 @@ class KVStore:
         length = queries.shape[2]
         rows = group_queries(queries, self.heads)
         parts = []
-        if selector is not None and length == 1 and self.sealed and not self._hides_sealed(columns):
+        hides = self._hides_sealed(columns)
+        whole = self.sealed
+        if selector is not None and length == 1 and self.segments and not hides:
             parts += selector.attend(rows, logits, self)
-        else:
-            hides = self._hides_sealed(columns)
-            for segment in self.sealed:
-                hidden = self._hidden(segment, columns) if hides and columns is not None else None
-                parts.append(segment.attend(rows, logits, hidden))
+            whole = [] if self.dense is None else [self.dense]
+        for segment in whole:
+            hidden = self._hidden(segment, columns) if hides and columns is not None else None
+            parts.append(segment.attend(rows, logits, hidden))
         if self.window.length:
             first = self.window.first
             real = None if columns is None else columns[:, first : first + self.window.length]
@@ -165,8 +166,13 @@ class KVStore:
         self.seal(survivors(self.open_segment(columns)), columns)
         self.since_eviction = 0
 
-    def settle(self, codec: Codec, columns: Tensor | None) -> None:
-        """Encode full tiles of the oldest dense pairs; the newest `codec.residual` stay as they are."""
+    def settle(self, codec: Codec, columns: Tensor | None, wait: bool = False) -> None:
+        """Encode full tiles of the oldest dense pairs; the newest `codec.residual` stay as they are.
+
+        With `wait`, only once the window holds a tile: ragged streams would otherwise take turns at every token.
+        """
+        if wait and self.window.length < codec.group:
+            return
         held = 0 if self.dense is None else self.dense.layout.longest
         if held + self.window.length < codec.residual + codec.group:
             return
@@ -198,9 +204,11 @@ class KVStore:
         """Keep the given batch rows, in that order; repeats are allowed (beams, `num_return_sequences`)."""
         order = rows.tolist()
         streams = [row * self.heads + head for row in order for head in range(self.heads)]
-        self.segments = [segment.take(*segment.layout.take_streams(streams)) for segment in self.segments]
+        chosen = [segment.take(*segment.layout.take_streams(streams)) for segment in self.segments]
+        self.segments = [segment for segment in chosen if segment.layout.total]
         if self.dense is not None:
-            self.dense = self.dense.take(*self.dense.layout.take_streams(streams))
+            dense = self.dense.take(*self.dense.layout.take_streams(streams))
+            self.dense = dense if dense.layout.total else None
         self.window.select_rows(rows)
         self.batch = len(order)
         self.targets = None if self.targets is None else [self.targets[row] for row in order]
@@ -221,19 +229,20 @@ class KVStore:
         self.window.crop(tokens)
         self.seen -= tokens
 
-    def forget(self) -> None:
-        """Drop all observers and the per-pair arrays that they recorded."""
-        for name in {observer.side for observer in self.observers.values()}:
-            self.window.side.pop(name, None)
+    def forget(self, needed: Collection[str]) -> None:
+        """Drop the observers that are not needed any more, and the per-pair arrays that they recorded."""
+        for name in [name for name in self.observers if name not in needed]:
+            side = self.observers.pop(name).side
+            self.window.side.pop(side, None)
             for segment in self.sealed:
-                segment.side.pop(name, None)
-        self.observers.clear()
+                segment.side.pop(side, None)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device, in place."""
         for segment in self.sealed:
             segment.to(device)
         self.window.to(device)
+        self.sealed_tokens = None if self.sealed_tokens is None else self.sealed_tokens.to(device)
         for observer in self.observers.values():
             observer.to(device)
 

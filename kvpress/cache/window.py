@@ -72,9 +72,8 @@ class Window:
             setattr(self, name, new)
 
     def clear(self, first: int) -> None:
-        """Forget all tokens; the next one is column `first`. Large buffers are released, small ones reused."""
-        if self.capacity > GROWTH:
-            self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
+        """Forget all tokens; the next one is column `first`. Buffers are released: sealed pairs may be views of them."""
+        self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
         self.length, self.first = 0, first
         self.side = {name: array[..., :0] for name, array in self.side.items()}
 

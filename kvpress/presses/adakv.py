@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class AdaKVPress(WrapperPress):
     Differs from the paper: the safeguard keeps each head's best pairs before the competition, as in NVIDIA kvpress; the
     authors' code interpolates budgets instead.
     """
+
+    is_head_wise: ClassVar[bool] = True
 
     press: ScorerPress
     alpha_safeguard: float = 0.20

@@ -37,6 +37,8 @@ class BasePress:
     """Whether the press evicts while tokens are generated, so that it has to watch every step."""
     is_identity: ClassVar[bool] = False
     """Whether the press changes nothing."""
+    is_head_wise: ClassVar[bool] = False
+    """Whether heads of a layer may end up with different numbers of pairs."""
 
     @property
     def last_cache(self) -> Any:
@@ -53,11 +55,11 @@ class BasePress:
         """Which sealed pairs a query reads; None reads all of them."""
         return None
 
-    def codec_for(self, call: LayerCall) -> Codec | None:
+    def codec_for(self, layer: int) -> Codec | None:
         """Return the codec of one layer; a selector without codec seals pairs densely so that it can index them."""
         if self.codec is not None:
-            return self.codec if self.codec.stores(call) else None
-        if self.selector is not None and self.selector.reads(call):
+            return self.codec if self.codec.stores(layer) else None
+        if self.selector is not None and self.selector.reads(layer):
             return self.selector.sealing
         return None
 
@@ -73,10 +75,11 @@ class BasePress:
 
     def observers(self) -> Observers:
         """Return what has to be watched while the model reads, by name."""
-        return {} if self._uses_hidden_states() is False else {"hidden": partial(HiddenStates)}
+        return {} if type(self).compress is BasePress.compress else {"hidden": partial(HiddenStates)}
 
-    def _uses_hidden_states(self) -> bool:
-        return type(self).compress is not BasePress.compress
+    def decoding_observers(self) -> Observers:
+        """Return what has to be watched while tokens are generated."""
+        return self.observers() if self.acts_in_decoding else {}
 
     def after_prefill(self, call: LayerCall) -> None:
         """Compress one layer once its prompt, or a later turn, has been read."""
@@ -107,7 +110,6 @@ class BasePress:
         """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used."""
         from kvpress.hf import session
 
-        self.post_init_from_model(model)
         with session(self, model) as current:
             yield current
 
@@ -176,7 +178,8 @@ class ScorerPress(BasePress):
 
     def check_length(self, tokens: int) -> None:
         if self.kept_of(tokens) < 1:
-            most = 1 - 1 / tokens
+            most = int((1 - 1 / tokens) * 1e4) / 1e4
+            most -= 0.0001 if int(tokens * (1 - most)) < 1 else 0.0
             raise ValueError(
                 f"compression_ratio={self.compression_ratio} keeps 0 of {tokens} tokens; at least 1 must be kept, so use a "
                 f"ratio of at most {most:.4f} or budget=1"

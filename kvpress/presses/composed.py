@@ -75,6 +75,14 @@ class ComposedPress(BasePress):
     def planned_pairs(self, tokens: int) -> int:
         return min(press.planned_pairs(tokens) for press in self.presses)
 
+    @property
+    def is_head_wise(self) -> bool:  # type: ignore[override]
+        """Whether heads of a layer may end up with different numbers of pairs."""
+        return any(press.is_head_wise for press in self.presses)
+
+    def decoding_observers(self) -> Observers:
+        return union(press.decoding_observers() for press in self.presses)
+
     def check_length(self, tokens: int) -> None:
         for press in self.presses:
             press.check_length(tokens)

@@ -109,6 +109,14 @@ class PrefillDecodingPress(BasePress):
 
         return union(press.observers() for press in self._parts)
 
+    @property
+    def is_head_wise(self) -> bool:  # type: ignore[override]
+        """Whether heads of a layer may end up with different numbers of pairs."""
+        return any(press.is_head_wise for press in self._parts)
+
+    def decoding_observers(self) -> Observers:
+        return {} if self.decoding_press is None else self.decoding_press.decoding_observers()
+
     def planned_pairs(self, tokens: int) -> int:
         return tokens if self.prefilling_press is None else self.prefilling_press.planned_pairs(tokens)
 

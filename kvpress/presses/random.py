@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvpress.checks import check_count
 from kvpress.presses.base import ScorerPress, view_of
 from kvpress.registry import register
 
@@ -23,6 +24,11 @@ class RandomPress(ScorerPress):
     """
 
     seed: int | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.seed is not None:
+            check_count("seed", self.seed, least=0)
 
     def score(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,

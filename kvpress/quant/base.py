@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.context import LayerCall
 
 
 class Codec(ABC):
@@ -28,9 +27,9 @@ class Codec(ABC):
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         """Bytes per encoded pair of head dim `dim`, scales included."""
 
-    def stores(self, call: LayerCall) -> bool:
+    def stores(self, layer: int) -> bool:
         """Whether this codec stores the given layer."""
-        del call
+        del layer
         return True
 
 

@@ -18,7 +18,6 @@ from kvpress import kernels
 from kvpress.attention import Logits, Partial
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.context import LayerCall
 from kvpress.quant.base import Codec
 from kvpress.quant.packing import pack, unpack
 
@@ -219,5 +218,5 @@ class UniformCodec(Codec):
         )
         return codes + scales
 
-    def stores(self, call: LayerCall) -> bool:
-        return call.layer not in self.skip_layers
+    def stores(self, layer: int) -> bool:
+        return layer not in self.skip_layers

@@ -10,20 +10,21 @@ from torch import Tensor
 from kvpress.attention import Logits, Partial
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
-from kvpress.context import LayerCall
 from kvpress.quant.base import Codec
 
 
 class Selector(ABC):
-    """Chooses, for every decode step, which sealed pairs are read; the open window is always read.
+    """Chooses, for every decode step, which pairs of the sealed segments are read.
 
-    `sealing` says in what tiles pairs are sealed where no codec does it, so that they can be indexed.
+    The dense tail and the open window are always read: how many pairs of a row they hold depends on its neighbours in the
+    batch, so what is chosen must not. `sealing` says in what tiles pairs are sealed
+    where no codec does it, so that they can be indexed.
     """
 
     sealing: Codec
 
     @abstractmethod
-    def reads(self, call: LayerCall) -> bool:
+    def reads(self, layer: int) -> bool:
         """Whether this selector is used in the given layer."""
 
     @abstractmethod
@@ -36,4 +37,4 @@ class Selector(ABC):
 
     @abstractmethod
     def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:
-        """Attend from `queries [N, G, D]` to the chosen pairs of `store.sealed`."""
+        """Attend from `queries [N, G, D]` to the chosen pairs of `store.segments`."""

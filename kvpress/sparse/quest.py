@@ -13,7 +13,6 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.checks import check_count
-from kvpress.context import LayerCall
 from kvpress.presses.base import BasePress
 from kvpress.quant.base import DenseCodec
 from kvpress.registry import register
@@ -29,8 +28,8 @@ class QuestPress(BasePress):
 
         bound[page] = sum over d of max(q[d] * min[d], q[d] * max[d])
 
-    Pages are chosen per kv head by the largest bound over its query heads. The open window is always read. The first
-    `skip_layers` layers read everything.
+    Pages are chosen per kv head by the largest bound over its query heads. The newest pairs, up to 5 pages that are not sealed
+    yet, are read besides. The first `skip_layers` layers read everything.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, 2024, arXiv:2406.10774.
     Differs from the paper: query heads of a group share pages, because they share keys; pages count stored pairs, so it
@@ -107,8 +106,8 @@ class QuestSelector(Selector):
         self.budget, self.page_size, self.skip_layers = budget, page_size, skip_layers
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
 
-    def reads(self, call: LayerCall) -> bool:
-        return call.layer >= self.skip_layers
+    def reads(self, layer: int) -> bool:
+        return layer >= self.skip_layers
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.page_size) * 2 * dim * dtype.itemsize
@@ -117,15 +116,15 @@ class QuestSelector(Selector):
         self._index(segment)
 
     def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:
-        indexes = [self._index(segment) for segment in store.sealed]
-        pages = max(1, (self.budget - store.window.length) // self.page_size)
+        indexes = [self._index(segment) for segment in store.segments]
+        pages = self.budget // self.page_size
         if pages >= max(sum(counts) for counts in zip(*(index.layout.lengths for index in indexes), strict=True)):
-            return [segment.attend(queries, logits) for segment in store.sealed]
+            return [segment.attend(queries, logits) for segment in store.segments]
         bounds = [index.bounds(queries) for index in indexes]
         chosen = torch.cat(bounds, dim=1).topk(pages, dim=1).indices
         parts = []
         start = 0
-        for segment, bound in zip(store.sealed, bounds, strict=True):
+        for segment, bound in zip(store.segments, bounds, strict=True):
             here = chosen - start
             start += bound.shape[1]
             rows, counts = self._rows(segment, here, (here >= 0) & (here < bound.shape[1]))
