@@ -28,6 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 
 import kvpress
 from kvpress.cache.report import storage_bytes
+from kvpress.cache.store import KVStore
 from kvpress.hf import PressLayer
 
 STEPS = 4
@@ -61,10 +62,8 @@ def fill(cache: Any, context: int) -> Any:
     return cache
 
 
-def keep_half(layer: PressLayer, shares: tuple[float, ...]) -> None:
+def keep_half(store: KVStore, shares: tuple[float, ...]) -> None:
     """Evict random pairs so that head h keeps the fraction shares[h]."""
-    store = layer.store
-    assert store is not None
     masks = []
     for n, share in enumerate(shares):
         generator = torch.Generator().manual_seed(n)
@@ -80,9 +79,9 @@ def ours(press: Any, context: int, shares: tuple[float, ...] | None = None) -> D
         layer = PressLayer()
         layer.update(*random_pairs(context, index))
         if shares is not None:
-            keep_half(layer, shares)
-        codec = press.codec or (press.selector.sealing if press.selector is not None and index >= 2 else None)
-        if codec is not None and layer.store is not None:
+            keep_half(layer.store, shares)
+        codec = press.codec_for(index)
+        if codec is not None:
             layer.store.settle(codec, None)
         layers.append(layer)
     cache = DynamicCache()

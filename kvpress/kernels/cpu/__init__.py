@@ -1,0 +1,1 @@
+"""C++ decode-attention kernels, compiled on first use; see `build` for how and `launch` for the interface."""

@@ -1,0 +1,84 @@
+// Flash decoding within one piece of a stream: score a chunk of rows, weigh it, mix it into the output, repeat.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+
+#include "softmax.h"
+
+namespace kvpress {
+
+// A range of rows of one stream.
+struct Piece {
+  int64_t stream, begin, end;
+  float *out, *lse;  // final results, or a slot of the scratch that merge() reads
+};
+
+// One thread's state. `Reader` knows how rows are stored: begin(q), score(chunk, ...), mix(chunk, ...).
+template <class Reader>
+class Worker {
+ public:
+  explicit Worker(const Problem& problem)
+      : p_(problem),
+        reader_(problem),
+        softmax_(problem),
+        acc_stride_(round_up(problem.values.channels, 16)),
+        acc_(problem.queries * acc_stride_),
+        scores_(problem.queries * kScoreStride) {}
+
+  void attend(const Piece& piece) {
+    const int64_t queries = p_.queries;
+    softmax_.begin();
+    std::fill_n(static_cast<float*>(acc_), queries * acc_stride_, 0.f);
+    reader_.begin(p_.q + piece.stream * queries * p_.keys.channels);
+    for (int64_t at = piece.begin; at < piece.end; at += kChunk) {
+      list(piece, at);
+      reader_.score(chunk_, scores_);
+      softmax_.load_bias(chunk_.rows, chunk_.count);
+      for (int64_t m = 0; m < queries; ++m) {
+        const int seen = visible(piece.stream, m, at);
+        const float keep = softmax_.weigh(m, scores_ + m * kScoreStride, seen, chunk_.count);
+        if (keep != 1.f) rescale(m, keep);
+      }
+      reader_.mix(chunk_, scores_, acc_, acc_stride_);
+    }
+    for (int64_t m = 0; m < queries; ++m) {
+      rescale(m, softmax_.inverse_sum(m));
+      std::copy_n(acc_ + m * acc_stride_, p_.values.channels, piece.out + m * p_.values.channels);
+      piece.lse[m] = softmax_.lse(m);
+    }
+  }
+
+ private:
+  void list(const Piece& piece, int64_t at) {
+    const int64_t left = p_.lengths[piece.stream] - at;
+    chunk_.count = int(std::min<int64_t>(kChunk, piece.end - at));
+    chunk_.known = int(std::min<int64_t>(kChunk + kAheadCoded, left));
+    chunk_.contiguous = !p_.listed;
+    if (p_.listed)
+      std::copy_n(p_.listed + piece.stream * p_.listed_stride + at, chunk_.known, chunk_.rows);
+    else
+      std::iota(chunk_.rows, chunk_.rows + chunk_.known, p_.starts[piece.stream] + at);
+  }
+
+  // How many of the chunk's rows query m may see.
+  int visible(int64_t stream, int64_t m, int64_t at) const {
+    if (!p_.causal) return chunk_.count;
+    const int64_t limit = p_.lengths[stream] - p_.causal + m % p_.causal + 1;
+    return int(std::clamp<int64_t>(limit - at, 0, chunk_.count));
+  }
+
+  void rescale(int64_t m, float factor) {
+    float* acc = acc_ + m * acc_stride_;
+    for (int c = 0; c < acc_stride_; c += kLanes) store(acc + c, mul(load(acc + c), set1(factor)));
+  }
+
+  const Problem& p_;
+  Reader reader_;
+  Softmax softmax_;
+  const int acc_stride_;
+  Buffer<float> acc_, scores_;
+  Chunk chunk_;
+};
+
+}  // namespace kvpress

@@ -1,0 +1,100 @@
+"""Compile the C++ kernels once per machine with the system compiler and load them through ctypes.
+
+A library is named after everything that can change it (sources, flags, compiler version), so an upgrade of any
+of them builds a new file and never loads a stale one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kvpress import env
+
+SOURCES = Path(__file__).parent
+# -w: GCC 12 warns about uninitialised variables inside its own AVX-512 headers.
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-w")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni")
+
+LEVELS: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
+}
+"""Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``."""
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of the C++ compiler: ``$CXX``, else the first of c++, g++ and clang++ on the path."""
+    wanted = env.cxx_compiler()
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler found ({wanted or 'c++, g++, clang++'})")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)  # noqa: S603 - fixed flags
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{' '.join(command[:2])} failed: {error.stderr.strip()[-500:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(str(error)) from error
+    return done.stdout
+
+
+def _library(source: str, flags: tuple[str, ...]) -> Path:
+    """Path of the compiled shared library, building it when the cache has none."""
+    key = hashlib.sha256(repr((_run([compiler(), "--version"]), platform.machine(), source, flags)).encode())
+    for file in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
+        key.update(file.read_bytes())
+    target = env.cache_dir() / f"{Path(source).stem}-{key.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A private file renamed into place: another process sees either nothing or a finished library.
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            _run([compiler(), *COMMON_FLAGS, *flags, str(SOURCES / source), "-o", str(built)])
+            os.replace(built, target)
+    except OSError as error:
+        raise BuildError(f"cannot write to {target.parent}: {error}") from error
+    return target
+
+
+def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    path = _library(source, flags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"cannot load {path.name}: {error}") from error
+
+
+@functools.cache
+def supported_levels() -> tuple[str, ...]:
+    """Instruction-set levels this processor can run, slowest first."""
+    return tuple(LEVELS)[: _load("probe.cpp", ()).kvpress_level() + 1]
+
+
+@functools.cache
+def load(level: str) -> ctypes.CDLL:
+    """The kernels compiled for one level, with OpenMP where the compiler has it."""
+    try:
+        return _load("decode.cpp", (*LEVELS[level], "-fopenmp"))
+    except BuildError:
+        return _load("decode.cpp", (*LEVELS[level], "-pthread"))

@@ -1,0 +1,139 @@
+// Layout of quantised rows, and their decoding to float32 into a tile that stays in the first-level cache.
+//
+// A row of `channels` codes of b bits is one plane of channels * b / 8 bytes. With P = 8 / b parts, byte j holds
+// channel p * (channels / P) + j at bit b * p, so that one load, shift and mask yields neighbouring channels. Three
+// bits are a plane of the low two bits followed by a plane of the high bit.
+#pragma once
+
+#include "dense.h"
+
+namespace kvpress {
+
+struct Plane {
+  int offset;  // of its first byte within the row
+  int bytes;   // per row; also the distance in channels between two parts
+  int bits;
+  int shift;   // codes of this plane count 2^shift
+};
+
+struct Planes {
+  explicit Planes(const Rows& side) {
+    const int channels = int(side.channels);
+    if (side.bits == 3) {
+      plane[0] = {0, channels / 4, 2, 0};
+      plane[1] = {channels / 4, channels / 8, 1, 2};
+      count = 2;
+    } else {
+      plane[0] = {0, int(channels * side.bits / 8), int(side.bits), 0};
+    }
+  }
+  const Plane* begin() const { return plane; }
+  const Plane* end() const { return plane + count; }
+
+  Plane plane[2];
+  int count = 1;
+};
+
+// Rows of one side; knows which row of scale and zero belongs to which row of codes.
+class CodedRows {
+ public:
+  CodedRows(const Rows& side, const int32_t* row_group)
+      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? row_group : nullptr) {}
+
+  const Rows& side() const { return side_; }
+  const Planes& planes() const { return planes_; }
+  const uint8_t* codes(int64_t row) const { return static_cast<const uint8_t*>(side_.data) + row * side_.stride; }
+  // Where the codes of each row begin; the last row stands in for those up to `padded`.
+  void locate(const int64_t* rows, int count, int padded, const uint8_t** out) const {
+    const uint8_t* base = codes(0);
+    const int64_t stride = side_.stride;
+    for (int t = 0; t < count; ++t) out[t] = base + rows[t] * stride;
+    for (int t = count; t < padded; ++t) out[t] = out[count - 1];
+  }
+
+  int64_t scales_per_row() const { return side_.channels / side_.group_channels; }
+
+  int64_t group(int64_t row) const {
+    return row_group_ ? row_group_[row] : side_.group_rows == 1 ? row : row / side_.group_rows;
+  }
+
+  // How many of the rows share the group of the first one.
+  int run(const int64_t* rows, int count, bool contiguous) const {
+    const int64_t first = group(rows[0]), begin = first * side_.group_rows;
+    if (contiguous && !row_group_) return int(std::min<int64_t>(count, begin + side_.group_rows - rows[0]));
+    int end = 1;
+    if (row_group_)
+      while (end < count && row_group_[rows[end]] == first) ++end;
+    else  // a comparison, because a division per row would cost more than its dot products
+      while (end < count && uint64_t(rows[end] - begin) < uint64_t(side_.group_rows)) ++end;
+    return end;
+  }
+
+  void decode(int64_t row, float* out) const {
+    for (const Plane& plane : planes_) switch (plane.bits) {
+        case 1:
+          unpack<1>(codes(row) + plane.offset, plane, out);
+          break;
+        case 2:
+          unpack<2>(codes(row) + plane.offset, plane, out);
+          break;
+        case 4:
+          unpack<4>(codes(row) + plane.offset, plane, out);
+          break;
+        default:
+          unpack<8>(codes(row) + plane.offset, plane, out);
+      }
+    if (side_.dtype == kFloat16)
+      rescale<f16>(group(row), out);
+    else
+      rescale<float>(group(row), out);
+  }
+
+  // Fetch the codes of the rows and the scales between the first and the last one.
+  void prefetch(const int64_t* rows, int count, bool contiguous) const {
+    if (count <= 0) return;
+    if (contiguous)
+      prefetch_row(codes(rows[0]), count * side_.stride);
+    else
+      for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
+    const int64_t first = group(rows[0]), groups = group(rows[count - 1]) - first + 1;
+    if (groups < 1 || groups > count) return;
+    const int64_t bytes = scales_per_row() * (side_.dtype == kFloat16 ? 2 : 4);
+    prefetch_row(static_cast<const char*>(side_.scale) + first * bytes, groups * bytes);
+    prefetch_row(static_cast<const char*>(side_.zero) + first * bytes, groups * bytes);
+  }
+
+ private:
+  template <int kBits>
+  static void unpack(const uint8_t* bytes, const Plane& plane, float* out) {
+    const float unit = float(1 << plane.shift);
+    for (int part = 0; part < 8 / kBits; ++part, out += plane.bytes)
+      for (int j = 0; j < plane.bytes; ++j) {
+        const float code = unit * float((bytes[j] >> (part * kBits)) & ((1 << kBits) - 1));
+        out[j] = plane.offset ? out[j] + code : code;
+      }
+  }
+
+  template <class S>
+  void rescale(int64_t group, float* out) const {
+    const S* scale = static_cast<const S*>(side_.scale) + group * scales_per_row();
+    const S* zero = static_cast<const S*>(side_.zero) + group * scales_per_row();
+    const int channels = int(side_.channels), width = int(side_.group_channels);
+    if (width > 1) {
+      for (int g = 0; g * width < channels; ++g) {
+        const float s = to_float(scale[g]), z = to_float(zero[g]);
+        for (int c = g * width; c < (g + 1) * width; ++c) out[c] = out[c] * s + z;
+      }
+      return;
+    }
+    int c = 0;
+    for (; c + kLanes <= channels; c += kLanes) store(out + c, fma(load(out + c), load(scale + c), load(zero + c)));
+    for (; c < channels; ++c) out[c] = out[c] * to_float(scale[c]) + to_float(zero[c]);
+  }
+
+  const Rows& side_;
+  const Planes planes_;
+  const int32_t* row_group_;
+};
+
+}  // namespace kvpress

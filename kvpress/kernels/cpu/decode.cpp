@@ -1,0 +1,21 @@
+// Entry points of one instruction-set level; the same source is compiled once per level.
+// Each returns -1, or the number of a stream that refers to rows or groups which are not stored.
+
+#include "uniform_reader.h"
+
+extern "C" int kvpress_dense(const kvpress::Problem* p) {
+  using namespace kvpress;
+  switch (p->keys.dtype) {
+    case kFloat32:
+      return attend_all<DenseReader<FloatDot<float>>>(*p);
+    case kFloat16:
+      return attend_all<DenseReader<FloatDot<f16>>>(*p);
+    default:
+#if defined(__AVX512BF16__)
+      if (p->bf16_queries) return attend_all<DenseReader<PairDot>>(*p);
+#endif
+      return attend_all<DenseReader<FloatDot<bf16>>>(*p);
+  }
+}
+
+extern "C" int kvpress_uniform(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::UniformReader>(*p); }

@@ -1,0 +1,155 @@
+// Dense rows: dot products of four rows at a time, and the probability-weighted sum of rows.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "problem.h"
+#include "simd.h"
+
+namespace kvpress {
+
+constexpr int kChunk = 256;                // rows whose logits are held at once
+constexpr int kAhead = 24;                 // dense rows between the one worked on and the one prefetched
+constexpr int kAheadCoded = 64;            // the same for quantised rows, which are shorter
+constexpr int kScoreStride = kChunk + 32;  // a kernel may write a full vector past the last row
+constexpr int kTile = 16;                  // rows worked on at once
+constexpr int kQueryPad = 32;              // queries are zero padded to a multiple of this
+
+// Row numbers of one step of a stream; those from `count` to `known` come in the next step.
+struct Chunk {
+  int64_t rows[kChunk + kAheadCoded];
+  int count, known;
+  bool contiguous;  // each row follows the one before it
+};
+
+// Call `step` with 4 queries at a time, then once with the 1 to 3 left over.
+template <class Step>
+inline void for_query_tiles(int queries, Step&& step) {
+  int m = 0;
+  for (; m + 4 <= queries; m += 4) step(std::integral_constant<int, 4>{}, m);
+  if (queries - m == 3) step(std::integral_constant<int, 3>{}, m);
+  if (queries - m == 2) step(std::integral_constant<int, 2>{}, m);
+  if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
+}
+
+// Multiply-accumulate one vector of a key with one vector of a query, in float32.
+template <class T>
+struct FloatDot {
+  using Key = T;
+  using Query = float;
+  using Vector = F;
+  static constexpr int kWidth = kLanes;
+  static Vector load_key(const T* p) { return load(p); }
+  static Vector load_query(const float* p) { return load(p); }
+  static F step(F sum, Vector key, Vector query) { return fma(key, query, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// Exact products of bfloat16 pairs, float32 sums: half the instructions of FloatDot<bf16>.
+struct PairDot {
+  using Key = bf16;
+  using Query = bf16;
+  using Vector = __m512bh;
+  static constexpr int kWidth = 2 * kLanes;
+  static Vector load_key(const bf16* p) { return (Vector)_mm512_loadu_si512(p); }
+  static Vector load_query(const bf16* p) { return (Vector)_mm512_loadu_si512(p); }
+  static F step(F sum, Vector key, Vector query) { return _mm512_dpbf16_ps(sum, key, query); }
+};
+#endif
+
+// scores[m * kScoreStride + r] = row_r . query_m for four rows and kQueries queries.
+template <class Dot, int kQueries>
+inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot::Query* queries, int query_stride,
+                     int channels, float* scores) {
+  F sums[4][kQueries];
+  for (auto& row : sums)
+    for (F& x : row) x = set1(0.f);
+  const int full = channels / Dot::kWidth * Dot::kWidth;
+  const auto step = [&](const typename Dot::Key* a, const typename Dot::Key* b, const typename Dot::Key* c,
+                        const typename Dot::Key* d, int at) {
+    const typename Dot::Vector keys[4] = {Dot::load_key(a), Dot::load_key(b), Dot::load_key(c), Dot::load_key(d)};
+    for (int m = 0; m < kQueries; ++m) {
+      const auto query = Dot::load_query(queries + m * query_stride + at);
+      for (int r = 0; r < 4; ++r) sums[r][m] = Dot::step(sums[r][m], keys[r], query);
+    }
+  };
+  for (int at = 0; at < full; at += Dot::kWidth) step(rows[0] + at, rows[1] + at, rows[2] + at, rows[3] + at, at);
+  if (full < channels) {
+    typename Dot::Key tail[4][Dot::kWidth] = {};
+    for (int r = 0; r < 4; ++r) std::memcpy(tail[r], rows[r] + full, (channels - full) * sizeof(tail[r][0]));
+    step(tail[0], tail[1], tail[2], tail[3], full);
+  }
+  for (int m = 0; m < kQueries; ++m)
+    store_sums(scores + m * kScoreStride, sums[0][m], sums[1][m], sums[2][m], sums[3][m]);
+}
+
+// Scores of `count` rows given by pointer; the last four-row step repeats the final row. `ahead(t)` runs once per row
+// and may prefetch what is read next.
+template <class Dot, class RowAt, class Ahead>
+void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int query_stride, int query_count,
+                int channels, float* scores, Ahead ahead) {
+  for (int t = 0; t < count; t += 4) {
+    const typename Dot::Key* rows[4];
+    for (int r = 0; r < 4; ++r) {
+      rows[r] = row_at(t + r < count ? t + r : count - 1);
+      ahead(t + r);
+    }
+    for_query_tiles(query_count, [&](auto tile, int m) {
+      dot_four<Dot, tile>(rows, queries + m * query_stride, query_stride, channels, scores + m * kScoreStride + t);
+    });
+  }
+}
+
+// acc[m, c ..] += sum_t weights[m, t] * row_t[c ..] for kVectors vectors of channels.
+template <class T, int kQueries, int kVectors, class RowAt, class Load, class Ahead>
+inline void mix_block(RowAt row_at, int count, const float* weights, float* acc, int acc_stride, int c, Load load_at,
+                      Ahead ahead) {
+  F sums[kQueries][kVectors];
+  for (int m = 0; m < kQueries; ++m)
+    for (int v = 0; v < kVectors; ++v) sums[m][v] = load(acc + m * acc_stride + c + v * kLanes);
+  for (int t = 0; t < count; ++t) {
+    const T* row = row_at(t) + c;
+    ahead(t);
+    F x[kVectors];
+    for (int v = 0; v < kVectors; ++v) x[v] = load_at(row + v * kLanes);
+    for (int m = 0; m < kQueries; ++m) {
+      const F weight = set1(weights[m * kScoreStride + t]);
+      for (int v = 0; v < kVectors; ++v) sums[m][v] = fma(weight, x[v], sums[m][v]);
+    }
+  }
+  for (int m = 0; m < kQueries; ++m)
+    for (int v = 0; v < kVectors; ++v) store(acc + m * acc_stride + c + v * kLanes, sums[m][v]);
+}
+
+// acc[m, :] += sum_t weights[m, t] * row_t; acc rows are padded to a whole vector.
+//
+// Sixteen rows at a time: the first block of channels pulls them from memory in an order that the hardware prefetcher
+// follows, and the later blocks find them in the first-level cache.
+template <class T, class RowAt, class Ahead>
+void mix_rows(RowAt row_at, int count, const float* weights, int query_count, int channels, float* acc, int acc_stride,
+              Ahead ahead) {
+  constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as the register file holds
+  const auto whole = [](const T* p) { return load(p); };
+  const auto quiet = [](int) {};
+  for (int t = 0; t < count; t += kTile) {
+    const int size = std::min(kTile, count - t);
+    const auto row = [&](int i) { return row_at(t + i); };
+    for_query_tiles(query_count, [&](auto tile, int m) {
+      const float* w = weights + m * kScoreStride + t;
+      float* a = acc + m * acc_stride;
+      int c = 0;
+      for (; c + kVectors * kLanes <= channels; c += kVectors * kLanes)
+        if (m == 0 && c == 0)
+          mix_block<T, tile, kVectors>(row, size, w, a, acc_stride, c, whole, [&](int i) { ahead(t + i); });
+        else
+          mix_block<T, tile, kVectors>(row, size, w, a, acc_stride, c, whole, quiet);
+      for (; c + kLanes <= channels; c += kLanes) mix_block<T, tile, 1>(row, size, w, a, acc_stride, c, whole, quiet);
+      if (c < channels)
+        mix_block<T, tile, 1>(
+            row, size, w, a, acc_stride, c, [&](const T* p) { return load_part(p, channels - c); }, quiet);
+    });
+  }
+}
+
+}  // namespace kvpress

@@ -1,0 +1,56 @@
+// Reads keys and values stored as plain float32, bfloat16 or float16 rows.
+#pragma once
+
+#include "split.h"
+
+namespace kvpress {
+
+template <class Query>
+inline void pad_queries(const float* q, int64_t queries, int64_t channels, Query* out, int stride) {
+  for (int64_t m = 0; m < queries; ++m)
+    for (int64_t c = 0; c < channels; ++c) {
+      if constexpr (sizeof(Query) == 4) {
+        out[m * stride + c] = q[m * channels + c];
+      } else {
+        uint32_t wide;  // exact by contract (Problem::bf16_queries), so truncation is not rounding
+        std::memcpy(&wide, &q[m * channels + c], sizeof wide);
+        out[m * stride + c] = Query{uint16_t(wide >> 16)};
+      }
+    }
+}
+
+template <class Dot>
+class DenseReader {
+  using T = typename Dot::Key;
+
+ public:
+  explicit DenseReader(const Problem& p)
+      : p_(p), stride_(round_up(p.keys.channels, kQueryPad)), queries_(p.queries * stride_) {}
+
+  void begin(const float* q) {
+    pad_queries(q, p_.queries, p_.keys.channels, static_cast<typename Dot::Query*>(queries_), stride_);
+  }
+
+  void score(const Chunk& chunk, float* scores) {
+    score_rows<Dot>([&](int t) { return row(p_.keys, chunk.rows[t]); }, chunk.count, queries_, stride_, int(p_.queries),
+                    int(p_.keys.channels), scores, [&](int t) { prefetch(p_.keys, chunk, t + kAhead); });
+  }
+
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    mix_rows<T>([&](int t) { return row(p_.values, chunk.rows[t]); }, chunk.count, weights, int(p_.queries),
+                int(p_.values.channels), acc, acc_stride, [&](int t) { prefetch(p_.values, chunk, t + kAhead); });
+  }
+
+ private:
+  static const T* row(const Rows& rows, int64_t r) { return static_cast<const T*>(rows.data) + r * rows.stride; }
+
+  static void prefetch(const Rows& rows, const Chunk& chunk, int t) {
+    if (t < chunk.known) prefetch_row(row(rows, chunk.rows[t]), rows.channels * sizeof(T));
+  }
+
+  const Problem& p_;
+  const int stride_;
+  Buffer<typename Dot::Query> queries_;
+};
+
+}  // namespace kvpress

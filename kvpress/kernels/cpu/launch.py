@@ -1,0 +1,168 @@
+"""Call the compiled kernels: fill in the C structures of ``problem.h`` from tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from kvpress import env
+from kvpress.kernels.cpu import build
+from kvpress.kernels.packed import Packed
+
+logger = logging.getLogger("kvpress")
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("channels", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+        ("group_rows", ctypes.c_int64),
+        ("group_channels", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+    )
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("listed", ctypes.c_void_p),
+        ("row_group", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("streams", ctypes.c_int64),
+        ("queries", ctypes.c_int64),
+        ("listed_stride", ctypes.c_int64),
+        ("causal", ctypes.c_int64),
+        ("bf16_queries", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("keys", _Rows),
+        ("values", _Rows),
+    )
+
+
+@functools.cache
+def level() -> str | None:
+    """The fastest instruction-set level whose kernels compile and load here; None, with one warning, if there is none."""
+    try:
+        best = build.supported_levels()[-1]
+        build.load(best)
+    except build.BuildError as error:
+        logger.warning("CPU kernels are not available, decoding falls back to plain torch: %s", error)
+        return None
+    return best
+
+
+def available(tensor: Tensor) -> bool:
+    """Whether the kernels can run on this tensor's device."""
+    return tensor.device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor | Packed,
+    values: Tensor | Packed,
+    lengths: Tensor,
+    scale: float,
+    *,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    softcap: float | None = None,
+    causal: int = 0,
+    bias: Tensor | None = None,
+    row_group: Tensor | None = None,
+    level_name: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on validated arguments; see `kvpress.kernels.dense` and `kvpress.kernels.uniform`.
+
+    Args:
+        q: queries [N, M, D].
+        keys: dense rows [R, D] or packed codes.
+        values: dense rows [R, Dv] or packed codes.
+        lengths: int64 [N].
+        scale: factor of the logits.
+        starts: first row of each stream, int64 [N]; exactly one of starts and rows is given.
+        rows: row numbers [N, K] of which the first ``lengths[n]`` count.
+        softcap: bound of the logits.
+        causal: number of new query tokens, or 0.
+        bias: float32 [R].
+        row_group: int32 [R].
+        level_name: instruction-set level; the best one by default.
+    """
+    streams, queries, _ = q.shape
+    key_rows, value_rows = _describe(keys), _describe(values)
+    out = torch.empty(streams, queries, value_rows.channels, dtype=torch.float32)
+    lse = torch.empty(streams, queries, dtype=torch.float32)
+    # Named, so that converted copies outlive the call that holds only their addresses.
+    q32 = q.to(torch.float32).contiguous()
+    lengths, starts = lengths.contiguous(), None if starts is None else starts.contiguous()
+    listed = None if rows is None else rows.to(torch.int32).contiguous()
+    problem = _Problem(
+        q=q32.data_ptr(),
+        starts=_address(starts),
+        lengths=lengths.data_ptr(),
+        listed=_address(listed),
+        row_group=_address(row_group),
+        bias=_address(bias),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        rows=_data(keys).shape[0],
+        streams=streams,
+        queries=queries,
+        listed_stride=0 if listed is None else listed.shape[1],
+        causal=causal,
+        bf16_queries=q.dtype == torch.bfloat16,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        softcap=softcap or 0.0,
+        keys=key_rows,
+        values=value_rows,
+    )
+    kernels = build.load(level_name or build.supported_levels()[-1])
+    run = kernels.kvpress_dense if isinstance(keys, Tensor) else kernels.kvpress_uniform
+    stream = run(ctypes.byref(problem))
+    if stream >= 0:
+        raise ValueError(f"stream {stream} refers to rows or groups outside the {_data(keys).shape[0]} stored rows")
+    return out, lse
+
+
+def _data(side: Tensor | Packed) -> Tensor:
+    return side if isinstance(side, Tensor) else side.codes
+
+
+def _describe(side: Tensor | Packed) -> _Rows:
+    if isinstance(side, Tensor):
+        return _Rows(data=side.data_ptr(), channels=side.shape[1], stride=side.stride(0), dtype=_DTYPES[side.dtype])
+    group_rows, group_channels = side.group
+    return _Rows(
+        data=side.codes.data_ptr(),
+        scale=side.scale.data_ptr(),
+        zero=side.zero.data_ptr(),
+        channels=side.scale.shape[1] * group_channels,
+        stride=side.codes.stride(0),
+        dtype=_DTYPES[side.scale.dtype],
+        bits=side.bits,
+        group_rows=group_rows,
+        group_channels=group_channels,
+        groups=side.scale.shape[0],
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

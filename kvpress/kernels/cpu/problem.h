@@ -1,0 +1,46 @@
+// The plain C structures that cross the ctypes boundary; mirrored field by field in launch.py.
+#pragma once
+
+#include <cstdint>
+
+namespace kvpress {
+
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// Rows of keys or values. A dense cache leaves `scale` null; a quantised one stores codes in `data`.
+struct Rows {
+  const void* data;     // dense [R, channels], or codes uint8 [R, channels * bits / 8]
+  const void* scale;    // [R / group_rows, channels / group_channels]
+  const void* zero;     // same shape as scale
+  int64_t channels;
+  int64_t stride;       // elements (dense) or bytes (codes) between two rows
+  int64_t dtype;        // of data (dense) or of scale and zero (codes)
+  int64_t bits;
+  int64_t group_rows;
+  int64_t group_channels;
+  int64_t groups;         // rows of scale and zero
+};
+
+struct Problem {
+  const float* q;            // [N, M, D]
+  const int64_t* starts;     // [N], or null when `listed` is given
+  const int64_t* lengths;    // [N]
+  const int32_t* listed;     // [N, listed_stride] row numbers, or null
+  const int32_t* row_group;  // [R] or null
+  const float* bias;         // [R] or null
+  float* out;                // [N, M, Dv]
+  float* lse;                // [N, M]
+  int64_t rows;              // R
+  int64_t streams;           // N
+  int64_t queries;           // M
+  int64_t listed_stride;
+  int64_t causal;            // query tokens per stream, 0 when every query sees every row
+  int64_t bf16_queries;      // every element of q is exactly representable in bfloat16
+  int64_t threads;
+  double scale;
+  double softcap;            // 0 when absent
+  Rows keys;
+  Rows values;
+};
+
+}  // namespace kvpress

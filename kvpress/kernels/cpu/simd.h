@@ -1,0 +1,203 @@
+// One float vector `F` of kLanes lanes per instruction set; everything above this file is written once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// For code whose speed depends on constants of its caller.
+#define KVPRESS_INLINE inline __attribute__((always_inline))
+#define KVPRESS_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace kvpress {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  const uint32_t wide = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+inline float to_float(f16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  uint32_t wide = (magnitude << 13) + (uint32_t(112) << 23);
+  if (magnitude >= 0x7c00) wide += uint32_t(112) << 23;  // infinities and NaN keep the top exponent
+  float out;
+  if (magnitude < 0x0400) {
+    out = float(magnitude) * 0x1p-24f;  // subnormal
+  } else {
+    std::memcpy(&out, &wide, sizeof out);
+  }
+  return sign ? -out : out;
+}
+
+#if defined(__AVX512F__)
+
+using F = __m512;
+constexpr int kLanes = 16;
+
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline F load(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline F load(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F round(F a) { return _mm512_roundscale_ps(a, 0); }
+// p * 2^n for integral n; underflows to zero.
+inline F ldexp(F p, F n) { return _mm512_scalef_ps(p, n); }
+inline float sum(F x) { return _mm512_reduce_add_ps(x); }
+inline float max_lane(F x) { return _mm512_reduce_max_ps(x); }
+
+// Write the four horizontal sums to out[0..3].
+inline void store_sums(float* out, F a, F b, F c, F d) {
+  const F ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const F cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const F abcd = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+#elif defined(__AVX2__)
+
+using F = __m256;
+constexpr int kLanes = 8;
+
+inline F set1(float x) { return _mm256_set1_ps(x); }
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline F load(const bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline F load(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F ldexp(F p, F n) {
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  const F live = _mm256_cmp_ps(n, set1(-126.f), _CMP_GE_OQ);
+  return _mm256_and_ps(live, mul(p, _mm256_castsi256_ps(power)));
+}
+inline float max_lane(F x) {
+  __m128 best = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  return _mm_cvtss_f32(_mm_max_ss(best, _mm_movehdup_ps(best)));
+}
+inline float sum(F x) {
+  __m128 total = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  total = _mm_add_ps(total, _mm_movehl_ps(total, total));
+  return _mm_cvtss_f32(_mm_add_ss(total, _mm_movehdup_ps(total)));
+}
+
+inline void store_sums(float* out, F a, F b, F c, F d) {
+  const F abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+#else
+
+// GCC and Clang lower this to whatever the target has (SSE2, NEON, ...).
+typedef float F __attribute__((vector_size(16)));
+constexpr int kLanes = 4;
+
+inline F set1(float x) { return F{x, x, x, x}; }
+template <class T>
+inline F load(const T* p) {
+  return F{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+inline F load(const float* p) {
+  F x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+inline F add(F a, F b) { return a + b; }
+inline F sub(F a, F b) { return a - b; }
+inline F mul(F a, F b) { return a * b; }
+inline F div(F a, F b) { return a / b; }
+inline F fma(F a, F b, F c) { return a * b + c; }
+inline F max(F a, F b) { return a > b ? a : b; }
+inline F min(F a, F b) { return a < b ? a : b; }
+inline F round(F a) {
+  const F magic = set1(0x1.8p23f);
+  return (a + magic) - magic;
+}
+inline F ldexp(F p, F n) {
+  F out;
+  for (int i = 0; i < kLanes; ++i) out[i] = n[i] < -126.f ? 0.f : p[i] * __builtin_ldexpf(1.f, int(n[i]));
+  return out;
+}
+inline float sum(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+inline float max_lane(F x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+
+inline void store_sums(float* out, F a, F b, F c, F d) {
+  store(out, F{sum(a), sum(b), sum(c), sum(d)});
+}
+
+#endif
+
+// 2^x for x <= 128; relative error 2e-7, zero below -150 (Cephes exp2f coefficients).
+inline F exp2(F x) {
+  x = max(x, set1(-150.f));
+  const F n = round(x), f = sub(x, n);
+  F p = set1(1.535336188319500e-4f);
+  for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                  6.931472028550421e-1f, 1.f})
+    p = fma(p, f, set1(c));
+  return ldexp(p, n);
+}
+
+// A vector of which only the first `count` elements may be read; the rest are zero.
+template <class T>
+inline F load_part(const T* p, int count) {
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, p, count * sizeof(T));
+  return load(lanes);
+}
+
+// Bring a row into the second-level cache: the first level has too few miss buffers to keep the memory bus busy.
+// Volatile, because GCC takes a function that only prefetches for one without effects and removes it.
+inline void prefetch_row(const void* row, int64_t bytes) {
+  const char* p = static_cast<const char*>(row);
+  for (int64_t b = 0; b < bytes; b += 64) {
+#if defined(__x86_64__) || defined(__i386__)
+    asm volatile("prefetcht1 (%0)" ::"r"(p + b));
+#else
+    __builtin_prefetch(p + b, 0, 2);
+#endif
+  }
+}
+
+inline int round_up(int64_t x, int64_t to) { return int((x + to - 1) / to * to); }
+
+}  // namespace kvpress
