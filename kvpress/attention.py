@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+BLOCK_BYTES = 64 * 2**20
+"""Most bytes of float32 logits held at once."""
+
 Partial = tuple[Tensor, Tensor]
 """(out [N, M, Dv], lse [N, M]), both float32. A part without any visible pair has out 0 and lse -inf."""
 
@@ -39,8 +42,16 @@ def attend(
 ) -> Partial:
     """Attend from ``queries [S, M, D]`` to ``keys [S, T, D]`` and ``values [S, T, Dv]``.
 
-    ``visible`` is an optional boolean mask that broadcasts to ``[S, M, T]``.
+    ``visible`` is an optional boolean mask that broadcasts to ``[S, M, T]``. Many query rows are taken in blocks, so that
+    a long turn on a long cache never holds all logits.
     """
+    blocks = query_blocks(queries, keys)
+    if len(blocks) > 1:
+        parts = []
+        for rows in blocks:
+            seen = visible if visible is None or visible.shape[1] == 1 else visible[:, rows]
+            parts.append(attend(queries[:, rows], keys, values, logits, seen))
+        return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
     scores = logits(queries, keys)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -55,6 +66,12 @@ def attend(
     if visible is None:
         return out / total, (total.log() + top).squeeze(-1)
     return out / total.clamp_min(torch.finfo(torch.float32).tiny), (total.log() + top).squeeze(-1)
+
+
+def query_blocks(queries: Tensor, keys: Tensor) -> list[slice]:
+    """Cut the query rows ``[S, M, D]`` so that the float32 logits of a block on ``keys [S, T, D]`` fit in BLOCK_BYTES."""
+    most = max(1, BLOCK_BYTES // (4 * max(1, keys.shape[0] * keys.shape[1])))
+    return [slice(start, start + most) for start in range(0, max(1, queries.shape[1]), most)]
 
 
 def merge(parts: list[Partial]) -> Partial:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvpress import attention
 from kvpress.attention import group_queries
 
 if TYPE_CHECKING:
     from kvpress.context import LayerCall
-
-BLOCK_BYTES = 32 * 2**20
-"""Most bytes of float32 logits held at once while column sums are taken."""
 
 
 class Observer(ABC):
@@ -105,7 +103,7 @@ class ColumnMass(Observer):
     def _window_mass(self, call: LayerCall) -> Tensor:
         window, length = call.store.window, call.queries.shape[2]
         streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
-        block = max(1, BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
+        block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
         received = torch.zeros(streams, window.length, device=call.queries.device)
         keys = window.filled_keys.flatten(0, 1)
         real = None if call.columns is None else call.columns.to(received.device)

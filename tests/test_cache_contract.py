@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvpress
-from kvpress.attention import Logits, merge
+from kvpress.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import KVStore
@@ -593,3 +593,13 @@ def test_a_ragged_layout_of_equal_lengths_is_dense_and_one_pair_is_its_value() -
     torch.testing.assert_close(out[0], values[:1].expand(2, -1))
     torch.testing.assert_close(out[3], values[3:4].expand(2, -1))
     assert not out[1].any()
+
+
+@pytest.mark.parametrize("visible", [None, "row", "all"])
+def test_many_queries_in_blocks_equal_all_at_once(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, values = torch.randn(3, 2, 37, 16).unbind(0)
+    mask = None if visible is None else torch.rand(2, 1 if visible == "row" else 37, 37) < 0.7
+    whole = attend(queries, keys, values, Logits(0.3), mask)
+    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 2 * 37 * 5)
+    blocks = attend(queries, keys, values, Logits(0.3), mask)
+    torch.testing.assert_close(blocks, whole)

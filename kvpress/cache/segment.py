@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.attention import Logits, Partial, attend, merge
+from kvpress.attention import Logits, Partial, attend, merge, query_blocks
 from kvpress.cache.layout import Layout, interleave
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
@@ -167,8 +167,10 @@ class Segment(ABC):
         """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
         received = torch.zeros(self.layout.total, device=queries.device)
         for block in self.blocks():
-            weights = torch.exp(logits(queries[block.streams], block.keys) - lse[block.streams, :, None])
-            received[block.rows] = weights.sum(dim=1).flatten()
+            asking, total = queries[block.streams], lse[block.streams, :, None]
+            for rows in query_blocks(asking, block.keys):
+                weights = torch.exp(logits(asking[:, rows], block.keys) - total[:, rows])
+                received[block.rows] += weights.sum(dim=1).flatten()
         return received
 
     def tensors(self) -> dict[str, list[Tensor]]:

@@ -87,7 +87,7 @@ def test_tova_uses_the_last_row(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_observed_attention_is_the_column_mean(family: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small blocks, so that the sums really run over several of them.
-    monkeypatch.setattr("kvpress.observe.BLOCK_BYTES", 4 * 4 * 2 * LENGTH * 5)
+    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 4 * 2 * LENGTH * 5)
     model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
     with kvpress.ObservedAttentionPress(0.5)(model) as session:
         model.generate(ids, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk)
