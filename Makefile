@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
@@ -23,6 +23,11 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# On a machine with a GPU, with whatever torch it has: parity, then speed. OUT names the folder for the results.
+OUT ?= benchmarks/results
+gpu:
+	PYTHONPATH=.:eval $(PYTHON) benchmarks/gpu.py --out $(OUT)/gpu.json
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
