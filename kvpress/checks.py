@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvpress.shapes import layer_shapes
+
 if TYPE_CHECKING:
     from kvpress.presses.base import BasePress
 
@@ -193,16 +195,15 @@ def _check_cache_shape(cache: Any, config: Any) -> None:
     unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
     if held != layers and not unused:
         raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
-    heads = getattr(text, "num_key_value_heads", None)
-    keys = next((found for layer in cache.layers if (found := _held_keys(layer)) is not None), None)
-    if keys is None or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None) is not None:
+    if getattr(text, "kv_lora_rank", None) is not None:
         return
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if (keys.shape[1], keys.shape[3]) != (heads, dim):
-        raise ValueError(
-            f"the cache belongs to another model: it holds {keys.shape[1]} kv heads of dimension {keys.shape[3]}, this "
-            f"model has {heads} of dimension {dim}"
-        )
+    for index, (layer, shape) in enumerate(zip(cache.layers, layer_shapes(text), strict=False)):
+        keys = _held_keys(layer)
+        if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.kv_heads, shape.head_dim):
+            raise ValueError(
+                f"the cache belongs to another model: its layer {index} holds {keys.shape[1]} kv heads of dimension "
+                f"{keys.shape[3]}, this model has {shape.kv_heads} of dimension {shape.head_dim}"
+            )
 
 
 def _held_keys(layer: Any) -> Tensor | None:

@@ -453,6 +453,8 @@ def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]
         return None
     if list(inspect.signature(own).parameters)[:4] == ["q", "k", "cos", "sin"]:
         return lambda vectors, cos, sin: own(vectors, vectors, cos, sin)[0]
+    if list(inspect.signature(own).parameters)[1:3] == ["cos", "sin"]:
+        return lambda vectors, cos, sin: own(vectors, cos, sin)
     return None
 
 

@@ -9,17 +9,16 @@ import torch
 
 from kvpress.checks import check_count
 from kvpress.presses.base import BasePress
+from kvpress.shapes import LayerShape, layer_shapes
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a model's cache. `full_layers` grow with the context; `sliding_layers` stop at `sliding_window`."""
+    """The shape of a model's cache. `full` layers grow with the context; `sliding` ones stop at `window` tokens."""
 
-    full_layers: int
-    sliding_layers: int
-    sliding_window: int
-    kv_heads: int
-    head_dim: int
+    full: tuple[LayerShape, ...]
+    sliding: tuple[LayerShape, ...]
+    window: int
     dtype: torch.dtype
 
     @classmethod
@@ -32,23 +31,18 @@ class Geometry:
             raise NotImplementedError(
                 "this model uses multi-head latent attention (MLA); its cache cannot be planned for"
             )
-        kinds = layer_types(text)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layers = list(zip(layer_types(text), layer_shapes(text), strict=True))
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
         return cls(
-            full_layers=kinds.count("full_attention"),
-            sliding_layers=sum("sliding" in kind or "chunked" in kind for kind in kinds),
-            sliding_window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0,
-            kv_heads=heads,
-            head_dim=dim,
+            full=tuple(shape for kind, shape in layers if kind == "full_attention"),
+            sliding=tuple(shape for kind, shape in layers if "sliding" in kind or "chunked" in kind),
+            window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0,
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
         )
 
-    @property
-    def pair_bytes(self) -> int:
-        """Bytes of one uncompressed pair."""
-        return 2 * self.head_dim * self.dtype.itemsize
+    def pair_bytes(self, shape: LayerShape) -> int:
+        """Bytes of one uncompressed pair of a layer."""
+        return 2 * shape.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -72,20 +66,20 @@ def plan(press: BasePress, geometry: Geometry, context: int, batch: int = 1) -> 
     press.check_length(context)
     pairs = press.planned_pairs(context)
     positions = 4 * pairs if pairs < context else 0
-    per_head = 0.0
-    for layer in range(geometry.full_layers):
-        codec, encoded = press.codec_for(layer), 0.0
+    total, uncompressed = 0.0, 0
+    for layer, shape in enumerate(geometry.full):
+        codec, encoded, per_head = press.codec_for(layer), 0.0, 0.0
         if codec is not None:
             encoded = max(0, (pairs - codec.residual) // codec.group * codec.group)
             if press.is_head_wise and encoded:
                 # Heads of all lengths leave, on average, half a tile over.
                 encoded = max(0.0, pairs - codec.residual - (codec.group - 1) / 2)
-            per_head += encoded * codec.pair_bytes(geometry.head_dim, geometry.dtype)
-        per_head += (pairs - encoded) * geometry.pair_bytes + positions
+            per_head += encoded * codec.pair_bytes(shape.head_dim, geometry.dtype)
+        per_head += (pairs - encoded) * geometry.pair_bytes(shape) + positions
         if press.selector is not None and press.selector.reads(layer):
-            per_head += press.selector.index_bytes(int(encoded), geometry.head_dim, geometry.dtype)
-    sliding = geometry.sliding_layers * geometry.kv_heads * batch * min(context, geometry.sliding_window)
-    rest = sliding * geometry.pair_bytes
-    streams = geometry.kv_heads * batch
-    uncompressed = streams * geometry.full_layers * context * geometry.pair_bytes
-    return Plan(round(streams * per_head) + rest, uncompressed + rest, pairs)
+            per_head += press.selector.index_bytes(int(encoded), shape.head_dim, geometry.dtype)
+        total += shape.kv_heads * batch * per_head
+        uncompressed += shape.kv_heads * batch * context * geometry.pair_bytes(shape)
+    tokens = batch * min(context, geometry.window)
+    rest = sum(shape.kv_heads * tokens * geometry.pair_bytes(shape) for shape in geometry.sliding)
+    return Plan(round(total) + rest, uncompressed + rest, pairs)

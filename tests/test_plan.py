@@ -89,8 +89,8 @@ def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
     )  # fmt: skip
     geometry = Geometry.of(config)
-    assert (geometry.full_layers, geometry.sliding_layers, geometry.sliding_window) == (1, 5, 512)
-    assert geometry.pair_bytes == 2 * 64 * 2
+    assert (len(geometry.full), len(geometry.sliding), geometry.window) == (1, 5, 512)
+    assert geometry.pair_bytes(geometry.full[0]) == 2 * 64 * 2
     planned = plan(kvpress.NonePress(), geometry, 10_000, 3)
     assert planned.total_bytes == planned.uncompressed_bytes == 3 * 2 * 256 * (10_000 + 5 * 512)
 

@@ -118,6 +118,9 @@ def memory_report(cache: Any) -> MemoryReport:
             held = storage_bytes([layer.keys, layer.values])
             pairs = layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2]
             reports.append(LayerReport(index, {"dense": held}, held, pairs, pairs, compressible=False))
+        else:
+            held = storage_bytes(_tensors(vars(layer)))
+            reports.append(LayerReport(index, {"states": held}, held, 0, 0, compressible=False))
     return MemoryReport(reports, value_bytes)
 
 
@@ -130,6 +133,14 @@ def _measure(index: int, store: KVStore) -> LayerReport:
     return LayerReport(index, components, seen * pair_bytes, sum(store.stored()), seen, compressible=True)
 
 
+def _tensors(item: Any) -> list[Tensor]:
+    """Tensors in the attributes of a layer that is not ours, such as states of linear attention."""
+    if isinstance(item, Tensor):
+        return [item]
+    parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
 def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the storages behind tensors, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -140,7 +151,7 @@ def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
     """Return the original positions still stored, ascending: `[layer][batch row][kv head]` int64 tensors.
 
     A position is the index of the token in the sequence as it was passed, left padding counted. Layers that are not
-    compressed, such as sliding windows, list what they hold.
+    compressed, such as sliding windows, list what they hold; layers without pairs have an empty list.
     """
     found = []
     for layer in cache.layers:
@@ -152,6 +163,8 @@ def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
             seen = layer.get_seq_length()
             at = torch.arange(seen - length, seen)
             found.append([[at for _ in range(heads)] for _ in range(batch)])
+        else:
+            found.append([])
     return found
 
 

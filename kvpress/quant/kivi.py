@@ -11,6 +11,7 @@ from kvpress.presses.base import BasePress
 from kvpress.quant.packing import BITS, check_packing
 from kvpress.quant.uniform import UniformCodec
 from kvpress.registry import register
+from kvpress.shapes import layer_shapes
 
 
 @register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750")
@@ -62,8 +63,10 @@ class KIVIPress(BasePress):
         return _pair("group_size", self.group_size)
 
     def post_init_from_model(self, model: Any) -> None:
-        config = model.config.get_text_config(decoder=True)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for dim in {shape.head_dim for shape in layer_shapes(model.config.get_text_config(decoder=True))}:
+            self._check_dim(dim)
+
+    def _check_dim(self, dim: int) -> None:
         channels = self.key_value_groups[1]
         if dim % min(channels, dim):
             allowed = [size for size in (16, 32, 64, 128, 256) if dim % size == 0]
