@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvpress import attention
+from kvpress import attention, kernels
 from kvpress.attention import group_queries
+from kvpress.cache.window import left_padding
 
 if TYPE_CHECKING:
     from kvpress.context import LayerCall
@@ -101,6 +102,32 @@ class ColumnMass(Observer):
         window.side["mass"] = mass if before is None else mass + before
 
     def _window_mass(self, call: LayerCall) -> Tensor:
+        window = call.store.window
+        real = None if call.columns is None else call.columns[:, window.first : window.first + window.length]
+        pads = None if real is None else left_padding(real)
+        if (real is None or pads is not None) and kernels.available(window.keys):
+            return self._flat_mass(call, pads)
+        return self._blocked_mass(call)
+
+    def _flat_mass(self, call: LayerCall, pads: Tensor | None) -> Tensor:
+        """The window as flat rows; padded queries see nothing, because padding is not part of a stream."""
+        store, window, length = call.store, call.store.window, call.queries.shape[2]
+        sinks = None
+        if call.lse is None and call.sinks is not None:
+            sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
+        mass = kernels.column_mass(
+            group_queries(call.queries, store.heads),
+            window.keys.flatten(0, 2),
+            *window.streams(pads),
+            call.logits.scale,
+            lse=call.lse,
+            softcap=call.logits.softcap,
+            causal=length,
+            sinks=sinks,
+        )
+        return mass.view(store.batch, store.heads, -1)[..., : window.length]
+
+    def _blocked_mass(self, call: LayerCall) -> Tensor:
         window, length = call.store.window, call.queries.shape[2]
         streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
         block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))

@@ -76,8 +76,9 @@ def held(root: Any) -> int:
 
 def cached_layouts(cache: Any) -> int:
     """Bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
-    layouts = [segment.layout for layer in cache.layers if hasattr(layer, "store") for segment in layer.store.sealed]
-    return sum(held(layout) for layout in layouts)
+    segments = [segment for layer in cache.layers if hasattr(layer, "store") for segment in layer.store.sealed]
+    indexes = [index for segment in segments for index in segment.index.values()]
+    return sum(held(part.layout) for part in [*segments, *indexes])
 
 
 def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: int = 0) -> Any:

@@ -21,6 +21,7 @@ class Layout:
         for length in self.lengths:
             offsets.append(offsets[-1] + length)
         self.offsets = tuple(offsets)
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def streams(self) -> int:
@@ -55,6 +56,12 @@ class Layout:
     def lengths_tensor(self) -> Tensor:
         """Length of every stream, int64 [N] on the host."""
         return torch.tensor(self.lengths, dtype=torch.int64)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First row and length of every stream, int64 [N] each, on a device; copied there once."""
+        if device not in self._on_device:
+            self._on_device[device] = (self.starts_tensor.to(device), self.lengths_tensor.to(device))
+        return self._on_device[device]
 
     @property
     def stream_of_row(self) -> Tensor:

@@ -255,7 +255,7 @@ class DenseSegment(Segment):
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         if hidden is None and kernels.serves(queries, self.keys):
-            at, lengths = self.layout.starts_tensor, self.layout.lengths_tensor
+            at, lengths = self.layout.on(self.device)
             return kernels.dense_decode(
                 queries, self.keys, self.values, at, lengths, logits.scale, softcap=logits.softcap
             )
@@ -264,6 +264,12 @@ class DenseSegment(Segment):
             visible = None if hidden is None else ~hidden.view(self.layout.streams, 1, -1)
             return attend(queries, block.keys, block.values, logits, visible)
         return super().attend(queries, logits, hidden)
+
+    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
+        if kernels.available(self.keys):
+            at, lengths = self.layout.on(self.device)
+            return kernels.column_mass(queries, self.keys, at, lengths, logits.scale, lse=lse, softcap=logits.softcap)
+        return super().mass(queries, logits, lse)
 
     def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
         if kernels.serves(queries, self.keys):

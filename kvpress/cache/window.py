@@ -84,7 +84,7 @@ class Window:
 
     def attend(self, queries: Tensor, logits: Logits, new: int, real: Tensor | None) -> Partial:
         """Attend from the `new` newest tokens' `queries [N, G * new, D]`; `real [B, length]` marks tokens, None all."""
-        pads = None if real is None else _left_padding(real)
+        pads = None if real is None else left_padding(real)
         if (real is None or pads is not None) and kernels.serves(queries, self.keys):
             return self._attend_flat(queries, logits, new, pads)
         visible = self.visible(queries.shape[1], new, real)
@@ -92,17 +92,22 @@ class Window:
 
     def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: Tensor | None) -> Partial:
         """Read the preallocated block as flat rows: stream `n` starts at `n * capacity`, after its padding."""
-        batch, heads = self.keys.shape[:2]
-        starts = torch.arange(batch * heads) * self.capacity
-        lengths = torch.full_like(starts, self.length)
-        if pads is not None:
-            pads = pads.repeat_interleave(heads)
-            starts, lengths = starts + pads, lengths - pads
+        starts, lengths = self.streams(pads)
         keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
         causal = new if new > 1 else 0
         return kernels.dense_decode(
             queries, keys, values, starts, lengths, logits.scale, softcap=logits.softcap, causal=causal
         )
+
+    def streams(self, pads: Tensor | None) -> tuple[Tensor, Tensor]:
+        """First row and number of rows of every stream in the block as flat rows; `pads [B]` counts left padding."""
+        batch, heads = self.keys.shape[:2]
+        starts = torch.arange(batch * heads, device=self.keys.device) * self.capacity
+        lengths = torch.full_like(starts, self.length)
+        if pads is None:
+            return starts, lengths
+        pads = pads.to(starts.device).repeat_interleave(heads)
+        return starts + pads, lengths - pads
 
     def visible(self, rows: int, new: int, real: Tensor | None) -> Tensor | None:
         """Which tokens each of the `rows = G * new` query rows sees: broadcasts to `[N, M, length]`, None for all."""
@@ -134,11 +139,11 @@ def _empty(like: Tensor, capacity: int) -> Tensor:
     return like.new_empty(batch, heads, capacity, dim)
 
 
-def _left_padding(real: Tensor) -> Tensor | None:
+def left_padding(real: Tensor) -> Tensor | None:
     """Padding tokens `[B]` in front of each row of a mask `[B, n]`; None if there are holes elsewhere."""
     pads = (~real).sum(dim=1)
     contiguous = torch.arange(real.shape[1], device=real.device) >= pads[:, None]
-    return pads.cpu() if torch.equal(contiguous, real) else None
+    return pads if torch.equal(contiguous, real) else None
 
 
 def owns_storage(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Decode-attention operators over flat storage: dense and quantised, whole streams and listed rows.
+"""Operators over flat storage: decode attention on dense, quantised and coded rows, and scores of stored rows.
 
 Each operator runs a compiled CPU kernel where one is available and a plain torch reference everywhere else.
 """
@@ -13,7 +13,13 @@ _EXPORTS = {
     "dense_select": "dense",
     "uniform_decode": "uniform",
     "uniform_select": "uniform",
+    "lookup_decode": "lookup",
+    "column_mass": "columns",
+    "column_max": "columns",
+    "page_bounds": "pages",
+    "label_scores": "pages",
     "serves": "serving",
+    "available": "cpu.launch",
     "counters": "counting",
     "reset_counters": "counting",
 }

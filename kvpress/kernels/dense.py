@@ -22,6 +22,7 @@ from kvpress.kernels import checks
 from kvpress.kernels import reference as plain
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
+from kvpress.kernels.triton import device
 
 
 def dense_decode(
@@ -118,6 +119,11 @@ def _dense_decode(
     if launch.available(keys):
         count("dense_decode")
         return launch.attend(q, keys, values, lengths, scale, starts=starts, softcap=softcap, causal=causal, bias=bias)
+    if device.available(keys):
+        from kvpress.kernels.triton import dense as gpu
+
+        count("dense_decode")
+        return gpu.dense_decode(q, keys, values, starts, lengths, scale, softcap=softcap, causal=causal, bias=bias)
     checks.in_range(starts, lengths, keys.shape[0])
     return reference(q, keys, values, plain.ranges(starts, lengths), scale, softcap, causal, bias)
 
@@ -136,6 +142,11 @@ def _dense_select(
     if launch.available(keys):
         count("dense_select")
         return launch.attend(q, keys, values, counts, scale, rows=rows, softcap=softcap, bias=bias)
+    if device.available(keys):
+        from kvpress.kernels.triton import dense as gpu
+
+        count("dense_select")
+        return gpu.dense_select(q, keys, values, rows, counts, scale, softcap=softcap, bias=bias)
     checks.listed_in_range(rows, counts, keys.shape[0])
     return reference(q, keys, values, plain.listed(rows, counts), scale, softcap, 0, bias)
 

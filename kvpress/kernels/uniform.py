@@ -15,6 +15,7 @@ from kvpress.kernels import reference as plain
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.packed import BITS, Packed, check_groups, check_side, dequantise
+from kvpress.kernels.triton import device
 
 
 def uniform_decode(
@@ -184,6 +185,13 @@ def _uniform_decode(
             bias=bias,
             row_group=row_group,
         )
+    if device.available(key_codes):
+        from kvpress.kernels.triton import uniform as gpu
+
+        count("uniform_decode")
+        return gpu.uniform_decode(
+            q, keys, values, starts, lengths, scale, softcap=softcap, bias=bias, row_group=row_group, causal=causal
+        )
     checks.in_range(starts, lengths, key_codes.shape[0])
     rows = plain.ranges(starts, lengths)
     check_groups(rows, row_group, keys, values)
@@ -215,6 +223,11 @@ def _uniform_select(
     if launch.available(key_codes):
         count("uniform_select")
         return launch.attend(q, keys, values, counts, scale, rows=rows, softcap=softcap, bias=bias, row_group=row_group)
+    if device.available(key_codes):
+        from kvpress.kernels.triton import uniform as gpu
+
+        count("uniform_select")
+        return gpu.uniform_select(q, keys, values, rows, counts, scale, softcap=softcap, bias=bias, row_group=row_group)
     checks.listed_in_range(rows, counts, key_codes.shape[0])
     listed = plain.listed(rows, counts)
     check_groups(listed, row_group, keys, values)

@@ -132,7 +132,7 @@ class UniformSegment(Segment):
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         if hidden is None and kernels.serves(queries, self.keys.codes):
-            at, lengths = self.layout.starts_tensor, self.layout.lengths_tensor
+            at, lengths = self.layout.on(self.device)
             return kernels.uniform_decode(
                 queries, *self._operands(), at, lengths, logits.scale, **self._settings(logits)
             )

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpress.attention import Logits, Partial
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.checks import check_count
+from kvpress.kernels import page_bounds
 from kvpress.presses.base import BasePress
 from kvpress.quant.base import DenseCodec
 from kvpress.registry import register
@@ -77,26 +77,13 @@ class PageIndex:
 
     def bounds(self, queries: Tensor) -> Tensor:
         """Upper bounds of the logits in each page, `[N, most pages]`, maximum over the query rows; -inf past the end."""
-        streams, most = self.layout.streams, self.layout.longest
-        queries = queries.to(self.low.dtype)
-        if self.layout.uniform:
-            shape = (streams, most, -1)
-            return _bounds(queries, self.low.view(shape), self.high.view(shape))
-        padded = []
-        for n in range(streams):
-            rows = self.layout.rows(n)
-            bound = _bounds(queries[n : n + 1], self.low[None, rows], self.high[None, rows])
-            padded.append(pad(bound, (0, most - bound.shape[1]), value=-torch.inf))
-        return torch.cat(padded)
+        layout = self.layout
+        starts, counts = layout.on(queries.device)
+        return page_bounds(self.low, self.high, queries, starts, counts)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, for the memory report."""
         return [self.low, self.high]
-
-
-def _bounds(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    bound = queries.clamp_min(0) @ high.transpose(-1, -2) + queries.clamp_max(0) @ low.transpose(-1, -2)
-    return bound.float().amax(dim=1)
 
 
 class QuestSelector(Selector):
@@ -135,9 +122,9 @@ class QuestSelector(Selector):
     def _rows(self, segment: Segment, pages: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Flat rows `[N, K]` of the chosen pages that lie in this segment, existing ones first, and their number."""
         ranks = pages[..., None] * self.page_size + torch.arange(self.page_size, device=pages.device)
-        lengths = segment.layout.lengths_tensor.to(pages.device)[:, None, None]
+        starts, lengths = (part[:, None, None] for part in segment.layout.on(pages.device))
         exists = (inside[..., None] & (ranks < lengths)).flatten(1)
-        rows = (segment.layout.starts_tensor.to(pages.device)[:, None, None] + ranks).flatten(1)
+        rows = (starts + ranks).flatten(1)
         counts = exists.sum(dim=1)
         order = exists.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
         return rows.masked_fill(~exists, 0).gather(1, order), counts

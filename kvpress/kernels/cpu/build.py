@@ -92,9 +92,9 @@ def supported_levels() -> tuple[str, ...]:
 
 
 @functools.cache
-def load(level: str) -> ctypes.CDLL:
-    """The kernels compiled for one level, with OpenMP where the compiler has it."""
+def load(level: str, source: str = "decode.cpp") -> ctypes.CDLL:
+    """The kernels of one source compiled for one level, with OpenMP where the compiler has it."""
     try:
-        return _load("decode.cpp", (*LEVELS[level], "-fopenmp"))
+        return _load(source, (*LEVELS[level], "-fopenmp"))
     except BuildError:
-        return _load("decode.cpp", (*LEVELS[level], "-pthread"))
+        return _load(source, (*LEVELS[level], "-pthread"))

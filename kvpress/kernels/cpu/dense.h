@@ -62,26 +62,29 @@ struct PairDot {
 template <class Dot, int kQueries>
 inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot::Query* queries, int query_stride,
                      int channels, float* scores) {
-  F sums[4][kQueries];
-  for (auto& row : sums)
-    for (F& x : row) x = set1(0.f);
-  const int full = channels / Dot::kWidth * Dot::kWidth;
-  const auto step = [&](const typename Dot::Key* a, const typename Dot::Key* b, const typename Dot::Key* c,
-                        const typename Dot::Key* d, int at) {
-    const typename Dot::Vector keys[4] = {Dot::load_key(a), Dot::load_key(b), Dot::load_key(c), Dot::load_key(d)};
-    for (int m = 0; m < kQueries; ++m) {
-      const auto query = Dot::load_query(queries + m * query_stride + at);
-      for (int r = 0; r < 4; ++r) sums[r][m] = Dot::step(sums[r][m], keys[r], query);
+  F sums[kQueries][4];
+  unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
+    unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA { sums[m][r] = set1(0.f); });
+  });
+  const typename Dot::Key *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3];
+  typename Dot::Key tail[4][Dot::kWidth];
+  // One body for whole and partial vectors: with a second copy of it the sums would be kept in memory in between.
+  for (int at = 0; at < channels; at += Dot::kWidth) {
+    if (channels - at < Dot::kWidth) {
+      std::memset(static_cast<void*>(tail), 0, sizeof tail);
+      for (int r = 0; r < 4; ++r) std::memcpy(tail[r], rows[r] + at, (channels - at) * sizeof(tail[r][0]));
+      a = tail[0], b = tail[1], c = tail[2], d = tail[3];
     }
-  };
-  for (int at = 0; at < full; at += Dot::kWidth) step(rows[0] + at, rows[1] + at, rows[2] + at, rows[3] + at, at);
-  if (full < channels) {
-    typename Dot::Key tail[4][Dot::kWidth] = {};
-    for (int r = 0; r < 4; ++r) std::memcpy(tail[r], rows[r] + full, (channels - full) * sizeof(tail[r][0]));
-    step(tail[0], tail[1], tail[2], tail[3], full);
+    const typename Dot::Vector keys[4] = {Dot::load_key(a), Dot::load_key(b), Dot::load_key(c), Dot::load_key(d)};
+    a += Dot::kWidth, b += Dot::kWidth, c += Dot::kWidth, d += Dot::kWidth;
+    unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
+      const auto query = Dot::load_query(queries + m * query_stride + at);
+      unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA { sums[m][r] = Dot::step(sums[m][r], keys[r], query); });
+    });
   }
-  for (int m = 0; m < kQueries; ++m)
-    store_sums(scores + m * kScoreStride, sums[0][m], sums[1][m], sums[2][m], sums[3][m]);
+  unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
+    store_sums(scores + m * kScoreStride, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+  });
 }
 
 // Scores of `count` rows given by pointer; the last four-row step repeats the final row. `ahead(t)` runs once per row
@@ -106,26 +109,31 @@ template <class T, int kQueries, int kVectors, class RowAt, class Load, class Ah
 inline void mix_block(RowAt row_at, int count, const float* weights, float* acc, int acc_stride, int c, Load load_at,
                       Ahead ahead) {
   F sums[kQueries][kVectors];
-  for (int m = 0; m < kQueries; ++m)
-    for (int v = 0; v < kVectors; ++v) sums[m][v] = load(acc + m * acc_stride + c + v * kLanes);
+  const auto for_sums = [&](auto&& step) KVPRESS_INLINE_LAMBDA {
+    unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
+      unrolled<kVectors>(
+          [&](auto v) KVPRESS_INLINE_LAMBDA { step(sums[m][v], acc + m * acc_stride + c + v * kLanes); });
+    });
+  };
+  for_sums([](F& sum, const float* at) KVPRESS_INLINE_LAMBDA { sum = load(at); });
   for (int t = 0; t < count; ++t) {
     const T* row = row_at(t) + c;
     ahead(t);
     F x[kVectors];
-    for (int v = 0; v < kVectors; ++v) x[v] = load_at(row + v * kLanes);
-    for (int m = 0; m < kQueries; ++m) {
+    unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load_at(row + v * kLanes); });
+    unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
       const F weight = set1(weights[m * kScoreStride + t]);
-      for (int v = 0; v < kVectors; ++v) sums[m][v] = fma(weight, x[v], sums[m][v]);
-    }
+      unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { sums[m][v] = fma(weight, x[v], sums[m][v]); });
+    });
   }
-  for (int m = 0; m < kQueries; ++m)
-    for (int v = 0; v < kVectors; ++v) store(acc + m * acc_stride + c + v * kLanes, sums[m][v]);
+  for_sums([](F& sum, float* at) KVPRESS_INLINE_LAMBDA { store(at, sum); });
 }
 
 // acc[m, :] += sum_t weights[m, t] * row_t; acc rows are padded to a whole vector.
 //
 // Sixteen rows at a time: the first block of channels pulls them from memory in an order that the hardware prefetcher
-// follows, and the later blocks find them in the first-level cache.
+// follows, and the later blocks find them in the first-level cache. More rows would reload the sums less often, which
+// is faster on cached rows but slower on rows that come from memory.
 template <class T, class RowAt, class Ahead>
 void mix_rows(RowAt row_at, int count, const float* weights, int query_count, int channels, float* acc, int acc_stride,
               Ahead ahead) {

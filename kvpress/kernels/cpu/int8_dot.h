@@ -4,8 +4,6 @@
 // dot products give the logit to about 2^-15 of the largest term. Probabilities times value scales are split likewise.
 #pragma once
 
-#include <utility>
-
 #include "buffer.h"
 #include "codes.h"
 
@@ -76,17 +74,6 @@ inline __m512i part_of(__m512i word, int part) {
 // fold the broadcast into the instruction nor leave the sums in place, which costs as much as the product itself.
 KVPRESS_INLINE void multiply_add(__m512i& sum, __m512i codes, const int8_t* four) {
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(four)));
-}
-
-// step(0), ..., step(kCount - 1) with constant arguments: arrays indexed by them live in registers from the start,
-// where a loop that is unrolled later leaves them on the stack.
-template <class Step, int... kIndex>
-KVPRESS_INLINE void unrolled(std::integer_sequence<int, kIndex...>, Step&& step) {
-  (step(std::integral_constant<int, kIndex>{}), ...);
-}
-template <int kCount, class Step>
-KVPRESS_INLINE void unrolled(Step&& step) {
-  unrolled(std::make_integer_sequence<int, kCount>{}, step);
 }
 
 // Instantiate `step` for the widths that a plane can have.

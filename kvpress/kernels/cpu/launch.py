@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import struct
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from kvpress.kernels.packed import Packed
 
 logger = logging.getLogger("kvpress")
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Number of each dtype, the enumeration of ``problem.h``."""
 
 
 class _Rows(ctypes.Structure):
@@ -142,13 +144,29 @@ def attend(
     return out, lse
 
 
+def run(source: str, entry: str, *fields: Tensor | float | None, level_name: str | None = None) -> int:
+    """Call an entry point that takes one C structure of eight-byte fields, and return its result.
+
+    Args:
+        source: file that defines the entry point.
+        entry: its name.
+        fields: the structure in order: tensors become addresses, None a null, int an int64, float a double.
+        level_name: instruction-set level; the best one by default.
+    """
+    values = [field.data_ptr() if isinstance(field, Tensor) else 0 if field is None else field for field in fields]
+    layout = "".join("d" if isinstance(value, float) else "q" for value in values)
+    kernels = build.load(level_name or build.supported_levels()[-1], source)
+    result: int = kernels[entry](struct.pack(layout, *values))
+    return result
+
+
 def _data(side: Tensor | Packed) -> Tensor:
     return side if isinstance(side, Tensor) else side.codes
 
 
 def _describe(side: Tensor | Packed) -> _Rows:
     if isinstance(side, Tensor):
-        return _Rows(data=side.data_ptr(), channels=side.shape[1], stride=side.stride(0), dtype=_DTYPES[side.dtype])
+        return _Rows(data=side.data_ptr(), channels=side.shape[1], stride=side.stride(0), dtype=DTYPES[side.dtype])
     group_rows, group_channels = side.group
     return _Rows(
         data=side.codes.data_ptr(),
@@ -156,7 +174,7 @@ def _describe(side: Tensor | Packed) -> _Rows:
         zero=side.zero.data_ptr(),
         channels=side.scale.shape[1] * group_channels,
         stride=side.codes.stride(0),
-        dtype=_DTYPES[side.scale.dtype],
+        dtype=DTYPES[side.scale.dtype],
         bits=side.bits,
         group_rows=group_rows,
         group_channels=group_channels,

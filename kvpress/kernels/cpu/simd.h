@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -183,6 +184,17 @@ inline F load_part(const T* p, int count) {
   T lanes[kLanes] = {};
   std::memcpy(lanes, p, count * sizeof(T));
   return load(lanes);
+}
+
+// step(0), ..., step(kCount - 1) with constant arguments: arrays indexed by them live in registers from the start,
+// where a loop that is unrolled later leaves them on the stack.
+template <class Step, int... kIndex>
+KVPRESS_INLINE void unrolled(std::integer_sequence<int, kIndex...>, Step&& step) {
+  (step(std::integral_constant<int, kIndex>{}), ...);
+}
+template <int kCount, class Step>
+KVPRESS_INLINE void unrolled(Step&& step) {
+  unrolled(std::make_integer_sequence<int, kCount>{}, step);
 }
 
 // Bring a row into the second-level cache: the first level has too few miss buffers to keep the memory bus busy.

@@ -1,0 +1,27 @@
+// Entry points of page bounds and label scores for one instruction-set level. Each returns -1, or the number of a stream
+// that leaves the storage.
+
+#include "pages.h"
+
+extern "C" int kvpress_bounds(const kvpress::Pages* p) {
+  using namespace kvpress;
+  switch (p->dtype) {
+    case kFloat32:
+      return score_pages<BoundWorker<FloatDot<float>>>(*p);
+    case kFloat16:
+      return score_pages<BoundWorker<FloatDot<f16>>>(*p);
+    default:
+#if defined(__AVX512BF16__)
+      if (p->query_dtype == kBfloat16) return score_pages<BoundWorker<PairDot>>(*p);
+#endif
+      return score_pages<BoundWorker<FloatDot<bf16>>>(*p);
+  }
+}
+
+extern "C" int kvpress_labels(const kvpress::Pages* p) {
+  using namespace kvpress;
+#if defined(__AVX512BF16__)
+  if (p->dtype == kBfloat16 && p->query_dtype == kBfloat16) return score_pages<LabelWorker<PairProduct>>(*p);
+#endif
+  return score_pages<LabelWorker<FloatProduct>>(*p);
+}

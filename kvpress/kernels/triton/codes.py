@@ -1,0 +1,79 @@
+"""Read packed codes of 1, 2, 3, 4 or 8 bits and their scales; the layout is that of `kvpress.kernels.packed`.
+
+A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys
+or [BN, 1] and [1, W] for values, so one function serves both. Column j of a row of D channels holds the channels
+``part * W + j`` for W = D / parts: unpacking is a shift and a mask, and no channel changes its place in a tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether inline assembly is available; the interpreter takes the same steps one element at a time."""
+
+
+@triton.constexpr_function
+def _widen(shift, mask):
+    """Four bytes to four float16 in eight instructions: shift and mask all, spread into 0x64cc = 1024 + c, subtract 1024."""
+    return f"""{{
+        .reg .b32 bytes, base;
+        mov.b32 base, 0x64006400;
+        shr.b32 bytes, $2, {shift};
+        and.b32 bytes, bytes, {mask * 0x01010101};
+        prmt.b32 $0, bytes, base, 0x5150;
+        prmt.b32 $1, bytes, base, 0x5352;
+        sub.f16x2 $0, $0, base;
+        sub.f16x2 $1, $1, base;
+    }}"""
+
+
+@triton.jit
+def load(CODES, row, column, live, D: tl.constexpr, BITS: tl.constexpr):
+    """Bytes at (row, column). For 3 bits, the bytes of the low and of the high plane."""
+    low = tl.load(CODES + row * (D * BITS // 8) + column, mask=live, other=0)
+    if BITS == 3:
+        # Two parts of the high plane belong to one part of the low plane, so each of its bytes is read twice.
+        at = D // 4 + column % (D // 8)
+        return low, tl.load(CODES + row * (D * BITS // 8) + at, mask=live, other=0)
+    else:
+        return low, low
+
+
+@triton.jit
+def unpack(low, high, column, part: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """Codes of one part as exact float16, without an integer conversion: 0x6400 | c is the float 1024 + c."""
+    if BITS == 3:
+        code = (low >> (2 * part)) & 3 | (((high >> (2 * part + column // (D // 8)).to(tl.uint8)) & 1) << 2)
+        return _to_float16(code, 0, 8)
+    else:
+        return _to_float16(low, BITS * part, BITS)
+
+
+@triton.jit
+def _to_float16(byte, shift: tl.constexpr, BITS: tl.constexpr):
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            _widen(shift, (1 << BITS) - 1), "=r,=r,r", [byte], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        code = (byte >> shift) & ((1 << BITS) - 1)
+        return (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def load_group(SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr):
+    """Scale and zero of groups of GC channels at (row group, channel)."""
+    at = group * (D // GC) + channel // GC
+    return tl.load(SCALE + at, mask=live, other=0.0), tl.load(ZERO + at, mask=live, other=0.0)
+
+
+@triton.jit
+def decode(codes, scale, zero):
+    """Float16 values, rounded once; with float32 scales the arithmetic is float32."""
+    if COMPILED and scale.dtype == tl.float16:
+        scale, zero = tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape)
+        return tl.fma(codes, scale, zero)
+    else:
+        return (codes.to(tl.float32) * scale + zero).to(tl.float16)

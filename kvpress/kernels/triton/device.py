@@ -1,0 +1,48 @@
+"""Where the Triton kernels run, decided without importing triton for tensors that they do not serve."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LEAST_CAPABILITY = (8, 0)
+"""bfloat16 products and asynchronous copies to shared memory came with this one."""
+
+
+def available(storage: Tensor) -> bool:
+    """Whether the kernels serve rows kept in this tensor: an NVIDIA GPU that is recent enough, and triton is installed."""
+    return storage.is_cuda and _capable(storage.device) and _importable()
+
+
+def on_device(launcher: Callable[P, R]) -> Callable[P, R]:
+    """Make a launcher run on the GPU of its first argument, which need not be the current one."""
+
+    @functools.wraps(launcher)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0] if args else next(iter(kwargs.values()))
+        with torch.cuda.device_of(first):
+            return launcher(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@functools.cache
+def _importable() -> bool:
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""Merge partial attention over disjoint rows by its log-sum-exps.
+
+    parts [N, S, M, Dv]    part_lse [N, S, M]    out [N, M, Dv]    lse [N, M]      float32
+
+    lse = log sum_s exp(part_lse[s]),   out = sum_s exp(part_lse[s] - lse) parts[s]
+
+Parts without rows carry ``lse = -inf`` and are ignored; where all do, ``out = 0`` and ``lse = -inf``.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpress.kernels import checks
+from kvpress.kernels.triton.device import on_device
+from kvpress.kernels.triton.grid import padded
+from kvpress.kernels.triton.online import LN2, LOG2E
+
+
+def reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Ground truth in float32."""
+    lse = part_lse.logsumexp(1)
+    weights = torch.exp(part_lse - lse.clamp_min(torch.finfo(torch.float32).min)[:, None])
+    return (weights[..., None] * parts).sum(1), lse
+
+
+@triton.jit(do_not_specialize=["splits", "M"])
+def _kernel(PARTS, PART_LSE, OUT, LSE, splits, M, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(1)
+    d = tl.arange(0, DVP)
+    live_d = d < DV
+    largest = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([DVP], tl.float32)
+    for first in tl.range(0, splits, BLOCK):
+        s = first + tl.arange(0, BLOCK)
+        at = (n * splits + s) * M + m
+        lse = tl.load(PART_LSE + at, mask=s < splits, other=-float("inf")) * LOG2E
+        new = tl.maximum(largest, tl.max(lse, 0))
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
+        # A part without rows is skipped, not multiplied by zero: its outputs need not be finite.
+        part = tl.load(PARTS + at[:, None] * DV + d[None, :], mask=(weights > 0)[:, None] & live_d[None, :], other=0.0)
+        acc = acc * keep + tl.sum(part * weights[:, None], 0)
+        total = total * keep + tl.sum(weights, 0)
+        largest = new
+    seen = total > 0
+    safe_total = tl.where(seen, total, 1.0)
+    row = n * M + m
+    tl.store(OUT + row * DV + d, acc / safe_total, mask=live_d)
+    one = tl.arange(0, 1)
+    tl.store(LSE + row + one, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
+
+
+@on_device
+def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge S partial results per stream; see the module's docstring."""
+    checks.shape("parts", parts, ("N", "S", "M", "Dv"), torch.float32)
+    checks.shape("part_lse", part_lse, tuple(parts.shape[:3]), torch.float32)
+    checks.same_device(parts, part_lse)
+    streams, splits, queries, channels = parts.shape
+    out, lse = parts.new_empty(streams, queries, channels), parts.new_empty(streams, queries)
+    if out.numel():
+        _kernel[(streams, queries)](
+            parts.contiguous(), part_lse.contiguous(), out, lse, splits, queries, channels, padded(channels), 16
+        )
+    return out, lse
+
+
+def partials(q: Tensor, splits: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Room for the results of ``splits`` splits of every stream."""
+    streams, queries = q.shape[:2]
+    shape = (streams, splits, queries)
+    return q.new_empty(*shape, channels, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+
+
+def merged(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of all splits as one; a single split is the result already."""
+    return (parts[:, 0], part_lse[:, 0]) if parts.shape[1] == 1 else merge(parts, part_lse)

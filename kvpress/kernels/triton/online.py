@@ -1,0 +1,62 @@
+"""The parts that every split-KV decode kernel shares: its share of a stream, logits, online softmax and partial results.
+
+Logits are kept in base 2, and weights are multiplied by 2 ** LIFT: a 16-bit float then holds weights down to 2 ** -29 of the
+largest one without loss, so a long tail of small weights is not flushed to zero next to one attention sink. The factor
+cancels in the quotient.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+LIFT = tl.constexpr(15)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def share(length, BLOCK: tl.constexpr):
+    """First and last row of this program's split: whole blocks, the same number for every split."""
+    chunk = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK) * BLOCK
+    first = tl.program_id(1) * chunk
+    return first, tl.minimum(first + chunk, length)
+
+
+@triton.jit
+def visible(m, length, causal):
+    """How many rows of the stream each query row sees: all, or all but the new tokens after its own."""
+    if causal is None:
+        return tl.zeros_like(m) + length
+    else:
+        return length - causal + m % causal + 1
+
+
+@triton.jit
+def to_logits(products, scale, softcap):
+    """Products q . k as logits in base 2."""
+    logits = products * scale
+    if softcap is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), which saturates instead of overflowing
+        logits = softcap * (1 - 2 / (1 + tl.exp2(logits * (2 * LOG2E / softcap))))
+    return logits * LOG2E
+
+
+@triton.jit
+def update(logits, largest, total):
+    """One block of online softmax: weights, the factor of what was accumulated before, new maximum and new total."""
+    new = tl.maximum(largest, tl.max(logits, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)  # all rows hidden so far: (-inf) - (-inf) is not a number
+    weights = tl.exp2(logits - safe[:, None] + LIFT)
+    keep = tl.exp2(largest - safe)
+    return weights, keep, new, total * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def store_lse(LSE, at, live, largest, total):
+    """Store the natural log-sum-exp, minus infinity where nothing was seen; return the factor that normalises outputs."""
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    lse = (largest + tl.log2(safe) - LIFT) * LN2
+    tl.store(LSE + at, tl.where(seen, lse, -float("inf")), mask=live)
+    return tl.where(seen, 1 / safe, 0.0)

@@ -1,0 +1,144 @@
+"""Page bounds and label scores against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.kernels import counters, label_scores, page_bounds, pages, reset_counters
+from kvpress.kernels.cpu import build, launch
+from tests.kernels.builders import relative_error, streams
+
+LENGTHS = [0, 1, 17, 63, 300]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+LEVELS = build.supported_levels() if launch.level() else ()
+
+
+def bounds(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    a, b = torch.randn(2, rows, dim).to(dtype)
+    return torch.minimum(a, b), torch.maximum(a, b)
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    assert torch.equal(ours.isneginf(), expected.isneginf())
+    assert relative_error(ours.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])
+@pytest.mark.parametrize("queries", [1, 4, 7])
+def test_bounds_match_reference(dtype: torch.dtype, dim: int, queries: int) -> None:
+    s = streams(LENGTHS, queries, dim, dtype)
+    low, high = bounds(s.rows, dim, dtype)
+    ours = page_bounds(low, high, s.q, s.starts, s.lengths)
+    assert_close(ours, pages.reference(s.q, low, high, s.starts, s.lengths, "max"))
+    elementwise = torch.maximum(
+        s.q[4, :, None].float() * low[s.starts[4] :].float(), s.q[4, :, None].float() * high[s.starts[4] :].float()
+    )
+    assert_close(ours[4], elementwise.sum(-1).amax(0)[:300])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [4, 16, 32])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_labels_match_reference(dtype: torch.dtype, width: int, reduce: str) -> None:
+    s = streams(LENGTHS, 6, width, dtype)
+    labels = torch.randn(s.rows, width).to(dtype)
+    ours = label_scores(s.q, labels, s.starts, s.lengths, reduce=reduce)
+    assert_close(ours, pages.reference(s.q, None, labels, s.starts, s.lengths, reduce))
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("labels", "reduce"), [(False, "max"), (True, "max"), (True, "sum")])
+def test_every_level_agrees(level: str, dtype: torch.dtype, labels: bool, reduce: str) -> None:
+    s = streams([*LENGTHS, 1000], 6, 36, dtype)
+    low, high = bounds(s.rows, 36, dtype)
+    args = (s.q, None if labels else low, high, s.starts, s.lengths, reduce)
+    assert_close(pages._launch(*args, 1000, level), pages.reference(*args))
+
+
+def test_no_logit_exceeds_the_bound_of_its_page() -> None:
+    s = streams([5, 9], 4, 32)
+    keys = torch.randn(s.rows, 16, 32)
+    bound = page_bounds(keys.amin(1), keys.amax(1), s.q, s.starts, s.lengths)
+    for n, (start, length) in enumerate(zip(s.starts, s.lengths, strict=True)):
+        logits = torch.einsum("md,psd->mps", s.q[n], keys[start : start + length])
+        assert (logits.amax((0, 2)) <= bound[n, :length] + 1e-4).all()
+
+
+def test_strided_and_unused_rows_do_not_matter() -> None:
+    s = streams([40, 0, 300], 4, 64, torch.bfloat16)
+    wide = torch.full((s.rows, 200), float("nan"), dtype=torch.bfloat16)
+    for start, length in zip(s.starts, s.lengths, strict=True):
+        wide[start : start + length] = torch.randn(int(length), 200).bfloat16()
+    low, high = wide[:, :64], wide[:, 100:164]
+    ours = page_bounds(low, high, s.q, s.starts, s.lengths)
+    assert_close(ours, pages.reference(s.q, low, high, s.starts, s.lengths, "max"))
+
+
+def test_streams_without_rows() -> None:
+    nothing = torch.zeros(2, dtype=torch.int64)
+    rows = torch.zeros(0, 8)
+    assert page_bounds(rows, rows, torch.zeros(2, 1, 8), nothing, nothing).shape == (2, 0)
+
+
+@needs_compiler
+def test_fast_path_is_counted_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = streams([40, 50], 2, 64)
+    low, high = bounds(s.rows, 64, torch.float32)
+    reset_counters()
+    fast = page_bounds(low, high, s.q, s.starts, s.lengths)
+    scores = label_scores(s.q, high, s.starts, s.lengths)
+    assert counters() == {"page_bounds": 1, "label_scores": 1}
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", "0")
+    assert_close(fast, page_bounds(low, high, s.q, s.starts, s.lengths))
+    assert_close(scores, label_scores(s.q, high, s.starts, s.lengths))
+    assert counters() == {"page_bounds": 1, "label_scores": 1}
+
+
+def test_opcheck() -> None:
+    s = streams([4, 0, 9], 3, 16)
+    low, high = bounds(s.rows, 16, torch.float32)
+    torch.library.opcheck(torch.ops.kvpress.page_bounds.default, (low, high, s.q, s.starts, s.lengths, 9))
+    torch.library.opcheck(torch.ops.kvpress.label_scores.default, (s.q, high, s.starts, s.lengths, "sum", 9))
+
+
+BAD = {
+    "q must be": {"q": torch.zeros(2, 4, 8, dtype=torch.int32)},
+    "q must hold at least one query": {"q": torch.zeros(2, 0, 8)},
+    "high must be .* 8\\], got float32 \\[20, 9\\]": {"high": torch.zeros(20, 9)},
+    "high must be contiguous": {"high": torch.zeros(8, 20).T},
+    "low must be float32 \\[20, 8\\]": {"low": torch.zeros(19, 8)},
+    "low must be laid out like high": {"low": torch.zeros(20, 9)[:, :8]},
+    "starts must be int64 \\[2\\]": {"page_starts": torch.zeros(3, dtype=torch.int64)},
+    "stream 1 ": {"page_counts": torch.tensor([1, 21])},
+    "stream 0 ": {"page_starts": torch.tensor([-1, 0])},
+}
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    args: dict[str, Any] = {
+        "low": torch.zeros(20, 8),
+        "high": torch.zeros(20, 8),
+        "q": torch.zeros(2, 4, 8),
+        "page_starts": torch.zeros(2, dtype=torch.int64),
+        "page_counts": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        page_bounds(**(args | BAD[message]))
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    nothing = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reduce must be one of \\['max', 'sum'\\], got 'mean'"):
+        label_scores(torch.zeros(1, 1, 8), torch.zeros(3, 8), nothing, nothing, reduce="mean")
