@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,14 @@ def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:
     assert presses[0] == "none"
     assert len(presses) >= 9
     assert any(press.count(" + ") == 2 for press in presses)
+
+
+def test_without_the_eval_extra_the_other_commands_work() -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from typer.testing import CliRunner; from kvpress_eval.console import app\n"
+        "listed = CliRunner().invoke(app, ['list']); assert listed.exit_code == 0, listed.output\n"
+        "run = CliRunner().invoke(app, ['eval', '--press', 'none']); assert run.exit_code == 2\n"
+        "assert 'kvpress[eval]' in run.output, run.output\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text
