@@ -296,11 +296,10 @@ class Session:
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
         self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
         if hasattr(self.model, "generate"):
-            own = self.model.__dict__.get("generate")
-            self.model.__dict__["generate"] = self._generate(self.model.generate)
-            self._undo.append(partial(self.model.__dict__.pop, "generate", None))
-            if own is not None:
-                self._undo.insert(-1, partial(self.model.__dict__.__setitem__, "generate", own))
+            attributes = self.model.__dict__
+            own = {name: attributes[name] for name in ("generate",) if name in attributes}
+            attributes["generate"] = self._generate(self.model.generate)
+            self._undo += [partial(attributes.update, own), partial(attributes.pop, "generate", None)]
 
     def exit(self) -> None:
         """Undo everything, newest first."""

@@ -60,7 +60,7 @@ def column_mass(
     """
     if power not in (1, 2):
         raise ValueError(f"power must be 1 or 2, got {power}")
-    _check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
     statistic = "sum" if power == 1 else "squares"
     return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, rows_valid, statistic)
 
@@ -95,7 +95,7 @@ def column_max(
     Returns:
         Float32 [R].
     """
-    _check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
     return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, rows_valid, "max")
 
 
@@ -224,7 +224,7 @@ def _launch(
     return out
 
 
-def _check(
+def check(
     q: Tensor,
     keys: Tensor,
     starts: Tensor,
@@ -235,6 +235,7 @@ def _check(
     sinks: Tensor | None,
     rows_valid: Tensor | None,
 ) -> None:
+    """Refuse queries, keys and per-query arrays that do not belong together."""
     checks.options(q, keys.shape[0], softcap, causal)
     checks.shape("keys", keys, ("R", q.shape[2]), *checks.FLOATS)
     checks.rows_layout("keys", keys)

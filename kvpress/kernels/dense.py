@@ -54,7 +54,7 @@ def dense_decode(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    _check(q, keys, values, softcap, causal, bias)
+    check(q, keys, values, softcap, causal, bias)
     checks.streams(starts, lengths, q)
     return _dense_decode(q, keys, values, starts, lengths, scale, softcap, causal, bias)
 
@@ -85,7 +85,7 @@ def dense_select(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    _check(q, keys, values, softcap, 0, bias)
+    check(q, keys, values, softcap, 0, bias)
     checks.selection(rows, counts, q)
     return _dense_select(q, keys, values, rows, counts, scale, softcap, bias)
 
@@ -161,7 +161,8 @@ _dense_decode.register_fake(_fake)
 _dense_select.register_fake(_fake)
 
 
-def _check(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, causal: int, bias: Tensor | None) -> None:
+def check(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, causal: int, bias: Tensor | None) -> None:
+    """Refuse queries and dense rows that do not belong together."""
     checks.options(q, keys.shape[0], softcap, causal, bias)
     checks.shape("keys", keys, ("R", q.shape[2]), *checks.FLOATS)
     checks.shape("values", values, (keys.shape[0], "Dv"), keys.dtype)

@@ -84,7 +84,7 @@ def lookup_decode(
     """
     if book_of_stream is None:
         book_of_stream = torch.arange(q.shape[0], device=q.device) % max(1, key_book.shape[0])
-    _check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
+    check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
     checks.streams(starts, lengths, q)
     _check_rotary(q, key_codes.shape[0], positions, cos, sin)
     return _lookup_decode(
@@ -256,7 +256,7 @@ def _describe(codes: Tensor, book: Tensor, channels: int) -> tuple[Tensor | int,
     return codes, book, codes.stride(0), int(wide), int(half), channels, book.shape[2], book.shape[3]
 
 
-def _check(
+def check(
     q: Tensor,
     key_codes: Tensor,
     key_book: Tensor,
@@ -267,6 +267,7 @@ def _check(
     causal: int,
     bias: Tensor | None,
 ) -> None:
+    """Refuse queries, codes and books that do not belong together."""
     rows = key_codes.shape[0]
     checks.options(q, rows, softcap, causal, bias)
     for name, codes, book in (("key", key_codes, key_book), ("value", value_codes, value_book)):

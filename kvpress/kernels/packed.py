@@ -37,10 +37,10 @@ class Packed:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [R, D * bits / 8] as one code per channel, uint8 [R, D]."""
+    """Codes uint8 [..., D * bits / 8] as one code per channel, uint8 [..., D]."""
     if bits == 3:
         low = codes.shape[-1] * 2 // 3
-        return unpack(codes[:, :low], 2) | (unpack(codes[:, low:], 1) << 2)
+        return unpack(codes[..., :low], 2) | (unpack(codes[..., low:], 1) << 2)
     return torch.cat([(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=-1)
 
 

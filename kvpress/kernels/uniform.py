@@ -66,7 +66,7 @@ def uniform_decode(
     """
     keys = Packed(key_codes, key_scale, key_zero, key_bits, key_group)
     values = Packed(value_codes, value_scale, value_zero, value_bits, value_group)
-    _check(q, keys, values, softcap, causal, bias, row_group)
+    check(q, keys, values, softcap, causal, bias, row_group)
     checks.streams(starts, lengths, q)
     sides = (*_flat(keys), *_flat(values))
     return _uniform_decode(q, *sides, starts, lengths, scale, softcap, causal, bias, row_group)
@@ -118,7 +118,7 @@ def uniform_select(
     """
     keys = Packed(key_codes, key_scale, key_zero, key_bits, key_group)
     values = Packed(value_codes, value_scale, value_zero, value_bits, value_group)
-    _check(q, keys, values, softcap, 0, bias, row_group)
+    check(q, keys, values, softcap, 0, bias, row_group)
     checks.selection(rows, counts, q)
     sides = (*_flat(keys), *_flat(values))
     return _uniform_select(q, *sides, rows, counts, scale, softcap, bias, row_group)
@@ -261,7 +261,7 @@ def _flat(side: Packed) -> tuple[Tensor, Tensor, Tensor, int, list[int]]:
     return side.codes, side.scale, side.zero, side.bits, list(side.group)
 
 
-def _check(
+def check(
     q: Tensor,
     keys: Packed,
     values: Packed,
@@ -270,6 +270,7 @@ def _check(
     bias: Tensor | None,
     row_group: Tensor | None,
 ) -> None:
+    """Refuse queries and quantised rows that do not belong together."""
     rows = keys.codes.shape[0]
     checks.options(q, rows, softcap, causal, bias)
     check_side("key", keys, rows, q.shape[2], row_group)

@@ -1,8 +1,7 @@
 """Bit packing of codes.
 
-A row of D codes is split into parts that share bytes, so that unpacking needs shifts and masks but no shuffles: with P =
-8 / bits parts, byte j of the row holds channels ``p * D / P + j`` at bit ``bits * p``. Three bits are stored as a row of
-their low two bits followed by a row of their high bit.
+The layout is that of the operators, `kvpress.kernels.packed`: a row of D codes is split into parts that share bytes, so that
+unpacking needs shifts and masks but no shuffles.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = (1, 2, 3, 4, 8)
+from kvpress.kernels.packed import BITS, unpack
+
+__all__ = ["BITS", "check_packing", "pack", "packed_width", "unpack"]
 
 
 def packed_width(dim: int, bits: int) -> int:
@@ -38,14 +39,3 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     for p, part in enumerate(parts[1:], start=1):
         packed |= part << (bits * p)
     return packed
-
-
-def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the uint8 codes `[..., D]` of packed rows."""
-    if bits == 8:
-        return packed
-    if bits == 3:
-        low = unpack(packed[..., : dim // 4], 2, dim)
-        return low | (unpack(packed[..., dim // 4 :], 1, dim) << 2)
-    mask = 2**bits - 1
-    return torch.cat([(packed >> (bits * p)) & mask for p in range(8 // bits)], dim=-1)

@@ -56,7 +56,7 @@ class Packed:
 
     def read(self, rows: Tensor | slice) -> Tensor:
         """Return dense rows `[n, D]` in the dtype that was encoded."""
-        codes = unpack(self.codes[rows], self.bits, self.dim)
+        codes = unpack(self.codes[rows], self.bits)
         block = self._blocks(rows)
         columns = self.group[1]
         codes = codes.unflatten(-1, (-1, columns)).float()

@@ -108,7 +108,7 @@ def test_pairs_are_evicted_before_they_are_encoded_even_head_wise() -> None:
     assert all(length % 16 == 0 for length in lengths)
     assert sum(store.stored()) == 2 * int(120 * 0.6) + 2 * int(75 * 0.6)
     dense = store.segments[0].keys.read(slice(0, 16))
-    codes = unpack(store.segments[0].keys.codes[:16], 4, 32)
+    codes = unpack(store.segments[0].keys.codes[:16], 4)
     assert codes.min() == 0
     assert codes.max() == 15
     assert torch.isfinite(dense).all()

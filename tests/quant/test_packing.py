@@ -20,7 +20,7 @@ def test_round_trip(bits: int, rows: int, eighths: int, seed: int) -> None:
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (rows, packed_width(8 * eighths, bits)) == (rows, eighths * bits)
-    assert torch.equal(unpack(packed, bits, 8 * eighths), codes)
+    assert torch.equal(unpack(packed, bits), codes)
     assert torch.equal(codes, before)
 
 

@@ -31,7 +31,7 @@ def test_error_is_at_most_half_a_step(bits: int, group: tuple[int, int], dtype: 
     x = values(64, 64, dtype)
     packed = Packed.encode(x, bits, group)
     scale, zero = spread(packed.scale, group), spread(packed.zero, group)
-    codes = unpack(packed.codes, bits, 64).float()
+    codes = unpack(packed.codes, bits).float()
     # Rounding of the stored zero may push an extreme value out of range by that much, and of scale by its top code.
     slack = (
         zero.abs() * 2**-10 + scale * 2 ** (bits - 10) if dtype != torch.float32 else scale * 1e-4 + zero.abs() * 1e-6
@@ -78,7 +78,7 @@ def test_an_outlier_channel_leaves_the_others_alone() -> None:
     loud = x.clone()
     loud[:, 7] *= 100
     quiet = [c for c in range(64) if c != 7]
-    plain, changed = (unpack(Packed.encode(v, 2, (32, 1)).codes, 2, 64)[:, quiet] for v in (x, loud))
+    plain, changed = (unpack(Packed.encode(v, 2, (32, 1)).codes, 2)[:, quiet] for v in (x, loud))
     assert torch.equal(plain, changed)
 
 

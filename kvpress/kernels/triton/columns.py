@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpress.kernels import checks
+from kvpress.kernels.columns import check
 from kvpress.kernels.columns import reference as reference
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.dense import dense_decode
@@ -92,7 +92,9 @@ def columns(
     Returns:
         Float32 [R].
     """
-    _check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid, statistic)
+    if statistic not in ("sum", "squares", "max"):
+        raise ValueError(f"statistic must be sum, squares or max, got {statistic!r}")
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
     if lse is None:
         _, lse = dense_decode(q, keys, keys, starts, lengths, scale, softcap=softcap, causal=causal, capacity=capacity)
         lse = lse if sinks is None else torch.logaddexp(lse, sinks)
@@ -123,30 +125,3 @@ def columns(
             num_stages=2,
         )
     return out
-
-
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    lse: Tensor | None,
-    softcap: float | None,
-    causal: int,
-    sinks: Tensor | None,
-    rows_valid: Tensor | None,
-    statistic: str,
-) -> None:
-    if statistic not in ("sum", "squares", "max"):
-        raise ValueError(f"statistic must be sum, squares or max, got {statistic!r}")
-    checks.options(q, keys.shape[0], softcap, causal)
-    checks.shape("keys", keys, ("R", q.shape[2]), *checks.FLOATS)
-    checks.rows_layout("keys", keys)
-    checks.streams(starts, lengths, q)
-    per_query = (("lse", lse, torch.float32), ("sinks", sinks, torch.float32), ("rows_valid", rows_valid, torch.bool))
-    for name, tensor, dtype in per_query:
-        if tensor is not None:
-            checks.shape(name, tensor, tuple(q.shape[:2]), dtype)
-    if lse is not None and sinks is not None:
-        raise ValueError("sinks must not be given with lse, which includes them")
-    checks.same_device(q, keys, lse, sinks, rows_valid)

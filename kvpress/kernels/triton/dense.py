@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.dense import check
 from kvpress.kernels.dense import reference as reference
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.device import on_device
@@ -99,7 +100,7 @@ def dense_decode(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    _check(q, keys, values, softcap, causal, bias)
+    check(q, keys, values, softcap, causal, bias)
     checks.streams(starts, lengths, q)
     capacity = keys.shape[0] if capacity is None else capacity
     return _launch(q, keys, values, None, starts, lengths, scale, softcap, causal, bias, capacity)
@@ -118,7 +119,7 @@ def dense_select(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to the first ``counts[n]`` rows listed in ``rows [N, K]``, as `kvpress.kernels.dense_select` does."""
-    _check(q, keys, values, softcap, 0, bias)
+    check(q, keys, values, softcap, 0, bias)
     checks.selection(rows, counts, q)
     return _launch(q, keys, values, rows, None, counts, scale, softcap, 0, bias, rows.shape[1])
 
@@ -169,12 +170,3 @@ def _launch(
             num_stages=3,
         )
     return merged(out, lse)
-
-
-def _check(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, causal: int, bias: Tensor | None) -> None:
-    checks.options(q, keys.shape[0], softcap, causal, bias)
-    checks.shape("keys", keys, ("R", q.shape[2]), *checks.FLOATS)
-    checks.shape("values", values, (keys.shape[0], "Dv"), keys.dtype)
-    checks.rows_layout("keys", keys)
-    checks.rows_layout("values", values)
-    checks.same_device(q, keys, values, bias)

@@ -9,12 +9,12 @@ Products are of the dtype of the books with float32 sums. Keys stored before the
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.lookup import check
 from kvpress.kernels.lookup import reference as reference
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.device import on_device
@@ -136,7 +136,7 @@ def lookup_decode(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    _check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
+    check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
     checks.streams(starts, lengths, q)
     key, value = sizes(key_book.shape), sizes(value_book.shape)
     grid = plan(q, key_codes.shape[0] if capacity is None else capacity, BLOCK, LEAST_ROWS, MOST_ROWS)
@@ -168,30 +168,3 @@ def lookup_decode(
             num_stages=STAGES,
         )
     return merged(out, lse)
-
-
-def _check(
-    q: Tensor,
-    key_codes: Tensor,
-    key_book: Tensor,
-    value_codes: Tensor,
-    value_book: Tensor,
-    book_of_stream: Tensor,
-    softcap: float | None,
-    causal: int,
-    bias: Tensor | None,
-) -> None:
-    rows = key_codes.shape[0]
-    checks.options(q, rows, softcap, causal, bias)
-    for name, codes, book in (("key", key_codes, key_book), ("value", value_codes, value_book)):
-        checks.shape(f"{name}_book", book, ("books", "groups", "E", "c"), torch.float16, torch.float32)
-        checks.shape(f"{name}_codes", codes, (rows, book.shape[1]), torch.uint8, torch.int16)
-        checks.rows_layout(f"{name}_codes", codes)
-        if not book.is_contiguous():
-            raise ValueError(f"{name}_book must be contiguous, got strides {book.stride()}")
-    if key_book.shape[1] * key_book.shape[3] != q.shape[2]:
-        raise ValueError(f"key_book must hold {q.shape[2]} channels like q, got {list(key_book.shape)}")
-    if value_book.shape[0] != key_book.shape[0]:
-        raise ValueError(f"value_book must hold {key_book.shape[0]} books like key_book, got {value_book.shape[0]}")
-    checks.shape("book_of_stream", book_of_stream, (q.shape[0],), torch.int64)
-    checks.same_device(q, key_codes, key_book, value_codes, value_book, book_of_stream, bias)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.packed import BITS, Packed, check_side
+from kvpress.kernels.packed import Packed
 from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded, plan
 from kvpress.kernels.triton.merge import merged, partials
 from kvpress.kernels.triton.uniform_kernel import decode_kernel
+from kvpress.kernels.uniform import check
 from kvpress.kernels.uniform import reference as reference
 
 LEAST_ROWS, MOST_ROWS = 4, 16
@@ -91,7 +91,7 @@ def uniform_decode(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    _check(q, keys, values, softcap, causal, bias, row_group)
+    check(q, keys, values, softcap, causal, bias, row_group)
     checks.streams(starts, lengths, q)
     capacity = keys.codes.shape[0] if capacity is None else capacity
     return _launch(q, keys, values, None, starts, lengths, scale, softcap, causal, bias, row_group, capacity)
@@ -111,7 +111,7 @@ def uniform_select(
     row_group: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to the first ``counts[n]`` rows listed in ``rows [N, K]``; the rest as in `uniform_decode`."""
-    _check(q, keys, values, softcap, 0, bias, row_group)
+    check(q, keys, values, softcap, 0, bias, row_group)
     checks.selection(rows, counts, q)
     return _launch(q, keys, values, rows, None, counts, scale, softcap, 0, bias, row_group, rows.shape[1])
 
@@ -181,23 +181,3 @@ def _launch(
             maxnreg=registers(D + DV),
         )
     return merged(out, lse)
-
-
-def _check(
-    q: Tensor,
-    keys: Packed,
-    values: Packed,
-    softcap: float | None,
-    causal: int,
-    bias: Tensor | None,
-    row_group: Tensor | None,
-) -> None:
-    rows = keys.codes.shape[0]
-    checks.options(q, rows, softcap, causal, bias)
-    check_side("key", keys, rows, q.shape[2], row_group)
-    channels = values.codes.shape[-1] * 8 // values.bits if values.bits in BITS else 0
-    check_side("value", values, rows, channels, row_group)
-    if row_group is not None:
-        checks.shape("row_group", row_group, (rows,), torch.int32)
-    tensors = (keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero)
-    checks.same_device(q, *tensors, bias, row_group)
