@@ -3,9 +3,12 @@
 A random Llama (8 layers, hidden 1024, 16 query and 4 kv heads, head dim 64, bfloat16) decodes behind a cache that is filled
 with random pairs; runs of all caches are interleaved, one thread, and medians are compared.
 
-    python benchmarks/decode.py [--contexts 8192,32768] [--rounds 7] [--out benchmarks/results/decode_cpu.json]
+    python benchmarks/decode.py [--contexts 8192,32768] [--methods "kivi:bits=2 + quest:budget=1024" ...] [--rounds 7]
+                                [--out benchmarks/results/decode_cpu.json]
 
-quanto is compared where `optimum-quanto` is installed (extra `bench`). The last line is one JSON object.
+`--methods` adds rows: specs as `kvpress.get_press` takes them, named by themselves. What a press evicts is drawn at random,
+as many pairs as it would keep. quanto is compared where `optimum-quanto` is installed (extra `bench`). The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +35,17 @@ from kvpress.cache.store import KVStore
 from kvpress.hf import PressLayer
 
 STEPS = 4
+OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
+    "ours off": ("none", None),
+    "ours 50% uniform": ("none", (0.5,) * 4),
+    "ours 50% head-wise": ("none", (0.9, 0.6, 0.4, 0.1)),
+    # Groups as large as quanto's, so that both spend about as much on scales.
+    "ours kivi 4 bit": ("kivi:bits=4,group_size=(128,64),residual_length=0", None),
+    "ours kivi 4 bit, g 32": ("kivi:bits=4", None),
+    "ours kivi 2 bit": ("kivi:bits=2", None),
+    "ours quest 1024": ("quest:budget=1024", None),
+}
+"""Name -> spec, and the share of its pairs that each head keeps, where pairs are evicted."""
 
 
 def build_model() -> LlamaForCausalLM:
@@ -110,7 +124,9 @@ def held_bytes(cache: Any) -> int:
     return storage_bytes(tensors)
 
 
-def contenders(model: Any, context: int) -> dict[str, tuple[Any, Any, Callable[[Any], dict[str, Any]]]]:
+def contenders(
+    model: Any, context: int, methods: list[str]
+) -> dict[str, tuple[Any, Any, Callable[[Any], dict[str, Any]]]]:
     """Name -> (cache, press or None, extra arguments of the forward pass)."""
     plain: Callable[[Any], dict[str, Any]] = lambda cache: {}  # noqa: E731 - a table entry
 
@@ -127,17 +143,11 @@ def contenders(model: Any, context: int) -> dict[str, tuple[Any, Any, Callable[[
         found["quanto 4 bit"] = (fill(quanto, context), None, packed)
     except ImportError as missing:
         print(f"quanto is left out: {missing}")
-    for name, spec, shares in (
-        ("ours off", "none", None),
-        ("ours 50% uniform", "none", (0.5,) * 4),
-        ("ours 50% head-wise", "none", (0.9, 0.6, 0.4, 0.1)),
-        # Groups as large as quanto's, so that both spend about as much on scales.
-        ("ours kivi 4 bit", "kivi:bits=4,group_size=(128,64),residual_length=0", None),
-        ("ours kivi 4 bit, g 32", "kivi:bits=4", None),
-        ("ours kivi 2 bit", "kivi:bits=2", None),
-        ("ours quest 1024", "quest:budget=1024", None),
-    ):
+    for name, (spec, shares) in (OURS | {spec: (spec, None) for spec in methods}).items():
         press = kvpress.get_press(spec)
+        kept = press.planned_pairs(context)
+        if shares is None and kept < context:
+            shares = (kept / context,) * 4
         found[name] = (ours(press, context, shares), press, plain)
     return found
 
@@ -161,9 +171,9 @@ def time_token(model: Any, cache: Any, press: Any, extra: Callable[[Any], dict[s
         return run()
 
 
-def measure(model: Any, context: int, rounds: int) -> dict[str, Any]:
+def measure(model: Any, context: int, rounds: int, methods: list[str]) -> dict[str, Any]:
     """Interleave all contenders; return medians, minima and bytes."""
-    table = contenders(model, context)
+    table = contenders(model, context, methods)
     times: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(rounds):
         for name, (cache, press, extra) in table.items():
@@ -179,7 +189,7 @@ def measure(model: Any, context: int, rounds: int) -> dict[str, Any]:
             "bytes": size / uncompressed,
         }
         print(
-            f"{context:7d}  {name:24s} {rows[name]['median_ms']:8.1f} ms (min {rows[name]['min_ms']:8.1f})"
+            f"{context:7d}  {name:40s} {rows[name]['median_ms']:8.1f} ms (min {rows[name]['min_ms']:8.1f})"
             f" {rows[name]['mib']:8.1f} MiB"
         )
     del table
@@ -201,6 +211,8 @@ def ratios(rows: dict[str, Any]) -> dict[str, float | None]:
         "headwise50_vs_uniform50": ms("ours 50% head-wise") / ms("ours 50% uniform"),
         "kivi4_vs_quanto4": ms("ours kivi 4 bit") / ms("quanto 4 bit") if "quanto 4 bit" in rows else None,
         "kivi4_bytes": rows["ours kivi 4 bit"]["bytes"],
+        "kivi4_vs_best": ms("ours kivi 4 bit") / best,
+        "kivi2_vs_best": ms("ours kivi 2 bit") / best,
         "quest_vs_off": ms("ours quest 1024") / ms("ours off"),
     }
 
@@ -208,6 +220,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", default="8192,32768")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="SPEC")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -215,7 +228,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = build_model()
     contexts = [int(context) for context in options.contexts.split(",")]
-    rows = {context: measure(model, context, options.rounds) for context in contexts}
+    rows = {context: measure(model, context, options.rounds, options.methods) for context in contexts}
     summary = {str(context): ratios(rows[context]) for context in contexts}
     if options.out:
         record = {

@@ -1,9 +1,10 @@
-"""Compile the Triton decode kernels for several chips, without any of them, and count what the machine code does.
+"""Compile the Triton kernels for several chips, without any of them, and count what the machine code does.
 
     python benchmarks/kernels_aot.py [--out benchmarks/results/aot.json] [--chips 80 90]
 
-Per variant: registers, spilled bytes, shared memory, copies of 128 bits in the loop that go to shared memory asynchronously,
-instructions of the loop, and those per byte of cache that the loop reads (all warps together).
+Per variant: registers, spilled bytes, shared memory, and of the loop over the cache, or of the whole program where each reads
+one block: instructions, those per byte of cache (all warps together; inner loops count once), and the loads from global memory,
+by whether they go to shared memory asynchronously and whether they fetch 128 bits.
 """
 
 from __future__ import annotations
@@ -25,29 +26,41 @@ warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from kvpress.kernels.triton import columns, dense, grid, lookup, merge, pack, uniform  # noqa: E402
+from kvpress.kernels.pages import LABEL_BITS  # noqa: E402
+from kvpress.kernels.triton import columns, dense, grid, lookup, merge, pack, pages, uniform  # noqa: E402
 
 CHIPS = (80, 90, 100, 120)
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Shared memory that one program may use, in bytes."""
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+NARROW = {
+    "int1 K32x1 V1x32 D128 M4": "32 rows of 16 bytes are 8 bytes for each of 64 threads",
+    "int4 K16x1 V1x16 D80 M4": "rows of 40 bytes begin at multiples of 8",
+}
+"""Why a variant that streams the cache copies fewer than 128 bits at a time."""
+
 TYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its arguments: pointer types, constants, and the bytes that one trip of its loop reads, 0 for no loop."""
+    """A kernel with its arguments: pointer types, constants, and the bytes that one trip of its loop reads.
+
+    `streams` tells whether that loop is over the cache; a program without any reads its bytes once.
+    """
 
     name: str
     kernel: Any
     pointers: dict[str, str]
     constants: dict[str, Any]
-    loop_bytes: float
+    read_bytes: float
     scalars: dict[str, str] = field(default_factory=dict)
+    tuples: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
     registers: int | None = None
+    streams: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,12 @@ class Figures:
     registers: int
     spills: int
     shared: int
-    loop_instructions: int
-    loop_async_copies: int
+    instructions: int
     instructions_per_byte: float
+    wide_copies: int
+    narrow_copies: int
+    wide_loads: int
+    narrow_loads: int
 
 
 def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False) -> Variant:
@@ -84,10 +100,13 @@ def uniform_variant(
     key_group: tuple[int, int] | None = None,
     listed: bool = False,
     dtype: str = "fp16",
+    rank: int = 0,
+    outliers: bool = False,
 ) -> Variant:
     """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels."""
     kg, vg = key_group or (group, 1), (1, group)
-    block, fold = uniform.block_rows(kg[0], contiguous=not listed)
+    most = uniform.limits(2 * D, corrected=rank > 0 or outliers)
+    block, fold = uniform.block_rows(kg[0], not listed, most.block)
     key = uniform.columns(D, bits, None if fold else kg[1])
     value = uniform.columns(D, bits, vg[1])
     sides = {f"{side}{part}": dtype for side in ("KEY_", "VALUE_") for part in ("SCALE", "ZERO")}
@@ -97,33 +116,73 @@ def uniform_variant(
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
+        "K_RANK": rank, "K_RP": uniform.padded_rank(rank), "V_RANK": rank, "V_RP": uniform.padded_rank(rank),
     }  # fmt: skip
+    constants["HIGH"] = uniform.outlier_tiles(D)
+    terms = ("*fp16", "*fp16", "*i32") if rank else (None,) * 3
+    terms += ("*i32", "*u8", "*fp16") if outliers else (None,) * 3
+    corrected = f" rank {rank}" if rank else ""
+    corrected += " outliers" if outliers else ""
     scales = sum(2 * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
-    name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}"
-    loop_bytes = block * (2 * D * bits / 8 + scales)
-    limits: dict[str, Any] = {"warps": uniform.WARPS, "stages": uniform.STAGES, "registers": uniform.registers(2 * D)}
-    return Variant(name, uniform.decode_kernel, pointers, constants, loop_bytes, **limits)
+    name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
+    read_bytes = block * (2 * D * bits / 8 + scales)
+    limits: dict[str, Any] = {"warps": uniform.WARPS, "stages": uniform.STAGES, "registers": most.registers}
+    tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
+    return Variant(name, uniform.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 
 
-def lookup_variant(D: int, coupled: int, entries: int, rows: int) -> Variant:
-    """Decode on codes of 8 bits for so many coupled channels."""
-    names = ("G", "E", "C", "GP", "CP")
-    sizes = lookup.sizes((8, D // coupled, entries, coupled))
-    constants = {f"{side}{name}": size for side in "KV" for name, size in zip(names, sizes, strict=True)}
+def lookup_variant(D: int, coupled: int, bits: int, rows: int, *, half: int = 0, listed: bool = False) -> Variant:
+    """Decode on codes for so many coupled channels; with `half`, keys that are turned when read."""
+    sizes = {"B": bits, "G": D // coupled, "E": 2**bits, "C": coupled}
+    key, value = lookup.spans(D, coupled, half), lookup.spans(D, coupled, 0)
+    constants = {f"{side}{name}": size for side in "KV" for name, size in sizes.items()}
+    constants |= {"HALF": half, "KS": key.span, "KSP": key.span_padded, "KHP": key.pair_padded, "KRP": key.rest_padded}
+    block = lookup.block_rows(2 * D, half)
+    constants |= {"VCP": value.span_padded, "VGP": value.rest_padded, "BM": rows, "BN": block}
     pointers = {"Q": "bf16", "KEY_CODES": "u8", "KEY_BOOK": "fp16", "VALUE_CODES": "u8", "VALUE_BOOK": "fp16"}
-    pointers |= {"STARTS": "i64", "LENGTHS": "i64", "BOOK_OF_STREAM": "i64", "OUT": "fp32", "LSE": "fp32"}
-    constants |= {"BM": rows, "BN": lookup.BLOCK}
-    name, loop_bytes = f"lookup {coupled}c{entries} D{D} M{rows}", lookup.BLOCK * 2 * D / coupled
+    pointers |= {"LENGTHS": "i64", "BOOK_OF_STREAM": "i64", "OUT": "fp32", "LSE": "fp32"}
+    pointers["LISTED" if listed else "STARTS"] = "i64"
+    if half:
+        pointers |= {"COARSE": "fp32", "FINE": "fp32", "SHIFT": "i64", "POSITIONS": "i32"}
+    turned = f" rotary {2 * half}" if half else ""
+    name = f"lookup{'-select' if listed else ''} {coupled}c{bits}b{turned} D{D} M{rows}"
     aligned = {"key_stride": "aligned", "value_stride": "aligned"}
-    limits: dict[str, Any] = {"warps": lookup.WARPS, "stages": lookup.STAGES}
-    return Variant(name, lookup._kernel, pointers, constants, loop_bytes, aligned, **limits)
+    read_bytes = block * 2 * D / coupled * bits / 8
+    return Variant(name, lookup._kernel, pointers, constants, read_bytes, aligned, warps=lookup.WARPS)
+
+
+def pages_variant(dtype: str, D: int, rows: int, *, labels: bool = False) -> Variant:
+    """Bounds of pages, or scores of labels."""
+    column_bytes = TYPES[dtype] * (1 if labels else 2)
+    pointers = {"HIGH": dtype} if labels else {"LOW": dtype, "HIGH": dtype}
+    return _scores(f"{'labels' if labels else 'bounds'} {dtype}", D, D, column_bytes, 0, rows, pointers)
+
+
+def coded_labels_variant(bits: int, D: int, rows: int) -> Variant:
+    """Scores of quantised labels."""
+    pointers = {"HIGH": "u8", "SCALE": "fp16", "ZERO": "fp16"}
+    return _scores(f"labels int{bits}", D, D * bits // 8, 1, bits, rows, pointers)
+
+
+def _scores(
+    name: str, D: int, columns: int, column_bytes: int, bits: int, rows: int, pointers: dict[str, str]
+) -> Variant:
+    block = pages.block_rows(columns, column_bytes)
+    pointers = {"Q": "bf16", "STARTS": "i64", "COUNTS": "i64", "OUT": "fp32", **pointers}
+    constants = {"REDUCE": "max", "D": D, "BITS": bits, "DP": grid.padded(columns), "BM": rows, "BN": block}
+    limits: dict[str, Any] = {"warps": pages.WARPS, "stages": pages.STAGES, "registers": pages.registers(D)}
+    read_bytes, aligned = block * columns * column_bytes, {"stride": "aligned"}
+    return Variant(
+        f"{name} D{D} M{rows}", pages._kernel, pointers, constants, read_bytes, aligned, streams=False, **limits
+    )
 
 
 def other_variants() -> Iterator[Variant]:
     """Merging, column statistics, and quantise-and-pack."""
     floats = {"PARTS": "fp32", "PART_LSE": "fp32", "OUT": "fp32", "LSE": "fp32"}
-    yield Variant("merge D128", merge._kernel, floats, {"DV": 128, "DVP": 128, "BLOCK": 16}, 16 * 129 * 4)
+    constants: dict[str, Any] = {"DV": 128, "DVP": 128, "BLOCK": 16}
+    yield Variant("merge D128", merge._kernel, floats, constants, 16 * 129 * 4, streams=False)
     for dtype in ("bf16", "fp16"):
         pointers = {"Q": dtype, "KEYS": dtype, "QUERY_LSE": "fp32", "STARTS": "i64", "LENGTHS": "i64", "OUT": "fp32"}
         constants = {"STATISTIC": "sum", "D": 128, "DP": 128, "BM": 64, "BN": columns.BLOCK}
@@ -135,17 +194,19 @@ def other_variants() -> Iterator[Variant]:
             64 * 128 * 2,
             {"key_stride": "aligned"},
             stages=2,
+            streams=False,
         )
     pointers = {"X": "bf16", "SCALE": "fp16", "ZERO": "fp16", "CODES": "u8"}
     aligned = {"stride": "aligned"}
     for group in ((32, 1), (1, 32)):
         groups, name = 128 // group[1], f"{group[0]}x{group[1]} D128"
         constants = {"LEVELS": 15, "GROUPS": groups, "GR": group[0], "GC": group[1], **pack.range_blocks(group, groups)}
-        yield Variant(f"ranges {name}", pack._ranges_kernel, pointers, constants, 0, aligned)
+        yield Variant(f"ranges {name}", pack._ranges_kernel, pointers, constants, 2 * pack.TILE, aligned, streams=False)
         for bits, plane in ((4, 4), (2, 2), (3, 1)):
             constants = {"C": 128, "BITS": bits, "GR": group[0], "GC": group[1], "PLANE": plane, "SHIFT": bits - plane}
             constants |= {"FIRST": 32 if bits == 3 else 0, **pack.code_blocks(128, plane)}
-            yield Variant(f"pack int{bits} {name}", pack._codes_kernel, pointers, constants, 0, aligned)
+            variant = f"pack int{bits} {name}"
+            yield Variant(variant, pack._codes_kernel, pointers, constants, 2 * pack.TILE, aligned, streams=False)
 
 
 def variants() -> Iterator[Variant]:
@@ -165,19 +226,54 @@ def variants() -> Iterator[Variant]:
         yield uniform_variant(bits, 128, 4, 128, key_group=(1, 128))
         yield uniform_variant(bits, 128, 4, listed=True)
     yield uniform_variant(4, 128, 16)
+    for bits in (2, 4):
+        yield uniform_variant(bits, 128, 4, rank=2)
+        yield uniform_variant(bits, 128, 4, outliers=True)
+        yield uniform_variant(bits, 128, 4, rank=4, outliers=True)
+    yield uniform_variant(4, 128, 8, rank=16)
+    yield uniform_variant(4, 128, 8, rank=16, outliers=True)
+    yield uniform_variant(4, 64, 8, rank=4, outliers=True)
+    yield uniform_variant(4, 256, 4, rank=4)
+    yield uniform_variant(4, 256, 4, rank=4, outliers=True)
+    yield uniform_variant(2, 128, 4, 128, key_group=(1, 128), rank=4, outliers=True)
+    yield uniform_variant(4, 128, 4, listed=True, rank=4, outliers=True)
     for coupled in (2, 4, 8):
-        yield lookup_variant(128, coupled, 256, 4)
+        yield lookup_variant(128, coupled, 8, 4)
+    for bits in (1, 2, 3, 4, 9, 10, 12):
+        yield lookup_variant(128, 4 if bits > 4 else 1, bits, 4)
+    yield lookup_variant(128, 4, 8, 4, listed=True)
+    for D, coupled, bits, half in (
+        (128, 4, 8, 64),
+        (128, 1, 4, 64),
+        (128, 4, 10, 32),
+        (96, 3, 8, 16),
+        (256, 8, 8, 128),
+    ):
+        yield lookup_variant(D, coupled, bits, 4, half=half)
+    for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
+        yield pages_variant(dtype, D, 16)
+    for dtype, D in (("bf16", 16), ("bf16", 32), ("bf16", 128), ("fp32", 16)):
+        yield pages_variant(dtype, D, 16, labels=True)
+    for bits in LABEL_BITS:
+        yield coded_labels_variant(bits, 128 if bits == 1 else 32, 16)
     yield from other_variants()
 
 
 def compile_variant(variant: Variant, chip: int) -> Figures:
     """Compile for one chip and read the machine code."""
-    signature: dict[str, str] = {}
-    constants = dict(variant.constants)
-    attributes: dict[tuple[int], list[list[object]]] = {}
+    signature: dict[str, Any] = {}
+    constants: dict[str | tuple[int, ...], Any] = dict(variant.constants)
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in variant.tuples:
+            signature[name] = tuple(kind or "constexpr" for kind in variant.tuples[name])
+            for position, kind in enumerate(variant.tuples[name]):
+                if kind is None:
+                    constants[(index, position)] = None
+                else:
+                    attributes[(index, position)] = [["tt.divisibility", 16]]
         elif name in variant.pointers:
             signature[name] = f"*{variant.pointers[name]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -203,10 +299,22 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump reports no resource usage:\n{usage}")
-    loop = main_loop(code)
-    copies = sum(bool(re.search(r"LDGSTS\S*\.128", line)) for line in loop)
-    per_byte = round(len(loop) * variant.warps / variant.loop_bytes, 3) if variant.loop_bytes else 0.0
-    return Figures(int(found[1]), int(found[2]), compiled.metadata.shared, len(loop), copies, per_byte)
+    body = main_loop(code) or instructions(code)
+    loads = [line for line in body if re.match(r"(@\S+ )?(LDGSTS|LDG)\b", line)]
+    kinds = [("LDGSTS" in line, ".128" in line) for line in loads]
+    return Figures(
+        int(found[1]),
+        int(found[2]),
+        compiled.metadata.shared,
+        len(body),
+        round(len(body) * variant.warps / variant.read_bytes, 3),
+        *(kinds.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))),
+    )
+
+
+def instructions(code: str) -> list[str]:
+    """All instructions of disassembled code."""
+    return [line.strip() for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)]
 
 
 def main_loop(code: str) -> list[str]:
@@ -216,8 +324,8 @@ def main_loop(code: str) -> list[str]:
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
             labels[label[1]] = len(lines)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            lines.append(instruction[1])
+        else:
+            lines += instructions(line)
     loops = []
     for at, line in enumerate(lines):
         target = re.search(r"BRA.*?(\.L_x_\d+)", line)
@@ -226,15 +334,6 @@ def main_loop(code: str) -> list[str]:
             if any("MUFU.EX2" in x for x in body):
                 loops.append(body)
     return min(loops, key=len, default=[])
-
-
-def table(chips: list[int], only: str = "") -> dict[str, dict[str, Figures]]:
-    """Figures by variant and chip."""
-    return {
-        variant.name: {f"sm_{chip}": compile_variant(variant, chip) for chip in chips}
-        for variant in variants()
-        if only in variant.name
-    }
 
 
 def _run(tool: str, *arguments: str) -> str:
@@ -247,21 +346,16 @@ def main() -> None:
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS))
     parser.add_argument("--only", default="", help="variants whose name contains this")
     arguments = parser.parse_args()
-    print(
-        f"{'variant':34} {'chip':>7} {'regs':>5} {'spill':>6} {'shared':>7} {'copies':>7} {'loop':>5} {'inst/byte':>9}"
-    )
+    names = ("regs", "spills", "shared", "instr", "/byte", "copy128", "copy", "load128", "load")
+    print(f"{'variant':42} {'chip':>6}", *(f"{name:>7}" for name in names))
     results: dict[str, dict[str, Any]] = {}
     for variant in variants():
         if arguments.only not in variant.name:
             continue
         for chip in arguments.chips:
-            f = compile_variant(variant, chip)
-            results.setdefault(variant.name, {})[f"sm_{chip}"] = asdict(f)
-            print(
-                f"{variant.name:34} {'sm_' + str(chip):>7} {f.registers:5} {f.spills:6} {f.shared:7} "
-                f"{f.loop_async_copies:7} {f.loop_instructions:5} {f.instructions_per_byte:9.3f}",
-                flush=True,
-            )
+            figures = asdict(compile_variant(variant, chip))
+            results.setdefault(variant.name, {})[f"sm_{chip}"] = figures
+            print(f"{variant.name:42} sm_{chip:<3}", *(f"{figure:7}" for figure in figures.values()), flush=True)
     if arguments.out:
         record = {"triton": triton.__version__, "variants": results}
         arguments.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

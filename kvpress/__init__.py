@@ -18,7 +18,7 @@ _EXPORTS = {
         "NonePress", "ObservedAttentionPress", "PrefillDecodingPress", "PyramidKVPress", "RandomPress", "ScorerPress",
         "SnapKVPress", "StreamingLLMPress", "TOVAPress",
     ],
-    "kvpress.quant": ["KIVIPress"],
+    "kvpress.quant": ["AdaQuantPress", "CoupledQuantPress", "GEARLPress", "GEARPress", "KIVIPress", "ZipCachePress"],
     "kvpress.sparse": ["QuestPress"],
 }  # fmt: skip
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
     from kvpress.pipeline import KVPressTextGenerationPipeline
     from kvpress.presses import *  # noqa: F403
-    from kvpress.quant import KIVIPress
+    from kvpress.quant import *  # noqa: F403
     from kvpress.registry import register
     from kvpress.sparse import QuestPress
     from kvpress.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec

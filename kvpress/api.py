@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def reading(model: Any, press: BasePress | None = None) -> Iterator[Any]:
+def reading(model: Any, press: BasePress | None = None, capture: bool = False) -> Iterator[Any]:
     """Read compressed caches inside the block without evicting from the tokens that are read.
 
     With `press`, its codec still encodes older tokens, its selector still chooses what decoding reads and a decoding
     schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a context
-    that was compressed before they were known.
+    that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are replayed.
     """
-    from kvpress.hf import session
+    from kvpress.hf import graph_recorder, session
     from kvpress.presses.none import NonePress
 
-    with session(press if press is not None else NonePress(), model, evict=False) as current:
+    recorder = graph_recorder(model) if capture else None
+    with session(press if press is not None else NonePress(), model, evict=False, recorder=recorder) as current:
         yield current
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kvpress.cache.report import format_bytes
@@ -61,6 +63,60 @@ def plan_command(
     for spec, planned in rows:
         table.add_row(spec, format_bytes(planned.total_bytes), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}")
     _console().print(table)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
+    data: Annotated[
+        list[str], typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated.")
+    ],
+    out: Annotated[Path, typer.Option(help="The calibration file to write.")],
+    method: Annotated[Literal["cq"], typer.Option(help="What to fit: `cq`, books for coupled quantisation.")] = "cq",
+    coupled: Annotated[str, typer.Option(help="Channels in a code: one number, or keys,values.")] = "4",
+    bits: Annotated[str, typer.Option(help="Bits of a code: one number, or keys,values.")] = "8",
+    fisher: Annotated[bool, typer.Option(help="Weigh vectors by their squared gradients.")] = True,
+    sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
+    iterations: Annotated[int, typer.Option(help="Most rounds of k-means.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Of the random starts.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
+    del method
+    from kvpress.api import load_model
+    from kvpress.calibrate import CoupledSettings, calibrate
+    from kvpress.corpus import documents, pack
+
+    console = Console(stderr=True)
+    try:
+        settings = CoupledSettings(_sides("coupled", coupled), _sides("bits", bits), fisher, iterations, seed)
+        loaded, tokenizer = load_model(model)
+        ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
+        with Progress(console=console) as progress:
+            rows: dict[str, TaskID] = {}
+
+            def report(what: str, done: int, total: int) -> None:
+                if what not in rows:
+                    rows[what] = progress.add_task(what)
+                progress.update(rows[what], completed=done, total=total)
+
+            calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
+    except (ValueError, OSError, NotImplementedError) as error:
+        console.print(f"[red]error:[/] {error}", markup=True, highlight=False)
+        raise typer.Exit(2) from error
+    typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
+
+
+def _sides(name: str, text: str) -> tuple[int, int]:
+    """Read one number for keys and values, or one for each."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise ValueError(f"{name} must be a number or two, keys,values; got {text!r}")
+    return numbers[0], numbers[-1]
 
 
 def _console() -> Console:

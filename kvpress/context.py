@@ -25,7 +25,8 @@ class LayerCall:
 
     `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `columns [B, seen]` marks real tokens,
     None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
-    ran. `layer` counts the layers that this library stores, of `layers` in all.
+    ran. `layer` counts the layers that this library stores, of `layers` in all. `shared` is state that all layers of the
+    cache have in common.
     """
 
     module: nn.Module
@@ -44,6 +45,7 @@ class LayerCall:
     attentions: Tensor | None = None
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @property
     def whole_lse(self) -> Tensor:

@@ -7,6 +7,9 @@ How a forward pass goes inside `with press(model)`:
 3. `attention` runs the model's own implementation while everything is still in the window, and reads all parts of the
    store otherwise;
 4. a hook after the module lets the press evict, and the codec encode.
+
+Where decode steps are replayed (`capture=True`), the whole forward pass is static: 2. writes the token at the window's cursor,
+and 4. follows for all layers once the pass is over.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +41,11 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from kvpress.api import reference_path
 from kvpress.attention import Logits, ungroup
 from kvpress.cache.store import KVStore
-from kvpress.checks import check_finite, check_forward, check_generate, check_model
+from kvpress.cache.window import Columns, Cursor
+from kvpress.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
+from kvpress.checks import _setting, check_finite, check_forward, check_generate, check_model
 from kvpress.context import LayerCall, Phase
+from kvpress.kernels.coded import per_pair, turn_halves
 
 if TYPE_CHECKING:
     from kvpress.presses.base import BasePress
@@ -70,6 +76,7 @@ class PressLayer(CacheLayerMixin):
     def __init__(self) -> None:
         self.store: KVStore | None = None
         self.call: LayerCall | None = None
+        self.static = False
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -87,7 +94,10 @@ class PressLayer(CacheLayerMixin):
                 "this cache holds compressed pairs and can only be read inside a press: put the call inside "
                 "`with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
             )
-        self.store.append(key_states, value_states)
+        if self.static:
+            self.store.window.write(key_states, value_states)
+        else:
+            self.store.append(key_states, value_states)
         if self.call is None:
             return self.store.window.filled_keys, self.store.window.filled_values
         self.call.store = self.store
@@ -166,10 +176,17 @@ class PressMask:
     Models pass masks through untouched, so one object serves layers that use our attention and layers that do not.
     """
 
-    columns: Tensor | None
+    mask: Tensor | None
     arguments: dict[str, Any]
     build: Callable[..., Any]
     built: list[Any] = field(default_factory=list)
+    columns: Columns | None = None
+
+    def real(self, seen: int) -> Columns | None:
+        """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
+        if self.columns is None and self.mask is not None:
+            self.columns = Columns(self.mask[:, :seen])
+        return self.columns
 
     def native(self) -> Any:
         """Return the mask of the model's own attention implementation."""
@@ -219,28 +236,37 @@ def attention(
     call.queries = query
     call.logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
     call.sinks = kwargs.get("s_aux")
-    call.columns = None if attention_mask is None else attention_mask.columns
-    if call.columns is not None:
-        call.columns = call.columns[:, : store.seen]
+    static = session.static
+    if static is not None:
+        columns = static.columns
+    else:
+        columns = None if attention_mask is None else attention_mask.real(store.seen)
+    call.columns = None if columns is None else columns.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
-    own = bool(store.sealed) or (length == 1 and call.seen_before > 0 and query.device.type == "cpu")
+    own = bool(store.sealed) or (
+        length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
+    )
     if own:
-        out, call.lse = store.attend(query, call.logits, call.columns, call.sinks, session.selector_for(call))
+        out, call.lse = store.attend(query, call.logits, columns, call.sinks, session.layers[id(module)].selector)
         result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
         result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
-    session.observe(call)
+    if static is None:
+        session.observe(call)
     return result, call.attentions
 
 
 class Session:
     """One `with press(model)` block: installs the hooks, restores everything on exit.
 
-    `cache` is the cache last used inside the block; `evict=False` reads compressed caches without evicting at prefill.
+    `cache` is the cache last used inside the block; `evict=False` reads compressed caches without evicting at prefill. With a
+    `recorder`, decode steps are recorded and replayed.
     """
 
-    def __init__(self, press: BasePress, model: PreTrainedModel, evict: bool = True) -> None:
+    def __init__(
+        self, press: BasePress, model: PreTrainedModel, evict: bool = True, recorder: Recorder | None = None
+    ) -> None:
         self.press = press
         self.model = model
         self.evict = evict
@@ -248,17 +274,25 @@ class Session:
         self.prefill_until = 0
         self.native_name = model.config._attn_implementation
         self.modules = [m for m in model.modules() if is_attention(m)]
-        self.index = {id(module): i for i, module in enumerate(self.modules)}
+        self.layers: dict[int, LayerPlan] = {}
         text = model.config.get_text_config(decoder=True)
-        kinds = layer_types(text) if self.modules else []
-        self.full = {i for i, kind in enumerate(kinds) if kind == "full_attention"}
+        self.kinds = layer_types(text) if self.modules else []
+        self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        self.captured = None if recorder is None else CapturedForward(self, model.forward, recorder)
         self._undo: list[Callable[[], Any]] = []
+
+    @property
+    def static(self) -> StaticPass | None:
+        """The static pass under way, if any."""
+        return None if self.captured is None else self.captured.under_way
 
     def enter(self) -> None:
         """Check the model, then install; nothing is changed if a check fails."""
         self.press.validate()
         check_model(self.model, self.press, bool(self.modules), bool(self.full))
+        if self.captured is not None:
+            check_capture(self)
         self.press.post_init_from_model(self.model)
         try:
             self._install()
@@ -283,7 +317,9 @@ class Session:
             _sessions[key] = self
             self._undo.append(partial(_sessions.pop, key, None))
         rotary = getattr(self.decoder, "rotary_emb", None)
+        self.watched = self.press.decoding_observers()
         for module in self.modules:
+            self.layers[id(module)] = LayerPlan(self, module)
             handles = [
                 module.register_forward_pre_hook(self._before, with_kwargs=True),
                 module.register_forward_hook(self._after, with_kwargs=True),
@@ -296,10 +332,17 @@ class Session:
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
         self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
         if hasattr(self.model, "generate"):
-            attributes = self.model.__dict__
-            own = {name: attributes[name] for name in ("generate",) if name in attributes}
-            attributes["generate"] = self._generate(self.model.generate)
-            self._undo += [partial(attributes.update, own), partial(attributes.pop, "generate", None)]
+            self._replace("generate", self._generate(self.model.generate))
+        if self.captured is not None:
+            self._replace("forward", self.captured)
+            self._undo.append(self.captured.forget)
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        """Put `function` in the place of a method of the model."""
+        attributes = self.model.__dict__
+        own = {name: attributes[name]} if name in attributes else {}
+        attributes[name] = function
+        self._undo += [partial(attributes.update, own), partial(attributes.pop, name, None)]
 
     def exit(self) -> None:
         """Undo everything, newest first."""
@@ -307,20 +350,19 @@ class Session:
             self._undo.pop()()
         self.press.__dict__["_last_cache"] = self.cache
 
-    def selector_for(self, call: LayerCall) -> Any:
-        """Return the selector that this layer's decode uses, or None."""
-        selector = self.press.selector
-        return selector if selector is not None and selector.reads(call.layer) else None
-
     # -- hooks -----------------------------------------------------------------------------------------------
 
     def _generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             self.prefill_until = check_generate(self.model, *args, **kwargs)
+            if self.captured is not None:
+                check_captured_generate(self.model, *args, **kwargs)
             try:
                 return generate(*args, **kwargs)
             finally:
                 self.prefill_until = 0
+                if self.captured is not None:
+                    self.captured.forget()
 
         return wrapped
 
@@ -337,18 +379,21 @@ class Session:
             return
         self.cache = cache
         hidden = kwargs.get("hidden_states", args[0] if args else None)
+        plan = self.layers[id(module)]
+        length = hidden.shape[1] if hidden is not None else 1
+        layer.static = self.static is not None
         call = LayerCall(
             module=module,
             store=layer.store,  # type: ignore[arg-type]
-            layer=self.index[id(module)],
+            layer=plan.index,
             layers=len(self.modules),
             kwargs=kwargs,
             hidden_states=hidden,  # type: ignore[arg-type]
-            seen_before=layer.get_seq_length(),
-            rotate=find_rotate(module),
-            rotary=find_rotary(module, self.decoder, hidden),
+            seen_before=layer.get_seq_length() - (length if layer.static else 0),
+            rotate=plan.rotate,
+            rotary=None if plan.rotary is None or hidden is None else partial(plan.rotary, hidden),
+            shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
-        length = hidden.shape[1] if hidden is not None else 1
         call.phase = self._phase(call.seen_before, length)
         layer.call = call
         module.__dict__[_CALL] = call
@@ -360,16 +405,21 @@ class Session:
     def observe(self, call: LayerCall) -> None:
         """Let the press's observers see a pass, where a later eviction needs it."""
         evicting = call.phase == "prefill" and self.evict
-        wanted = self.press.observers() if evicting else self.press.decoding_observers()
+        wanted = self.press.observers() if evicting else self.watched
         for name, make in wanted.items():
             call.store.observers.setdefault(name, make()).observe(call)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs, output
         call = self._release(module)
-        if call is None:
-            return
-        store = call.store
+        if call is not None and self.static is not None:
+            self.static.calls.append(call)
+        elif call is not None:
+            self.follow(call)
+
+    def follow(self, call: LayerCall) -> None:
+        """Let the press evict, and the codec encode, once a layer's pass is over."""
+        store, plan = call.store, self.layers[id(call.module)]
         if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
             return
         if call.phase == "decode":
@@ -377,22 +427,21 @@ class Session:
             self.press.after_decode(call)
         elif self.evict:
             self.press.after_prefill(call)
-            store.forget(self.press.decoding_observers())
-        codec = self.press.codec_for(call.layer)
-        if codec is not None:
+            store.forget(self.watched)
+        if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
-            store.settle(codec, call.columns, wait=call.phase == "decode")
-        selector = self.selector_for(call)
-        if selector is not None:
+            store.settle(plan.codec, call.columns, wait=call.phase == "decode", call=call)
+        if plan.selector is not None:
             for segment in store.segments:
-                selector.prepare(segment)
+                plan.selector.prepare(segment)
 
     def _release(self, module: nn.Module) -> LayerCall | None:
         """Take the call off a module and its cache layer, so that neither keeps the other alive."""
         call: LayerCall | None = module.__dict__.pop(_CALL, None)
         if call is not None:
-            call.kwargs["past_key_values"].layers[module.layer_idx].call = None
+            layer = call.kwargs["past_key_values"].layers[module.layer_idx]
+            layer.call, layer.static = None, False
         return call
 
     def native_attention(self, module: nn.Module) -> Callable[..., Any]:
@@ -401,15 +450,160 @@ class Session:
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.native_name, eager)
 
 
+class LayerPlan:
+    """What one attention layer does under a press: the same in every pass, so it is worked out once per session."""
+
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self.index = session.modules.index(module)
+        self.codec = session.press.codec_for(self.index)
+        selector = session.press.selector
+        self.selector = selector if selector is not None and selector.reads(self.index) else None
+        self.rotate = find_rotate(module)
+        self.rotary = find_rotary(module, session.decoder)
+
+
+@dataclass
+class StaticPass:
+    """A forward pass that leaves the host's counters alone: the real tokens it sees, and the layers' calls it made."""
+
+    columns: Columns | None
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+class CapturedForward:
+    """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on."""
+
+    def __init__(self, session: Session, forward: Callable[..., Any], recorder: Recorder) -> None:
+        update_wrapper(self, forward, updated=())
+        self.session = session
+        self.forward = forward
+        self.names = list(inspect.signature(forward).parameters)
+        self.replay = Replay(recorder, self._step)
+        self.under_way: StaticPass | None = None
+        self.kind: type[Any] = dict
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the cache."""
+        self.replay.forget()
+        self.calls: list[LayerCall] = []
+        self.columns: Columns | None = None
+        self.rest: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if arguments.get("output_hidden_states", getattr(self.session.model.config, "output_hidden_states", False)):
+            raise ValueError("a replayed step gives logits only: leave out output_hidden_states or use capture=False")
+        stores = self._stores(arguments)
+        if not stores:
+            return self.forward(**arguments)
+        ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
+        columns = None if mask is None else Columns(mask.to(ids.device, torch.bool))
+        cursors = self._cursors(stores, columns)
+        if cursors is None:
+            return self.forward(**arguments, attention_mask=mask)
+        if arguments.get("position_ids") is None:
+            arguments["position_ids"] = torch.full((1, 1), stores[0].seen, device=ids.device)
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for store in stores:
+            store.count_token()
+        self.columns = columns
+        outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
+        for call in self.calls:
+            call.columns, call.seen_before = None if columns is None else columns.real, call.store.seen - 1
+            self.session.follow(call)
+        return self.kind(**outputs, **self.rest)
+
+    def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
+        """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
+        self.under_way = StaticPass(self.columns)
+        try:
+            output = self.forward(**inputs, **settings)
+            self.calls = self.under_way.calls
+        finally:
+            self.under_way = None
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        self.kind, self.rest = type(output), {name: value for name, value in output.items() if name not in tensors}
+        return tensors
+
+    def _stores(self, arguments: dict[str, Any]) -> list[KVStore]:
+        """Return the stores of a call that reads one token per row behind a cache of ours; none for other calls."""
+        cache, ids, mask = (arguments.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+        if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
+            return []
+        stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
+        seen, config = cache.get_seq_length(), self.session.model.config
+        # Models of several modalities count positions in their own way.
+        placed = arguments.get("position_ids") is not None or config.get_text_config() is config
+        fits = (
+            placed
+            and len(stores) == len(self.session.modules)
+            and tuple(ids.shape) == (stores[0].batch, 1)
+            and all(store.seen == seen for store in stores)
+            and seen >= self.session.prefill_until
+            and (mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)))
+            and arguments.get("return_dict") is not False
+        )
+        return stores if fits else []
+
+    def _cursors(self, stores: list[KVStore], columns: Columns | None) -> list[Cursor] | None:
+        """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""
+        cursors = []
+        for plan, store in zip(self.session.layers.values(), stores, strict=True):
+            cursor = store.ready(columns, SPARE if plan.codec is None else min(SPARE, plan.codec.group))
+            if cursor is None:
+                return None
+            cursors.append(cursor)
+        return cursors
+
+
+def check_capture(session: Session) -> None:
+    """Refuse models and presses whose decode steps cannot be replayed."""
+    name, press = type(session.model).__name__, type(session.press).__name__
+    other = sorted({kind for kind in session.kinds if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
+            "token; use capture=False"
+        )
+    if session.press.decoding_observers():
+        raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")
+    if "dynamic" in str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", "")):
+        raise ValueError(f"the rotary embedding of {name} changes with the length on the host; use capture=False")
+    if "position_ids" not in inspect.signature(session.model.forward).parameters:
+        raise ValueError(f"{name} takes no position_ids, so its positions are set on the host; use capture=False")
+
+
+def check_captured_generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> None:
+    """Refuse ways of generating that rearrange the cache at every token."""
+    del inputs
+    beams = _setting("num_beams", kwargs, (generation_config, model.generation_config))
+    if beams is not None and beams > 1:
+        raise ValueError(
+            f"num_beams={beams} rearranges the cache at every token, so no step can be replayed; use num_beams=1 or "
+            "capture=False"
+        )
+
+
 @contextmanager
-def session(press: BasePress, model: PreTrainedModel, evict: bool = True) -> Iterator[Session]:
-    """Install `press` on `model` for the length of a `with` block."""
-    current = Session(press, model, evict)
+def session(
+    press: BasePress, model: PreTrainedModel, evict: bool = True, recorder: Recorder | None = None
+) -> Iterator[Session]:
+    """Install `press` on `model` for the length of a `with` block; with a `recorder`, replay its decode steps."""
+    current = Session(press, model, evict, recorder)
     current.enter()
     try:
         yield current
     finally:
         current.exit()
+
+
+def graph_recorder(model: PreTrainedModel) -> Recorder:
+    """Return what records the decode steps of a model as CUDA graphs."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"capture needs a model on one device, this one is on {', '.join(devices)}; use capture=False")
+    return GraphRecorder(model.device)
 
 
 def adopt_layer(cache: Cache, module: nn.Module) -> PressLayer | None:
@@ -457,17 +651,15 @@ def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     return None
 
 
-def find_rotary(
-    module: nn.Module, decoder: nn.Module, like: Tensor | None
-) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    """Return `positions [B, n] -> (cos, sin)` of this layer, from the model's own embedding."""
+def find_rotary(module: nn.Module, decoder: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return `(like, positions [B, n]) -> (cos, sin)` of this layer, from the model's own embedding."""
     embedding = getattr(decoder, "rotary_emb", None)
-    if embedding is None or like is None:
+    if embedding is None:
         return None
     extra = {}
     if "layer_type" in inspect.signature(embedding.forward).parameters:
         extra["layer_type"] = getattr(module, "layer_type", None)
-    return lambda positions: embedding(like, positions, **extra)
+    return partial(embedding, **extra)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -501,3 +693,27 @@ def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval(), tokenizer
+
+
+def check_halves_rotate(model: PreTrainedModel) -> None:
+    """Refuse models whose rotary embedding is not one that pairs channels i and i + d / 2 of the leading d."""
+    decoder = model.get_decoder()
+    for module in (m for m in model.modules() if is_attention(m)):
+        rotate, rotary = find_rotate(module), find_rotary(module, decoder)
+        if not getattr(module, "use_rope", True):
+            continue
+        name = type(module).__name__
+        if rotate is None or rotary is None:
+            raise NotImplementedError(
+                f"{name} has no rotary embedding of its decoder that keys could be turned back by"
+            )
+        cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor([[7]], device=next(model.parameters()).device))
+        vectors = torch.randn(1, 1, 1, module.head_dim, device=cos.device)
+        pairs = [per_pair(part[0]) for part in (cos, sin)]
+        fits = 2 * pairs[0].shape[-1] <= module.head_dim
+        if not fits or not torch.allclose(
+            rotate(vectors, cos, sin)[0, 0], turn_halves(vectors[0, 0], *pairs), atol=1e-3
+        ):
+            raise NotImplementedError(
+                f"{name} rotates channels in another layout than halves; its keys cannot be coded"
+            )

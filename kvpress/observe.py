@@ -8,7 +8,7 @@ they score; all of their state lives in the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Observer(ABC):
-    """State of one layer that grows with every forward pass; `side` names the per-pair array it records, if any."""
+    """State of one layer that grows with every forward pass; `sides` names the per-pair arrays it records, if any."""
 
-    side = ""
+    sides: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:
@@ -84,7 +84,7 @@ class ColumnMass(Observer):
     keys is ever held: queries are taken in blocks.
     """
 
-    side = "mass"
+    sides = ("mass",)
 
     def __init__(self) -> None:
         self.queries = 0
@@ -166,6 +166,80 @@ class ColumnMass(Observer):
 
     def to(self, device: torch.device | str) -> None:
         """The side arrays move with the pairs."""
+
+
+class ProbeAttention(Observer):
+    """Attention that the pairs in the window receive from probe queries: side arrays `saliency` and `probes`, float32.
+
+    `saliency` sums the weights over the query heads of the group, `probes` counts the probes that could see the pair. Of a
+    pass of n tokens, `share / 2` are probes because they are the newest and `share / 2` by a hash of their position, so
+    that a row's probes depend neither on its batch nor on how often it was read; single tokens always are.
+    """
+
+    sides = ("saliency", "probes")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def observe(self, call: LayerCall) -> None:
+        window, length = call.store.window, call.queries.shape[2]
+        for name in self.sides:
+            if name not in window.side:
+                window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=window.keys.device)
+        if call.columns is None or length == 1:
+            self._add(call, slice(0, call.store.batch), self._probes(call.seen_before, length))
+            return
+        real = call.columns.sum(dim=1), call.columns[:, -length:].sum(dim=1)
+        for row, (seen, new) in enumerate(zip(*(part.tolist() for part in real), strict=True)):
+            self._add(call, slice(row, row + 1), length - new + self._probes(seen - new, new))
+
+    def _probes(self, before: int, tokens: int) -> Tensor:
+        """Indexes of the probes among `tokens` new ones after `before` others, ascending."""
+        order = torch.arange(tokens)
+        if self.share == 1:
+            return order
+        recent = order >= tokens - max(1, round(self.share / 2 * tokens))
+        return (recent | (hashed(before + order) < self.share / 2)).nonzero().flatten()
+
+    def _add(self, call: LayerCall, rows: slice, probes: Tensor) -> None:
+        """Add the attention of the probes, indexes into this pass, in some batch rows."""
+        window, device = call.store.window, call.queries.device
+        keys = window.filled_keys[rows]
+        batch, heads, length, _ = keys.shape
+        at = probes.to(device) + length - call.queries.shape[2]
+        known = None if call.lse is None else call.lse.view(call.store.batch, heads, -1, call.queries.shape[2])[rows]
+        block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
+        for part in torch.arange(len(probes)).split(block):
+            newest, chosen = at[part], probes[part].to(device)
+            queries = call.queries[rows][:, :, chosen].reshape(batch, heads, -1, call.queries.shape[-1])
+            scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
+            visible = (torch.arange(length, device=device) <= newest[:, None]).expand(batch, -1, -1)
+            if call.columns is not None:
+                real = call.columns[rows, window.first : window.first + length].to(device)
+                visible = visible & real[:, None]
+            scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+            lse = scores.logsumexp(-1) if known is None else known[..., chosen]
+            if known is None and call.sinks is not None:
+                lse = torch.logaddexp(lse, call.sinks.float().view(1, heads, -1, 1).to(device))
+            weights = torch.exp(scores - lse[..., None])
+            window.side["saliency"][rows] += weights.sum(dim=(2, 3))
+            window.side["probes"][rows] += visible.sum(dim=1)[:, None]
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def select_rows(self, rows: Tensor) -> None:
+        """The side arrays move with the pairs."""
+
+    def to(self, device: torch.device | str) -> None:
+        """The side arrays move with the pairs."""
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """Spread non-negative integers over [0, 1), the same ones to the same place."""
+    mixed = (numbers * 0x9E3779B1) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 13)).double() / 2**32
 
 
 class QueryStats(Observer):

@@ -59,9 +59,10 @@ def entries() -> list[Entry]:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a name; an unknown one is a `KeyError` that names the nearest."""
+    """Return the entry of a name, or of a class name; an unknown one is a `KeyError` that names the nearest."""
     _load()
-    entry = _entries.get(normalise(name))
+    key = normalise(name)
+    entry = _entries.get(key) or next((e for e in _entries.values() if normalise(e.press.__name__) == key), None)
     if entry is None:
         known = {entry.name for entry in _entries.values()}
         raise UnknownNameError(f"unknown press {name!r}{nearest(name, known)}; `kvpress list` shows all")

@@ -39,6 +39,13 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     KIVIPress(4),
     KIVIPress((4, 2), group_size=16, residual_length=0, skip_layers=(0, 3)),
     KIVIPress(skip_layers=(1,)),
+    KIVIPress((8, (4, 2), 2), sinks=4),
+    kvpress.AdaQuantPress(((8, 4), (2, 1)), group_size=32, residual_length=0),
+    kvpress.GEARPress(4, group_size=32, rank=8, generated_rank=0, outliers=0.5, passes=1, buffer_length=96, sinks=1),
+    kvpress.GEARPress(backbone="kcvt", residual_length=9, skip_layers=(2,)),
+    kvpress.GEARLPress(3, rank=2),
+    kvpress.ZipCachePress((8, 4), (2, 1), salient_ratio=0.25, probe_ratio=1.0, interval=7, residual_length=3, sinks=2),
+    kvpress.CoupledQuantPress((10, 8), (8, 4), "books.safetensors", residual_length=0, sinks=0),
     QuestPress(64, page_size=8, skip_layers=0),
     ComposedPress([KnormPress(0.5), KIVIPress(4), QuestPress(128)]),
     kvpress.PrefillDecodingPress(
@@ -232,7 +239,7 @@ def test_composing_leaves_the_parts_alone() -> None:
 
 def test_roles_of_a_sum() -> None:
     press = KnormPress(0.5) + KIVIPress(4) + QuestPress(64)
-    assert press.codec == KIVIPress(4).codec
+    assert press.codec_at(0) == KIVIPress(4).codec_at(0)
     assert press.selector.budget == 64
     assert not press.acts_in_decoding
     assert not press.is_identity

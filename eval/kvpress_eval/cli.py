@@ -1,4 +1,4 @@
-"""The commands `kvpress eval` and `kvpress demo`."""
+"""The commands `kvpress eval`, `kvpress divergence` and `kvpress demo`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from transformers.utils import logging as transformers_logging
 
 from kvpress_eval.config import RunConfig
 from kvpress_eval.demo import demo_config
+from kvpress_eval.divergence import measure, to_table
 from kvpress_eval.errors import EvalError, translated_os_errors
 from kvpress_eval.frontier import write_frontier_png
 from kvpress_eval.report import write_report
 from kvpress_eval.runner import INTERRUPTED, RunResult, run
-from kvpress_eval.store import replace_file
+from kvpress_eval.store import replace_file, write_json
 from kvpress_eval.summary import summarise
 from kvpress_eval.table import print_table, to_csv, to_markdown
 from kvpress_eval.yaml_config import load_config
@@ -70,6 +71,49 @@ def eval_command(
     with _exit_codes() as console:
         chosen = load_config(config, {key: value for key, value in options.items() if value is not None})
         _measure(chosen, console)
+
+
+def divergence_command(
+    model: Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")] = "reference",
+    press: Annotated[list[str] | None, typer.Option(help="A press such as kivi:bits=4; may be repeated.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens that are read in one pass and compressed.", min=16)] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens that follow, one at a time.", min=1)] = 512,
+    samples: Annotated[int, typer.Option(help="Texts.")] = 4,
+    text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the generated texts.")] = 0,
+    language: Annotated[str, typer.Option(help="Wording of the generated texts: auto, reference or english.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Texts that are read together.")] = 4,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+) -> None:
+    """Measure how far presses move the next-token distributions while a text is continued.
+
+    The context is read in one pass and compressed, its continuation one token at a time through the compressed cache. A
+    perplexity from one pass over the text would show nothing: that pass never reads what a press has stored.
+    """
+    options: dict[str, Any] = {
+        "model": model,
+        "presses": tuple(press or ("none",)),
+        "lengths": (context,),
+        "samples": samples,
+        "seed": seed,
+        "language": language,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+    }
+    with _exit_codes() as console:
+        config = load_config(None, options)
+        if out:
+            with translated_os_errors(out.parent):
+                out.parent.mkdir(parents=True, exist_ok=True)
+        record = measure(config, tokens, text, console)
+        console.print(to_table(record["rows"]))
+        if out:
+            write_json(out, record)
 
 
 def demo_command(

@@ -63,6 +63,10 @@ class Layout:
             self._on_device[device] = (self.starts_tensor.to(device), self.lengths_tensor.to(device))
         return self._on_device[device]
 
+    def streams_of(self, rows: Tensor) -> Tensor:
+        """Stream of each of the given flat rows, int64."""
+        return torch.searchsorted(self.on(rows.device)[0], rows, right=True) - 1
+
     @property
     def stream_of_row(self) -> Tensor:
         """Stream number of every flat row, int64 [total] on the host."""

@@ -108,11 +108,12 @@ def memory_report(cache: Any) -> MemoryReport:
     if cache is None or not hasattr(cache, "layers"):
         raise TypeError(f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(cache).__name__}")
     reports, value_bytes = [], 2
+    counted: set[int] = set()
     for index, layer in enumerate(cache.layers):
         store: KVStore | None = getattr(layer, "store", None)
         if store is not None:
             value_bytes = store.window.keys.element_size()
-            reports.append(_measure(index, store))
+            reports.append(_measure(index, store, counted))
         elif isinstance(getattr(layer, "keys", None), Tensor):
             value_bytes = layer.keys.element_size()
             held = storage_bytes([layer.keys, layer.values])
@@ -124,8 +125,8 @@ def memory_report(cache: Any) -> MemoryReport:
     return MemoryReport(reports, value_bytes)
 
 
-def _measure(index: int, store: KVStore) -> LayerReport:
-    components = {name: storage_bytes(tensors) for name, tensors in store.tensors().items()}
+def _measure(index: int, store: KVStore, counted: set[int]) -> LayerReport:
+    components = {name: storage_bytes(tensors, counted) for name, tensors in store.tensors().items()}
     streams = store.batch * store.heads
     window = store.window
     pair_bytes = (window.keys.shape[-1] + window.values.shape[-1]) * window.keys.element_size()
@@ -141,10 +142,13 @@ def _tensors(item: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the storages behind tensors, each counted once."""
+def storage_bytes(tensors: list[Tensor], counted: set[int] | None = None) -> int:
+    """Bytes of the storages behind tensors, each once; those already `counted` not again, such as tables of all layers."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    fresh = sum(size for at, size in storages.items() if counted is None or at not in counted)
+    if counted is not None:
+        counted.update(at for at, size in storages.items() if size)
+    return fresh
 
 
 def kept_positions(cache: Any) -> list[list[list[Tensor]]]:

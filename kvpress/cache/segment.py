@@ -7,6 +7,7 @@ returns a new segment made of the given rows.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,24 @@ class Segment(ABC):
         taken.side = {name: array[rows.to(array.device)] for name, array in self.side.items()}
         taken._set_positions(self.columns()[rows.to(self.device)])
         return taken
+
+    def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
+        """Return the segments between the given ranks of every stream: before the first bound, ..., after the last."""
+        rank, stream = self.layout.rank_of_row, self.layout.stream_of_row
+        edges = [[0] * self.layout.streams, *bounds, self.layout.lengths]
+        pieces = []
+        for start, stop in itertools.pairwise(edges):
+            inside = (rank >= torch.tensor(start)[stream]) & (rank < torch.tensor(stop)[stream])
+            layout = Layout(b - a for a, b in zip(start, stop, strict=True))
+            pieces.append(self.take(inside.nonzero().flatten(), layout))
+        return pieces
+
+    def _sources(self, rows: Tensor, layout: Layout) -> Tensor:
+        """For every stream of `layout`, filled with the flat `rows`, one of our streams that it came from, int64."""
+        first = torch.tensor(layout.offsets[:-1], device=rows.device)
+        if not layout.total:
+            return torch.zeros_like(first)
+        return self.layout.streams_of(rows[first.clamp_max(layout.total - 1)])
 
     @classmethod
     def join(cls: type[SegmentT], segments: Sequence[SegmentT]) -> SegmentT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,26 @@ from torch import Tensor
 from kvpress.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment, SegmentT
-from kvpress.cache.window import Window
+from kvpress.cache.window import Columns, Cursor, Window
 
 if TYPE_CHECKING:
+    from kvpress.context import LayerCall
     from kvpress.observe import Observer
     from kvpress.quant.base import Codec
     from kvpress.sparse.base import Selector
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """What a codec may look at beside the pairs that it encodes.
+
+    Stream `n` of a segment belongs to kv head `n % heads`; `earlier` are the layer's encoded segments, oldest first;
+    `call` is the pass that filled the window, None outside a model.
+    """
+
+    heads: int
+    earlier: Sequence[Segment] = field(default_factory=tuple)
+    call: LayerCall | None = None
 
 
 class KVStore:
@@ -29,7 +44,8 @@ class KVStore:
 
     `seen` counts the tokens that the sequence has consumed, pads included; `columns`, where a method takes it, is the
     boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
-    `targets` are the pairs per head that each row was last cut down to.
+    `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
+    the window no longer holds.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -41,7 +57,7 @@ class KVStore:
         self.seen = 0
         self.since_eviction = 0
         self.targets: list[int] | None = None
-        self.sealed_tokens: Tensor | None = None
+        self.sealed_tokens: list[int] | None = None
         self.observers: dict[str, Observer] = {}
 
     @property
@@ -62,47 +78,62 @@ class KVStore:
         self.window.append(keys, values)
         self.seen += keys.shape[2]
 
+    def ready(self, columns: Columns | None, spare: int) -> Cursor | None:
+        """Return where a static step writes its token, after making room; None where only `append` can add it.
+
+        `columns` covers the new token; a full window grows by `spare`.
+        """
+        pads = self.window.pads(columns, self.window.length + 1)
+        if pads is None or self.window.side or self._hides_sealed(columns):
+            return None
+        self.window.reserve(spare)
+        return self.window.cursor_at(pads)
+
+    def count_token(self) -> None:
+        """Count the token of a static step, which itself leaves all counters on the host alone."""
+        self.window.length += 1
+        self.seen += 1
+
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(
         self,
         queries: Tensor,
         logits: Logits,
-        columns: Tensor | None = None,
+        columns: Columns | Tensor | None = None,
         sinks: Tensor | None = None,
         selector: Selector | None = None,
     ) -> Partial:
         """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
 
-        `sinks [Hq]` are extra logits without a value. Returns `(out [N, M, Dv], lse [N, M])` in float32.
+        Layers that share `columns` find out once what follows from it. `sinks [Hq]` are extra logits without a value.
+        Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
         rows = group_queries(queries, self.heads)
         parts = []
+        columns = Columns(columns) if isinstance(columns, Tensor) else columns
         hides = self._hides_sealed(columns)
         whole = self.sealed
         if selector is not None and length == 1 and self.segments and not hides:
             parts += selector.attend(rows, logits, self)
             whole = [] if self.dense is None else [self.dense]
         for segment in whole:
-            hidden = self._hidden(segment, columns) if hides and columns is not None else None
+            hidden = self._hidden(segment, columns.real) if hides and columns is not None else None
             parts.append(segment.attend(rows, logits, hidden))
         if self.window.length:
-            first = self.window.first
-            real = None if columns is None else columns[:, first : first + self.window.length]
-            parts.append(self.window.attend(rows, logits, length, real))
+            parts.append(self.window.attend(rows, logits, length, columns))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
             parts.append((torch.zeros_like(parts[-1][0]), extra))
         return merge(parts)
 
-    def _hides_sealed(self, columns: Tensor | None) -> bool:
+    def _hides_sealed(self, columns: Columns | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""
         if columns is None or self.sealed_tokens is None:
             return False
-        now = columns[:, : self.window.first].sum(dim=1).to(self.sealed_tokens.device)
-        return not torch.equal(now, self.sealed_tokens)
+        return columns.counts(self.window.first) != self.sealed_tokens
 
     def _hidden(self, segment: Segment, columns: Tensor) -> Tensor:
         row = (segment.layout.stream_of_row // self.heads).to(columns.device)
@@ -142,10 +173,7 @@ class KVStore:
         """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
         self.dense = dense if dense is not None and dense.layout.total else None
         self.window.clear(self.seen)
-        if columns is None:
-            self.sealed_tokens = torch.full((self.batch,), self.seen, device=self.window.keys.device)
-        else:
-            self.sealed_tokens = columns.sum(dim=1).to(self.window.keys.device)
+        self.sealed_tokens = [self.seen] * self.batch if columns is None else columns.sum(dim=1).tolist()
 
     def evict(self, kept: Sequence[Tensor], columns: Tensor | None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others."""
@@ -166,8 +194,8 @@ class KVStore:
         self.seal(survivors(self.open_segment(columns)), columns)
         self.since_eviction = 0
 
-    def settle(self, codec: Codec, columns: Tensor | None, wait: bool = False) -> None:
-        """Encode full tiles of the oldest dense pairs; the newest `codec.residual` stay as they are.
+    def settle(self, codec: Codec, columns: Tensor | None, wait: bool = False, call: LayerCall | None = None) -> None:
+        """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
         With `wait`, only once the window holds a tile: ragged streams would otherwise take turns at every token.
         """
@@ -178,15 +206,20 @@ class KVStore:
             return
         opened = self.open_segment(columns)
         lengths = opened.layout.lengths
-        encoded = [max(0, (length - codec.residual) // codec.group * codec.group) for length in lengths]
-        if not any(encoded):
+        sinks = [0] * len(lengths) if self.segments else [min(codec.sinks, length) for length in lengths]
+        ends = [
+            sink + max(0, (length - codec.residual - sink) // codec.group * codec.group)
+            for sink, length in zip(sinks, lengths, strict=True)
+        ]
+        if ends == sinks:
             return
-        head = opened.layout.rank_of_row < torch.tensor(encoded)[opened.layout.stream_of_row]
-        old = opened.take(head.nonzero().flatten(), Layout(encoded))
-        rest = Layout(length - cut for length, cut in zip(lengths, encoded, strict=True))
-        self.seal(opened.take((~head).nonzero().flatten(), rest), columns)
-        segment = codec.encode(old)
-        segment.positions, segment.first, segment.side = old.positions, old.first, old.side
+        first, old, rest = opened.cut(sinks, ends)
+        self.seal(rest, columns)
+        if first.layout.total:
+            self.segments.append(first)
+        segment = codec.encode(old, Sealing(self.heads, tuple(self.segments), call))
+        segment.positions, segment.first = old.positions, old.first
+        segment.side = {name: array for name, array in old.side.items() if name not in codec.reads_side}
         self.segments.append(segment)
         self._join_tail()
 
@@ -213,7 +246,7 @@ class KVStore:
         self.batch = len(order)
         self.targets = None if self.targets is None else [self.targets[row] for row in order]
         if self.sealed_tokens is not None:
-            self.sealed_tokens = self.sealed_tokens[rows.to(self.sealed_tokens.device)]
+            self.sealed_tokens = [self.sealed_tokens[row] for row in order]
         for observer in self.observers.values():
             observer.select_rows(rows)
 
@@ -232,17 +265,16 @@ class KVStore:
     def forget(self, needed: Collection[str]) -> None:
         """Drop the observers that are not needed any more, and the per-pair arrays that they recorded."""
         for name in [name for name in self.observers if name not in needed]:
-            side = self.observers.pop(name).side
-            self.window.side.pop(side, None)
-            for segment in self.sealed:
-                segment.side.pop(side, None)
+            for side in self.observers.pop(name).sides:
+                self.window.side.pop(side, None)
+                for segment in self.sealed:
+                    segment.side.pop(side, None)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device, in place."""
         for segment in self.sealed:
             segment.to(device)
         self.window.to(device)
-        self.sealed_tokens = None if self.sealed_tokens is None else self.sealed_tokens.to(device)
         for observer in self.observers.values():
             observer.to(device)
 
@@ -257,12 +289,10 @@ class KVStore:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Every tensor that this layer holds, by component."""
-        held: dict[str, list[Tensor]] = {"window": [self.window.keys, self.window.values]}
+        held: dict[str, list[Tensor]] = {"window": self.window.tensors()}
         extra: list[Tensor] = list(self.window.side.values())
         for observer in self.observers.values():
             extra += observer.tensors()
-        if self.sealed_tokens is not None:
-            held["indexes"] = [self.sealed_tokens]
         if extra:
             held["scores"] = extra
         for segment in self.sealed:

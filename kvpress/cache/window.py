@@ -12,11 +12,61 @@ GROWTH = 16
 """Smallest number of tokens by which a full window grows."""
 
 
+class Columns:
+    """Which of the tokens seen are real, `real [B, seen]`.
+
+    Layers ask the same questions and each answer waits for the device, so answers are kept: a forward pass shares one
+    of these.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self._counts: dict[int, list[int]] = {}
+        self._pads: dict[tuple[int, int], list[int] | None] = {}
+
+    def counts(self, end: int) -> list[int]:
+        """Real tokens of each row among the first `end`."""
+        if end not in self._counts:
+            self._counts[end] = self.real[:, :end].sum(dim=1).tolist()
+        return self._counts[end]
+
+    def left_padding(self, first: int, length: int) -> list[int] | None:
+        """Pads in front of each row of the `length` columns from `first`; None if there are holes elsewhere."""
+        key = (first, length)
+        if key not in self._pads:
+            pads = left_padding(self.real[:, first : first + length])
+            self._pads[key] = None if pads is None else pads.tolist()
+        return self._pads[key]
+
+
+class Cursor:
+    """How far a window is filled, on its device: what a recorded step reads and moves instead of host counters.
+
+    `starts` and `lengths [N]` are the streams of the block as flat rows, after `pads[b]` tokens of left padding;
+    `end [1]` is the first free token.
+    """
+
+    def __init__(self, window: Window, pads: list[int]) -> None:
+        self.pads = pads
+        self.starts, lengths = window.streams(torch.tensor(pads) if any(pads) else None)
+        self._counters = torch.cat([lengths, lengths.new_full((1,), window.length)])
+        self.lengths, self.end = self._counters[:-1], self._counters[-1:]
+
+    def move(self, tokens: int) -> None:
+        """Follow `tokens` new tokens."""
+        self._counters += tokens
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors held, for the memory report."""
+        return [self.starts, self._counters]
+
+
 class Window:
     """`keys [B, H, capacity, D]` and `values [B, H, capacity, Dv]`, of which the first `length` tokens are filled.
 
     Token `i` of the window is column `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
-    length, so that writing stays amortised constant and the slack stays below 2%.
+    length, so that writing stays amortised constant and the slack stays below 2%. `cursor`, once something asked for it,
+    follows `length` on the device until the block is replaced.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
@@ -25,6 +75,7 @@ class Window:
         self.length = keys.shape[2]
         self.first = first
         self.side: dict[str, Tensor] = {}
+        self.cursor: Cursor | None = None
 
     @classmethod
     def empty_like(cls, keys: Tensor, values: Tensor, first: int = 0) -> Window:
@@ -59,12 +110,37 @@ class Window:
             self.keys[:, :, self.length : end] = keys
             self.values[:, :, self.length : end] = values
             self.length = end
+            if self.cursor is not None:
+                self.cursor.move(new)
         for name, array in self.side.items():
             grown = array.new_zeros(*array.shape[:2], self.length)
             grown[..., : array.shape[-1]] = array
             self.side[name] = grown
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more tokens, or 1/64 of the length, if there is none for another."""
+        if self.length == self.capacity:
+            self._grow(self.length + max(tokens, self.length // 64))
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Write one token `[B, H, 1, D]` at the cursor and move it, all on the device; the caller counts it in `length`."""
+        assert self.cursor is not None  # noqa: S101 - for type checkers; `cursor_at` made it
+        self.keys.index_copy_(2, self.cursor.end, keys)
+        self.values.index_copy_(2, self.cursor.end, values)
+        self.cursor.move(1)
+
+    def cursor_at(self, pads: list[int]) -> Cursor:
+        """Return the cursor of a window whose rows begin with so many pads."""
+        if self.cursor is None or self.cursor.pads != pads:
+            self.cursor = Cursor(self, pads)
+        return self.cursor
+
+    def pads(self, columns: Columns | None, length: int) -> list[int] | None:
+        """Pads in front of each row of the first `length` tokens; None if there are holes elsewhere."""
+        return [0] * self.keys.shape[0] if columns is None else columns.left_padding(self.first, length)
+
     def _grow(self, capacity: int) -> None:
+        self.cursor = None
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = _empty(old, capacity)
@@ -74,29 +150,30 @@ class Window:
     def clear(self, first: int) -> None:
         """Forget all tokens; the next one is column `first`. Buffers are released: sealed pairs may be views of them."""
         self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
-        self.length, self.first = 0, first
-        self.side = {name: array[..., :0] for name, array in self.side.items()}
+        self.length, self.first, self.cursor = 0, first, None
+        self.side = {name: array[..., :0].clone() for name, array in self.side.items()}
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens."""
-        self.length -= tokens
+        self.length, self.cursor = self.length - tokens, None
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
 
-    def attend(self, queries: Tensor, logits: Logits, new: int, real: Tensor | None) -> Partial:
-        """Attend from the `new` newest tokens' `queries [N, G * new, D]`; `real [B, length]` marks tokens, None all."""
-        pads = None if real is None else left_padding(real)
-        if (real is None or pads is not None) and kernels.serves(queries, self.keys):
+    def attend(self, queries: Tensor, logits: Logits, new: int, columns: Columns | None) -> Partial:
+        """Attend from the `new` newest tokens' `queries [N, G * new, D]` to the real tokens."""
+        pads = self.pads(columns, self.length)
+        if pads is not None and kernels.serves(queries, self.keys):
             return self._attend_flat(queries, logits, new, pads)
+        real = None if columns is None else columns.real[:, self.first : self.first + self.length]
         visible = self.visible(queries.shape[1], new, real)
         return attend(queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible)
 
-    def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: Tensor | None) -> Partial:
+    def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: list[int]) -> Partial:
         """Read the preallocated block as flat rows: stream `n` starts at `n * capacity`, after its padding."""
-        starts, lengths = self.streams(pads)
+        cursor = self.cursor_at(pads)
         keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
         causal = new if new > 1 else 0
         return kernels.dense_decode(
-            queries, keys, values, starts, lengths, logits.scale, softcap=logits.softcap, causal=causal
+            queries, keys, values, cursor.starts, cursor.lengths, logits.scale, softcap=logits.softcap, causal=causal
         )
 
     def streams(self, pads: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,11 +202,17 @@ class Window:
     def select_rows(self, rows: Tensor) -> None:
         """Keep the given batch rows, in that order; repeats are allowed."""
         rows = rows.to(self.keys.device)
+        self.cursor = None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         self.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
 
+    def tensors(self) -> list[Tensor]:
+        """Tensors held, side arrays aside."""
+        return [self.keys, self.values] + ([] if self.cursor is None else self.cursor.tensors())
+
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device, in place."""
+        self.cursor = None
         self.keys, self.values = self.keys.to(device), self.values.to(device)
         self.side = {name: array.to(device) for name, array in self.side.items()}
 

@@ -22,6 +22,7 @@ from kvpress.kernels import checks
 from kvpress.kernels import reference as plain
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
+from kvpress.kernels.sinks import with_sinks
 from kvpress.kernels.triton import device
 
 
@@ -36,6 +37,7 @@ def dense_decode(
     softcap: float | None = None,
     causal: int = 0,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to the rows ``starts[n] .. starts[n] + lengths[n]``.
 
@@ -50,13 +52,15 @@ def dense_decode(
         causal: number Q of new tokens, the last Q rows of every stream: row m of q sees the first
             ``lengths[n] - Q + m % Q + 1`` rows. 0 lets every query see every row.
         bias: added to the logit of each row, float32 [R].
+        sinks: logits without a value that take part in the softmax, float32 [N, M].
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
     check(q, keys, values, softcap, causal, bias)
     checks.streams(starts, lengths, q)
-    return _dense_decode(q, keys, values, starts, lengths, scale, softcap, causal, bias)
+    out, lse = _dense_decode(q, keys, values, starts, lengths, scale, softcap, causal, bias)
+    return with_sinks(out, lse, sinks)
 
 
 def dense_select(
@@ -69,6 +73,7 @@ def dense_select(
     *,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to listed rows only; arguments as in `dense_decode`.
 
@@ -81,13 +86,15 @@ def dense_select(
         scale: factor of the logits.
         softcap: bound of the logits.
         bias: float32 [R].
+        sinks: float32 [N, M].
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
     check(q, keys, values, softcap, 0, bias)
     checks.selection(rows, counts, q)
-    return _dense_select(q, keys, values, rows, counts, scale, softcap, bias)
+    out, lse = _dense_select(q, keys, values, rows, counts, scale, softcap, bias)
+    return with_sinks(out, lse, sinks)
 
 
 def reference(

@@ -1,45 +1,23 @@
 """Decode attention on coupled codes: each code names a centroid for a few neighbouring channels (CQ, scalar codebooks).
 
-Streams, queries and results are those of `kvpress.kernels.dense`. With c coupled channels and E entries per book:
-
-    codes [R, D / c] uint8 (E <= 256) or int16      book [books, D / c, E, c] float16 or float32
-
-    key[r, g * c + j] = key_book[book_of_stream[n], g, key_codes[r, g], j],   values alike
-
-Keys coded before their rotary embedding are given `positions` and are rotated as they are read; rotate-half layout, the
+Streams, queries and results are those of `kvpress.kernels.dense`; codes and books are laid out as in `kvpress.kernels.coded`.
+Keys coded before their rotary embedding come with its angles and are rotated as they are read; rotate-half layout, the
 leading channels only where the rotary embedding is partial. Tables and sums are float32: the error is that of summing in
 another order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
 from kvpress.kernels import reference as plain
+from kvpress.kernels.coded import Coded, Rotary, check, rotary_of
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
+from kvpress.kernels.sinks import with_sinks
 from kvpress.kernels.triton import device
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary embedding of keys that are stored without it: `cos`, `sin` float32 [P, rotary / 2], `positions` int32 [R]."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    def turn(self, keys: Tensor, rows: Tensor) -> Tensor:
-        """Rotate keys [S, D] of the given rows [S]."""
-        at = self.positions[rows].long()
-        cos, sin = self.cos[at], self.sin[at]
-        half = cos.shape[1]
-        low, high, rest = keys[:, :half], keys[:, half : 2 * half], keys[:, 2 * half :]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
 
 
 def lookup_decode(
@@ -52,66 +30,117 @@ def lookup_decode(
     lengths: Tensor,
     scale: float,
     *,
+    key_bits: int = 8,
+    value_bits: int = 8,
     book_of_stream: Tensor | None = None,
+    coarse: Tensor | None = None,
+    fine: Tensor | None = None,
+    shift: Tensor | None = None,
     positions: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     causal: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to the coded rows ``starts[n] .. starts[n] + lengths[n]``.
 
     Args:
         q: queries [N, M, D]; float32, bfloat16 or float16. After rotation, whether or not the keys are.
-        key_codes: uint8 or int16 [R, D / c]; every code must be below E, which the kernel does not check.
-        key_book: centroids [books, D / c, E, c], float16 or float32.
-        value_codes: uint8 or int16 [R, Dv / c'], with a coupling of its own.
+        key_codes: packed codes, uint8 [R, D / c * key_bits / 8].
+        key_book: centroids [books, D / c, E, c], float16 or float32, with ``E <= 2 ** key_bits``.
+        value_codes: uint8 [R, Dv / c' * value_bits / 8], with a coupling c' of its own.
         value_book: centroids [books, Dv / c', E', c'].
         starts: first row of each stream, int64 [N].
         lengths: number of rows of each stream, int64 [N].
         scale: factor of the logits.
+        key_bits: bits per key code: 1, 2, 3, 4, 8, 9, 10 or 12.
+        value_bits: bits per value code.
         book_of_stream: book of each stream, int64 [N]; by default ``n % books``, one per key-value head.
-        positions: position of each row whose key is rotated when read, int32 [R]; None for keys stored as attended.
-        cos: float32 [P, rotary / 2], given with positions.
-        sin: as cos.
+        coarse: angles of every `STEP`-th position, float32 [P / STEP, 2, rotary / 2], given where keys are rotated as they
+            are read; see `kvpress.kernels.coded.Rotary`.
+        fine: angles of the positions in between, float32 [STEP, 2, rotary / 2], given with coarse.
+        shift: position minus row number of each stream, int64 [N], given with coarse.
+        positions: what stands for the row number there, int32 [R], where rows are not one position apart.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         bias: added to the logit of each row, float32 [R].
         causal: number of new query tokens, as in `dense_decode`.
+        sinks: logits without a value that take part in the softmax, float32 [N, M].
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    if book_of_stream is None:
-        book_of_stream = torch.arange(q.shape[0], device=q.device) % max(1, key_book.shape[0])
-    check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
+    books = _books(q, keys, book_of_stream)
+    check(q, keys, values, books, rotary, softcap, causal, bias)
     checks.streams(starts, lengths, q)
-    _check_rotary(q, key_codes.shape[0], positions, cos, sin)
-    return _lookup_decode(
-        q,
-        key_codes,
-        key_book,
-        value_codes,
-        value_book,
-        starts,
-        lengths,
-        book_of_stream,
-        scale,
-        positions,
-        cos,
-        sin,
-        softcap,
-        bias,
-        causal,
-    )
+    sides = (*_flat(keys), *_flat(values))
+    angles = (coarse, fine, shift, positions)
+    out, lse = _lookup_decode(q, *sides, starts, lengths, books, scale, *angles, softcap, bias, causal)
+    return with_sinks(out, lse, sinks)
 
 
-def reference(
+def lookup_select(
     q: Tensor,
     key_codes: Tensor,
     key_book: Tensor,
     value_codes: Tensor,
     value_book: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    scale: float,
+    *,
+    key_bits: int = 8,
+    value_bits: int = 8,
+    book_of_stream: Tensor | None = None,
+    coarse: Tensor | None = None,
+    fine: Tensor | None = None,
+    shift: Tensor | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each stream to listed coded rows only; the other arguments are those of `lookup_decode`.
+
+    Args:
+        q: queries [N, M, D].
+        key_codes: uint8 [R, D / c * key_bits / 8].
+        key_book: centroids [books, D / c, E, c].
+        value_codes: uint8 [R, Dv / c' * value_bits / 8].
+        value_book: centroids [books, Dv / c', E', c'].
+        rows: row numbers, int32 or int64 [N, K]; entries past ``counts[n]`` are not read.
+        counts: how many row numbers of each stream are valid, int64 [N].
+        scale: factor of the logits.
+        key_bits: bits per key code.
+        value_bits: bits per value code.
+        book_of_stream: int64 [N].
+        coarse: float32 [P / STEP, 2, rotary / 2].
+        fine: float32 [STEP, 2, rotary / 2].
+        shift: int64 [N].
+        positions: int32 [R].
+        softcap: bound of the logits.
+        bias: float32 [R].
+        sinks: float32 [N, M].
+
+    Returns:
+        Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
+    """
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
+    books = _books(q, keys, book_of_stream)
+    check(q, keys, values, books, rotary, softcap, 0, bias)
+    checks.selection(rows, counts, q)
+    sides = (*_flat(keys), *_flat(values))
+    angles = (coarse, fine, shift, positions)
+    out, lse = _lookup_select(q, *sides, rows, counts, books, scale, *angles, softcap, bias)
+    return with_sinks(out, lse, sinks)
+
+
+def reference(
+    q: Tensor,
+    keys: Coded,
+    values: Coded,
     rows: list[Tensor],
     books: list[int],
     scale: float,
@@ -121,26 +150,20 @@ def reference(
     causal: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Ground truth in float32: stream n attends to the decoded ``rows[n]``."""
-    out = torch.zeros(*q.shape[:2], value_book.shape[1] * value_book.shape[3], device=q.device)
+    out = torch.zeros(*q.shape[:2], values.channels, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
     for n, book in enumerate(books):
 
-        def keys(r: Tensor, book: int = book) -> Tensor:
-            stored = decode(key_codes, key_book[book], r)
-            return stored if rotary is None else rotary.turn(stored, r)
+        def read_keys(r: Tensor, n: int = n, book: int = book) -> Tensor:
+            stored = keys.rows(book, r)
+            return stored if rotary is None else rotary.turn(stored, rotary.at(n, r))
 
-        def values(r: Tensor, book: int = book) -> Tensor:
-            return decode(value_codes, value_book[book], r)
+        def read_values(r: Tensor, book: int = book) -> Tensor:
+            return values.rows(book, r)
 
-        one = plain.attend(q[n : n + 1], rows[n : n + 1], keys, values, scale, softcap, causal, bias)
+        one = plain.attend(q[n : n + 1], rows[n : n + 1], read_keys, read_values, scale, softcap, causal, bias)
         out[n], lse[n] = one[0][0], one[1][0]
     return out, lse
-
-
-def decode(codes: Tensor, book: Tensor, rows: Tensor) -> Tensor:
-    """Float32 channels [S, groups * c] of the given rows [S] of codes [R, groups]; book [groups, E, c]."""
-    groups = torch.arange(book.shape[0], device=codes.device)
-    return book[groups, codes[rows].long()].float().flatten(1)
 
 
 @torch.library.custom_op("kvpress::lookup_decode", mutates_args=())
@@ -148,101 +171,187 @@ def _lookup_decode(
     q: Tensor,
     key_codes: Tensor,
     key_book: Tensor,
+    key_bits: int,
     value_codes: Tensor,
     value_book: Tensor,
+    value_bits: int,
     starts: Tensor,
     lengths: Tensor,
     book_of_stream: Tensor,
     scale: float,
+    coarse: Tensor | None,
+    fine: Tensor | None,
+    shift: Tensor | None,
     positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
     softcap: float | None,
     bias: Tensor | None,
     causal: int,
 ) -> tuple[Tensor, Tensor]:
-    sides = (key_codes, key_book, value_codes, value_book)
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
     if launch.available(key_codes):
         count("lookup_decode")
-        where = (starts, lengths, book_of_stream, scale)
-        return _launch(q, *sides, *where, positions, cos, sin, softcap, bias, causal)
-    if positions is None and device.available(key_codes):
+        return _launch(
+            q,
+            keys,
+            values,
+            lengths,
+            book_of_stream,
+            scale,
+            starts=starts,
+            rotary=rotary,
+            softcap=softcap,
+            bias=bias,
+            causal=causal,
+        )
+    if device.available(key_codes):
         from kvpress.kernels.triton import lookup as gpu
 
         count("lookup_decode")
+        sides = (key_codes, key_book, value_codes, value_book)
         return gpu.lookup_decode(
-            q, *sides, starts, lengths, book_of_stream, scale, softcap=softcap, bias=bias, causal=causal
+            q,
+            *sides,
+            starts,
+            lengths,
+            scale,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            book_of_stream=book_of_stream,
+            coarse=coarse,
+            fine=fine,
+            shift=shift,
+            positions=positions,
+            softcap=softcap,
+            bias=bias,
+            causal=causal,
         )
     checks.in_range(starts, lengths, key_codes.shape[0])
-    rotary = None
     rows = plain.ranges(starts, lengths)
-    for n, (book, listed) in enumerate(zip(book_of_stream.tolist(), rows, strict=True)):
-        if not 0 <= book < key_book.shape[0]:
-            raise ValueError(f"stream {n} must name one of {key_book.shape[0]} books, got {book}")
-        if positions is not None and cos is not None and sin is not None:
-            rotary = Rotary(positions, cos, sin)
-            at = positions[listed]
-            if len(at) and not 0 <= int(at.min()) <= int(at.max()) < cos.shape[0]:
-                raise ValueError(f"stream {n} has positions outside the {cos.shape[0]} rows of cos")
-    return reference(q, *sides, rows, book_of_stream.tolist(), scale, rotary, softcap, bias, causal)
+    return reference(
+        q, keys, values, rows, _checked(book_of_stream, keys, rotary, rows), scale, rotary, softcap, bias, causal
+    )
 
 
-@_lookup_decode.register_fake
+@torch.library.custom_op("kvpress::lookup_select", mutates_args=())
+def _lookup_select(
+    q: Tensor,
+    key_codes: Tensor,
+    key_book: Tensor,
+    key_bits: int,
+    value_codes: Tensor,
+    value_book: Tensor,
+    value_bits: int,
+    rows: Tensor,
+    counts: Tensor,
+    book_of_stream: Tensor,
+    scale: float,
+    coarse: Tensor | None,
+    fine: Tensor | None,
+    shift: Tensor | None,
+    positions: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
+    if launch.available(key_codes):
+        count("lookup_select")
+        return _launch(
+            q, keys, values, counts, book_of_stream, scale, rows=rows, rotary=rotary, softcap=softcap, bias=bias
+        )
+    if device.available(key_codes):
+        from kvpress.kernels.triton import lookup as gpu
+
+        count("lookup_select")
+        sides = (key_codes, key_book, value_codes, value_book)
+        return gpu.lookup_select(
+            q,
+            *sides,
+            rows,
+            counts,
+            scale,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            book_of_stream=book_of_stream,
+            coarse=coarse,
+            fine=fine,
+            shift=shift,
+            positions=positions,
+            softcap=softcap,
+            bias=bias,
+        )
+    checks.listed_in_range(rows, counts, key_codes.shape[0])
+    listed = plain.listed(rows, counts)
+    return reference(
+        q, keys, values, listed, _checked(book_of_stream, keys, rotary, listed), scale, rotary, softcap, bias
+    )
+
+
 def _fake(
-    q: Tensor, key_codes: Tensor, key_book: Tensor, value_codes: Tensor, value_book: Tensor, *_: object
+    q: Tensor,
+    key_codes: Tensor,
+    key_book: Tensor,
+    key_bits: int,
+    value_codes: Tensor,
+    value_book: Tensor,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     streams, queries = q.shape[:2]
     out = q.new_empty(streams, queries, value_book.shape[1] * value_book.shape[3], dtype=torch.float32)
     return out, q.new_empty(streams, queries, dtype=torch.float32)
 
 
+_lookup_decode.register_fake(_fake)
+_lookup_select.register_fake(_fake)
+
+
 def _launch(
     q: Tensor,
-    key_codes: Tensor,
-    key_book: Tensor,
-    value_codes: Tensor,
-    value_book: Tensor,
-    starts: Tensor,
+    keys: Coded,
+    values: Coded,
     lengths: Tensor,
     book_of_stream: Tensor,
     scale: float,
-    positions: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    rotary: Rotary | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     causal: int = 0,
     level_name: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    streams, queries, channels = q.shape
-    value_channels = value_book.shape[1] * value_book.shape[3]
-    out = torch.empty(streams, queries, value_channels, dtype=torch.float32)
+    """Run the C++ kernel; exactly one of starts and rows is given."""
+    streams, queries = q.shape[:2]
+    out = torch.empty(streams, queries, values.channels, dtype=torch.float32)
     lse = torch.empty(streams, queries, dtype=torch.float32)
+    angles = (None,) * 4 if rotary is None else (rotary.positions, rotary.shift, rotary.coarse, rotary.fine)
     stream = launch.run(
         "lookup.cpp",
         "kvpress_lookup",
         q.to(torch.float32).contiguous(),
-        starts.contiguous(),
+        None if starts is None else starts.contiguous(),
+        None if rows is None else rows.to(torch.int32).contiguous(),
         lengths.contiguous(),
         book_of_stream.contiguous(),
-        positions,
-        cos,
-        sin,
-        bias,
+        *angles,
+        None if bias is None else bias.contiguous(),
         out,
         lse,
-        key_codes.shape[0],
+        keys.codes.shape[0],
         streams,
         queries,
-        key_book.shape[0],
-        0 if cos is None else cos.shape[0],
-        0 if cos is None else 2 * cos.shape[1],
+        0 if rows is None else rows.shape[1],
+        keys.book.shape[0],
+        0 if rotary is None else rotary.coarse.shape[0],
+        0 if rotary is None else 2 * rotary.fine.shape[2],
         causal,
         torch.get_num_threads(),
         float(scale),
         float(softcap or 0),
-        *_describe(key_codes, key_book, channels),
-        *_describe(value_codes, value_book, value_channels),
+        *_describe(keys),
+        *_describe(values),
         level_name=level_name,
     )
     if stream >= 0:
@@ -250,54 +359,30 @@ def _launch(
     return out, lse
 
 
-def _describe(codes: Tensor, book: Tensor, channels: int) -> tuple[Tensor | int, ...]:
-    """The fields of ``Coded`` in lookup.h."""
-    wide, half = codes.dtype == torch.int16, book.dtype == torch.float16
-    return codes, book, codes.stride(0), int(wide), int(half), channels, book.shape[2], book.shape[3]
+def _describe(side: Coded) -> tuple[Tensor | int, ...]:
+    """The fields of ``Coded`` in lookup_problem.h."""
+    _, groups, entries, coupled = side.book.shape
+    half = int(side.book.dtype == torch.float16)
+    return side.codes, side.book, side.codes.stride(0), side.bits, half, groups, entries, coupled
 
 
-def check(
-    q: Tensor,
-    key_codes: Tensor,
-    key_book: Tensor,
-    value_codes: Tensor,
-    value_book: Tensor,
-    book_of_stream: Tensor,
-    softcap: float | None,
-    causal: int,
-    bias: Tensor | None,
-) -> None:
-    """Refuse queries, codes and books that do not belong together."""
-    rows = key_codes.shape[0]
-    checks.options(q, rows, softcap, causal, bias)
-    for name, codes, book in (("key", key_codes, key_book), ("value", value_codes, value_book)):
-        checks.shape(f"{name}_book", book, ("books", "groups", "E", "c"), torch.float16, torch.float32)
-        checks.shape(f"{name}_codes", codes, (rows, book.shape[1]), torch.uint8, torch.int16)
-        checks.rows_layout(f"{name}_codes", codes)
-        most = 256 if codes.dtype == torch.uint8 else 32768
-        if not 1 <= book.shape[2] <= most:
-            raise ValueError(f"{name}_book must have 1 to {most} entries for its codes, got {book.shape[2]}")
-        if not book.is_contiguous():
-            raise ValueError(f"{name}_book must be contiguous, got strides {book.stride()}")
-    if key_book.shape[1] * key_book.shape[3] != q.shape[2]:
-        raise ValueError(f"key_book must hold {q.shape[2]} channels like q, got {list(key_book.shape)}")
-    if value_book.shape[0] != key_book.shape[0]:
-        raise ValueError(f"value_book must hold {key_book.shape[0]} books like key_book, got {value_book.shape[0]}")
-    checks.shape("book_of_stream", book_of_stream, (q.shape[0],), torch.int64)
-    checks.same_device(q, key_codes, key_book, value_codes, value_book, book_of_stream, bias)
+def _flat(side: Coded) -> tuple[Tensor, Tensor, int]:
+    return side.codes, side.book, side.bits
 
 
-def _check_rotary(q: Tensor, rows: int, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
-    if positions is None and cos is None and sin is None:
-        return
-    if positions is None or cos is None or sin is None:
-        raise ValueError("positions, cos and sin must be given together")
-    checks.shape("positions", positions, (rows,), torch.int32)
-    checks.shape("cos", cos, ("P", "rotary / 2"), torch.float32)
-    checks.shape("sin", sin, tuple(cos.shape), torch.float32)
-    if 2 * cos.shape[1] > q.shape[2]:
-        raise ValueError(f"cos must turn at most the {q.shape[2]} channels of q, got {2 * cos.shape[1]}")
-    for name, tensor in (("positions", positions), ("cos", cos), ("sin", sin)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    checks.same_device(q, positions, cos, sin)
+def _books(q: Tensor, keys: Coded, book_of_stream: Tensor | None) -> Tensor:
+    """The book of each stream; by default the key-value heads take turns."""
+    if book_of_stream is not None:
+        return book_of_stream
+    return torch.arange(q.shape[0], device=q.device) % max(1, keys.book.shape[0])
+
+
+def _checked(book_of_stream: Tensor, keys: Coded, rotary: Rotary | None, rows: list[Tensor]) -> list[int]:
+    """The book of each stream, once books and positions are known to be stored."""
+    books: list[int] = book_of_stream.tolist()
+    for n, book in enumerate(books):
+        if not 0 <= book < keys.book.shape[0]:
+            raise ValueError(f"stream {n} must name one of {keys.book.shape[0]} books, got {book}")
+    if rotary is not None:
+        rotary.check_positions(rows)
+    return books

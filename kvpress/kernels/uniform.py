@@ -2,19 +2,25 @@
 
 Streams, queries and results are those of `kvpress.kernels.dense`; codes, scales and groups are laid out as in
 `kvpress.kernels.packed`. Scales are folded into queries and probabilities, so errors come from rounding those to 16 bits
-and stay below 1e-3 of the largest output.
+and stay below 1e-3 of the largest output. Corrections, `kvpress.kernels.correction`, are added to the decoded rows without
+that rounding; where they cancel most of the codes, the bound refers to the output of the codes alone. Columns and rotations,
+`kvpress.kernels.transform`, apply to corrected rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from kvpress.kernels import checks
+from kvpress.kernels import checks, transform
 from kvpress.kernels import reference as plain
+from kvpress.kernels.correction import Correction
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.packed import BITS, Packed, check_groups, check_side, dequantise
+from kvpress.kernels.sinks import with_sinks
 from kvpress.kernels.triton import device
 
 
@@ -38,6 +44,13 @@ def uniform_decode(
     bias: Tensor | None = None,
     row_group: Tensor | None = None,
     causal: int = 0,
+    key_correction: Correction | None = None,
+    value_correction: Correction | None = None,
+    key_column: Tensor | None = None,
+    value_column: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to the quantised rows ``starts[n] .. starts[n] + lengths[n]``.
 
@@ -60,16 +73,28 @@ def uniform_decode(
         bias: added to the logit of each row, float32 [R].
         row_group: group of each row where it is not ``r // gr``, int32 [R].
         causal: number of new query tokens, as in `dense_decode`.
+        key_correction: terms added to the decoded keys.
+        value_correction: terms added to the decoded values.
+        key_column: factor of each channel of a stream's corrected keys, float32 [N, D].
+        value_column: factor of each channel of a stream's corrected values, float32 [N, Dv].
+        key_rotation: what keys were multiplied by before they were stored, float32 [D, D].
+        value_rotation: the same for values, float32 [Dv, Dv].
+        sinks: logits without a value that take part in the softmax, float32 [N, M].
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
     keys = Packed(key_codes, key_scale, key_zero, key_bits, key_group)
     values = Packed(value_codes, value_scale, value_zero, value_bits, value_group)
-    check(q, keys, values, softcap, causal, bias, row_group)
+    check(q, keys, values, softcap, causal, bias, row_group, key_correction, value_correction)
     checks.streams(starts, lengths, q)
     sides = (*_flat(keys), *_flat(values))
-    return _uniform_decode(q, *sides, starts, lengths, scale, softcap, causal, bias, row_group)
+    terms = (_terms(key_correction), _terms(value_correction))
+    transform.check("key", q, q.shape[2], key_column, key_rotation)
+    transform.check("value", q, values.scale.shape[1] * value_group[1], value_column, value_rotation)
+    q = transform.to_stored(q, key_column, key_rotation)
+    out, lse = _uniform_decode(q, *sides, starts, lengths, scale, softcap, causal, bias, row_group, *terms)
+    return with_sinks(transform.from_stored(out, value_column, value_rotation), lse, sinks)
 
 
 def uniform_select(
@@ -91,6 +116,13 @@ def uniform_select(
     softcap: float | None = None,
     bias: Tensor | None = None,
     row_group: Tensor | None = None,
+    key_correction: Correction | None = None,
+    value_correction: Correction | None = None,
+    key_column: Tensor | None = None,
+    value_column: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each stream to listed quantised rows only; the other arguments are those of `uniform_decode`.
 
@@ -112,16 +144,28 @@ def uniform_select(
         softcap: bound of the logits.
         bias: float32 [R].
         row_group: int32 [R].
+        key_correction: terms added to the decoded keys.
+        value_correction: terms added to the decoded values.
+        key_column: float32 [N, D].
+        value_column: float32 [N, Dv].
+        key_rotation: float32 [D, D].
+        value_rotation: float32 [Dv, Dv].
+        sinks: float32 [N, M].
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
     keys = Packed(key_codes, key_scale, key_zero, key_bits, key_group)
     values = Packed(value_codes, value_scale, value_zero, value_bits, value_group)
-    check(q, keys, values, softcap, 0, bias, row_group)
+    check(q, keys, values, softcap, 0, bias, row_group, key_correction, value_correction)
     checks.selection(rows, counts, q)
     sides = (*_flat(keys), *_flat(values))
-    return _uniform_select(q, *sides, rows, counts, scale, softcap, bias, row_group)
+    terms = (_terms(key_correction), _terms(value_correction))
+    transform.check("key", q, q.shape[2], key_column, key_rotation)
+    transform.check("value", q, values.scale.shape[1] * value_group[1], value_column, value_rotation)
+    q = transform.to_stored(q, key_column, key_rotation)
+    out, lse = _uniform_select(q, *sides, rows, counts, scale, softcap, bias, row_group, *terms)
+    return with_sinks(transform.from_stored(out, value_column, value_rotation), lse, sinks)
 
 
 def reference(
@@ -134,17 +178,20 @@ def reference(
     causal: int = 0,
     bias: Tensor | None = None,
     row_group: Tensor | None = None,
+    key_correction: Correction | None = None,
+    value_correction: Correction | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Ground truth in float32: attention over the dequantised rows, one block at a time."""
+    """Ground truth in float32: attention over the dequantised and corrected rows, one block at a time."""
+
+    def reader(side: Packed, correction: Correction | None) -> Callable[[Tensor], Tensor]:
+        def read(listed: Tensor) -> Tensor:
+            decoded = dequantise(side, listed, row_group)
+            return decoded if correction is None else decoded + correction.dense(listed, decoded.shape[1])
+
+        return read
+
     return plain.attend(
-        q,
-        rows,
-        lambda r: dequantise(keys, r, row_group),
-        lambda r: dequantise(values, r, row_group),
-        scale,
-        softcap,
-        causal,
-        bias,
+        q, rows, reader(keys, key_correction), reader(values, value_correction), scale, softcap, causal, bias
     )
 
 
@@ -168,9 +215,12 @@ def _uniform_decode(
     causal: int,
     bias: Tensor | None,
     row_group: Tensor | None,
+    key_terms: list[Tensor | None],
+    value_terms: list[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     keys = Packed(key_codes, key_scale, key_zero, key_bits, (key_group[0], key_group[1]))
     values = Packed(value_codes, value_scale, value_zero, value_bits, (value_group[0], value_group[1]))
+    key_correction, value_correction = _correction(key_terms), _correction(value_terms)
     if launch.available(key_codes):
         count("uniform_decode")
         return launch.attend(
@@ -184,18 +234,31 @@ def _uniform_decode(
             causal=causal,
             bias=bias,
             row_group=row_group,
+            key_correction=key_correction,
+            value_correction=value_correction,
         )
     if device.available(key_codes):
         from kvpress.kernels.triton import uniform as gpu
 
         count("uniform_decode")
         return gpu.uniform_decode(
-            q, keys, values, starts, lengths, scale, softcap=softcap, bias=bias, row_group=row_group, causal=causal
+            q,
+            keys,
+            values,
+            starts,
+            lengths,
+            scale,
+            softcap=softcap,
+            bias=bias,
+            row_group=row_group,
+            causal=causal,
+            key_correction=key_correction,
+            value_correction=value_correction,
         )
     checks.in_range(starts, lengths, key_codes.shape[0])
     rows = plain.ranges(starts, lengths)
-    check_groups(rows, row_group, keys, values)
-    return reference(q, keys, values, rows, scale, softcap, causal, bias, row_group)
+    _check_stored(rows, keys, values, row_group, key_correction, value_correction)
+    return reference(q, keys, values, rows, scale, softcap, causal, bias, row_group, key_correction, value_correction)
 
 
 @torch.library.custom_op("kvpress::uniform_select", mutates_args=())
@@ -217,21 +280,48 @@ def _uniform_select(
     softcap: float | None,
     bias: Tensor | None,
     row_group: Tensor | None,
+    key_terms: list[Tensor | None],
+    value_terms: list[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     keys = Packed(key_codes, key_scale, key_zero, key_bits, (key_group[0], key_group[1]))
     values = Packed(value_codes, value_scale, value_zero, value_bits, (value_group[0], value_group[1]))
+    key_correction, value_correction = _correction(key_terms), _correction(value_terms)
     if launch.available(key_codes):
         count("uniform_select")
-        return launch.attend(q, keys, values, counts, scale, rows=rows, softcap=softcap, bias=bias, row_group=row_group)
+        return launch.attend(
+            q,
+            keys,
+            values,
+            counts,
+            scale,
+            rows=rows,
+            softcap=softcap,
+            bias=bias,
+            row_group=row_group,
+            key_correction=key_correction,
+            value_correction=value_correction,
+        )
     if device.available(key_codes):
         from kvpress.kernels.triton import uniform as gpu
 
         count("uniform_select")
-        return gpu.uniform_select(q, keys, values, rows, counts, scale, softcap=softcap, bias=bias, row_group=row_group)
+        return gpu.uniform_select(
+            q,
+            keys,
+            values,
+            rows,
+            counts,
+            scale,
+            softcap=softcap,
+            bias=bias,
+            row_group=row_group,
+            key_correction=key_correction,
+            value_correction=value_correction,
+        )
     checks.listed_in_range(rows, counts, key_codes.shape[0])
     listed = plain.listed(rows, counts)
-    check_groups(listed, row_group, keys, values)
-    return reference(q, keys, values, listed, scale, softcap, 0, bias, row_group)
+    _check_stored(listed, keys, values, row_group, key_correction, value_correction)
+    return reference(q, keys, values, listed, scale, softcap, 0, bias, row_group, key_correction, value_correction)
 
 
 def _fake(
@@ -261,6 +351,28 @@ def _flat(side: Packed) -> tuple[Tensor, Tensor, Tensor, int, list[int]]:
     return side.codes, side.scale, side.zero, side.bits, list(side.group)
 
 
+def _terms(correction: Correction | None) -> list[Tensor | None]:
+    return [] if correction is None else correction.tensors()
+
+
+def _correction(terms: list[Tensor | None]) -> Correction | None:
+    return Correction(*terms) if terms else None
+
+
+def _check_stored(
+    rows: list[Tensor],
+    keys: Packed,
+    values: Packed,
+    row_group: Tensor | None,
+    key_correction: Correction | None,
+    value_correction: Correction | None,
+) -> None:
+    check_groups(rows, row_group, keys, values)
+    for name, side, correction in (("key", keys, key_correction), ("value", values, value_correction)):
+        if correction is not None:
+            correction.check_stored(name, rows, side.scale.shape[1] * side.group[1])
+
+
 def check(
     q: Tensor,
     keys: Packed,
@@ -269,6 +381,8 @@ def check(
     causal: int,
     bias: Tensor | None,
     row_group: Tensor | None,
+    key_correction: Correction | None = None,
+    value_correction: Correction | None = None,
 ) -> None:
     """Refuse queries and quantised rows that do not belong together."""
     rows = keys.codes.shape[0]
@@ -278,5 +392,9 @@ def check(
     check_side("value", values, rows, channels, row_group)
     if row_group is not None:
         checks.shape("row_group", row_group, (rows,), torch.int32)
+    for name, correction, width in (("key", key_correction, q.shape[2]), ("value", value_correction, channels)):
+        if correction is not None:
+            correction.check(name, rows, width)
+            checks.same_device(q, *correction.tensors())
     tensors = (keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero)
     checks.same_device(q, *tensors, bias, row_group)

@@ -39,6 +39,8 @@ class BasePress:
     """Whether the press changes nothing."""
     is_head_wise: ClassVar[bool] = False
     """Whether heads of a layer may end up with different numbers of pairs."""
+    encodes: ClassVar[bool] = False
+    """Whether the press stores pairs in another format."""
 
     @property
     def last_cache(self) -> Any:
@@ -46,19 +48,20 @@ class BasePress:
         return self.__dict__.get("_last_cache")
 
     @property
-    def codec(self) -> Codec | None:
-        """How sealed pairs are stored; None keeps them as they are."""
-        return None
-
-    @property
     def selector(self) -> Selector | None:
         """Which sealed pairs a query reads; None reads all of them."""
         return None
 
+    def codec_at(self, layer: int) -> Codec | None:
+        """Return how one layer's sealed pairs are stored; None keeps them as they are."""
+        del layer
+        return None
+
     def codec_for(self, layer: int) -> Codec | None:
         """Return the codec of one layer; a selector without codec seals pairs densely so that it can index them."""
-        if self.codec is not None:
-            return self.codec if self.codec.stores(layer) else None
+        codec = self.codec_at(layer)
+        if codec is not None:
+            return codec
         if self.selector is not None and self.selector.reads(layer):
             return self.selector.sealing
         return None
@@ -106,11 +109,15 @@ class BasePress:
         """Read what the press needs from the model, when a `with` block is entered."""
 
     @contextmanager
-    def __call__(self, model: Any) -> Iterator[Any]:
-        """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used."""
-        from kvpress.hf import session
+    def __call__(self, model: Any, capture: bool = False) -> Iterator[Any]:
+        """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used.
 
-        with session(self, model) as current:
+        With `capture`, decode steps are recorded as CUDA graphs and replayed; a model or press that does not allow it raises
+        ValueError.
+        """
+        from kvpress.hf import graph_recorder, session
+
+        with session(self, model, recorder=graph_recorder(model) if capture else None) as current:
             yield current
 
     def __add__(self, other: BasePress) -> BasePress:

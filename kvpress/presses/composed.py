@@ -43,7 +43,7 @@ class ComposedPress(BasePress):
                 raise TypeError(f"presses must hold presses, got {type(press).__name__}")
             press.validate()
         for what, found in (
-            ("codec", [p for p in self.presses if p.codec is not None]),
+            ("codec", [p for p in self.presses if p.encodes]),
             ("selector", [p for p in self.presses if p.selector is not None]),
             ("eviction while decoding", [p for p in self.presses if p.acts_in_decoding]),
         ):
@@ -62,8 +62,12 @@ class ComposedPress(BasePress):
         return all(press.is_identity for press in self.presses)
 
     @property
-    def codec(self) -> Codec | None:
-        return next((press.codec for press in self.presses if press.codec is not None), None)
+    def encodes(self) -> bool:  # type: ignore[override]
+        """Whether any part stores pairs in another format."""
+        return any(press.encodes for press in self.presses)
+
+    def codec_at(self, layer: int) -> Codec | None:
+        return next((press.codec_at(layer) for press in self.presses if press.encodes), None)
 
     @property
     def selector(self) -> Selector | None:

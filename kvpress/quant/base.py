@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvpress.cache.segment import DenseSegment, Segment
 
+if TYPE_CHECKING:
+    from kvpress.cache.store import Sealing
+
 
 class Codec(ABC):
-    """Turns sealed dense pairs into a segment of another storage format.
+    """Turns sealed dense pairs of one layer into a segment of another storage format.
 
-    Pairs are encoded once, oldest first, in tiles of `group` pairs per stream; the newest `residual` pairs of a stream
-    always stay dense.
+    Pairs are encoded once, oldest first, in tiles of `group` pairs per stream; the newest `residual` and the first
+    `sinks` pairs of a stream always stay dense.
     """
 
     group: int
     residual: int
+    sinks: int = 0
+    reads_side: ClassVar[tuple[str, ...]] = ()
+    """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
 
     @abstractmethod
-    def encode(self, segment: DenseSegment) -> Segment:
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         """Return the encoded pairs of `segment`, whose stream lengths are multiples of `group`; same rows, same order."""
 
     @abstractmethod
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        """Bytes per encoded pair of head dim `dim`, scales included."""
+        """Bytes per encoded pair of head dim `dim`, scales included; what is held once per stream is left out."""
 
-    def stores(self, layer: int) -> bool:
-        """Whether this codec stores the given layer."""
-        del layer
-        return True
+    def fixed_bytes(self, dim: int) -> float:
+        """Bytes that every stream holds once, whatever its length, such as codebooks."""
+        del dim
+        return 0
 
 
 class DenseCodec(Codec):
@@ -39,7 +46,8 @@ class DenseCodec(Codec):
     def __init__(self, group: int, residual: int) -> None:
         self.group, self.residual = group, residual
 
-    def encode(self, segment: DenseSegment) -> Segment:
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        del sealing
         return segment
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:

@@ -79,7 +79,7 @@ class PageIndex:
         """Upper bounds of the logits in each page, `[N, most pages]`, maximum over the query rows; -inf past the end."""
         layout = self.layout
         starts, counts = layout.on(queries.device)
-        return page_bounds(self.low, self.high, queries, starts, counts)
+        return page_bounds(self.low, self.high, queries, starts, counts, capacity=layout.longest)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, for the memory report."""
@@ -115,8 +115,7 @@ class QuestSelector(Selector):
             here = chosen - start
             start += bound.shape[1]
             rows, counts = self._rows(segment, here, (here >= 0) & (here < bound.shape[1]))
-            if rows.shape[1]:
-                parts.append(segment.attend_rows(queries, logits, rows, counts))
+            parts.append(segment.attend_rows(queries, logits, rows, counts))
         return parts
 
     def _rows(self, segment: Segment, pages: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +125,8 @@ class QuestSelector(Selector):
         exists = (inside[..., None] & (ranks < lengths)).flatten(1)
         rows = (starts + ranks).flatten(1)
         counts = exists.sum(dim=1)
-        order = exists.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+        # As wide as the choice can be: how wide it is would have to be waited for.
+        order = exists.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : segment.layout.longest]
         return rows.masked_fill(~exists, 0).gather(1, order), counts
 
     def _index(self, segment: Segment) -> PageIndex:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpress.kernels.correction import Correction
 from kvpress.kernels.packed import Packed
 
 
@@ -52,6 +54,31 @@ def quantise(x: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype = 
     codes = codes.to(torch.uint8).view(-1, channels)[:rows]
     side = Packed(pack(codes, bits), scale[:, 0, :, 0].contiguous(), zero[:, 0, :, 0].contiguous(), bits, group)
     return side, values
+
+
+def correction(
+    rows: int, dim: int, rank: int, density: float, chunk_rows: int = 37, dtype: torch.dtype = torch.float16
+) -> tuple[Correction, Tensor]:
+    """Random terms of rank `rank` (0: none) and outliers (density 0: none); returns them and their exact float32 sum."""
+    factor, basis, chunk, first, channel, delta = [None] * 6
+    exact = torch.zeros(rows, dim)
+    if rank:
+        chunk = torch.arange(rows, dtype=torch.int32) // chunk_rows
+        factor, basis = torch.randn(rows, rank).to(dtype), (torch.randn(int(chunk[-1]) + 1, rank, dim) / rank).to(dtype)
+        exact += torch.einsum("rk,rkd->rd", factor.float(), basis.float()[chunk.long()])
+    if density:
+        # Some rows have no outliers, others many.
+        dense = torch.rand(rows, dim) < density * 2 * torch.rand(rows, 1).round()
+        first = torch.cat([torch.zeros(1), dense.sum(1).cumsum(0)]).int()
+        channel, delta = dense.nonzero()[:, 1].to(torch.uint8), (3 * torch.randn(int(first[-1]))).to(dtype)
+        exact[dense] += delta.float()
+    return Correction(factor, basis, chunk, first, channel, delta), exact
+
+
+def flat(keys: Packed, values: Packed) -> dict[str, Any]:
+    """The two sides as keyword arguments of the operators."""
+    sides = {"key": keys, "value": values}
+    return {f"{name}_{field}": getattr(side, field) for name, side in sides.items() for field in vars(side)}
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

@@ -68,6 +68,17 @@ def test_libraries_are_built_once_and_leave_nothing_else(monkeypatch: pytest.Mon
     assert [path.stat().st_mtime_ns for path in (tmp_path / "kvpress").iterdir()] == [stamp]
 
 
+@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@pytest.mark.usefixtures("forgetful")
+def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.supported_levels()
+    monkeypatch.setattr(build, "COMMON_FLAGS", (*build.COMMON_FLAGS, "-O1"))
+    build.supported_levels.cache_clear()
+    build.supported_levels()
+    assert len(list((tmp_path / "kvpress").iterdir())) == 2
+
+
 @pytest.mark.usefixtures("forgetful")
 def test_an_unwritable_cache_is_a_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kvpress").write_text("a file where the folder should be")

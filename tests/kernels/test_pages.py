@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvpress.kernels import counters, label_scores, page_bounds, pages, reset_counters
 from kvpress.kernels.cpu import build, launch
-from tests.kernels.builders import relative_error, streams
+from kvpress.kernels.packed import Packed
+from tests.kernels.builders import Streams, quantise, relative_error, streams
 
 LENGTHS = [0, 1, 17, 63, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,6 +54,60 @@ def test_labels_match_reference(dtype: torch.dtype, width: int, reduce: str) -> 
     assert_close(ours, pages.reference(s.q, None, labels, s.starts, s.lengths, reduce))
 
 
+def exact_scores(s: Streams, labels: Packed, values: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
+    """Scores of quantised labels in float64 and the error that the contract allows them, -inf and 0 past a stream."""
+    zero, values = labels.zero.double(), values.double()
+    sizes = (values - zero + zero.abs()).sum(1)
+    exact = torch.full((len(s.lengths), int(s.lengths.max())), float("-inf"), dtype=torch.float64)
+    allowed = torch.zeros_like(exact)
+    for n, (start, length) in enumerate(zip(s.starts, s.lengths, strict=True)):
+        rows = slice(start, start + length)
+        q = s.q[n].double() if reduce == "max" else s.q[n].double().sum(0, keepdim=True)
+        exact[n, :length] = (q @ values[rows].T).amax(0)
+        allowed[n, :length] = 2**-15 * q.abs().max() * sizes[rows]
+    return exact, allowed
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", pages.LABEL_BITS)
+@pytest.mark.parametrize(("width", "queries", "dtype"), [(16, 4, 1), (8, 1, 0), (32, 7, 2), (40, 3, 0), (128, 12, 1)])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_quantised_labels_keep_their_error_bound(
+    level: str, bits: int, width: int, queries: int, dtype: int, reduce: str
+) -> None:
+    s = streams([*LENGTHS, 1000], queries, width, DTYPES[dtype])
+    s.q[2] = 0
+    x = torch.randn(s.rows, width) + torch.randn(s.rows, 1)
+    x[40:60] = 1.5  # labels of equal channels have scale 0
+    labels, values = quantise(x, bits, (1, width), torch.float32 if dtype == 0 else torch.float16)
+    ours = pages._launch(s.q, None, labels, s.starts, s.lengths, reduce, 1000, level).double()
+    exact, allowed = exact_scores(s, labels, values, reduce)
+    assert torch.equal(ours.isneginf(), exact.isneginf())
+    assert ((ours - exact).abs().nan_to_num(nan=0.0) <= allowed).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_of_wide_labels_do_not_overflow(level: str) -> None:
+    labels = Packed(torch.full((70, 1024), 255, dtype=torch.uint8), *torch.ones(2, 70, 1), 8, (1, 1024))
+    q, starts, lengths = torch.full((1, 2, 1024), 3.0), torch.zeros(1, dtype=torch.int64), torch.tensor([70])
+    ours = pages._launch(q, None, labels, starts, lengths, "max", 70, level)
+    assert relative_error(ours, torch.full((1, 70), 256 * 3.0 * 1024)) < 2**-12
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_quantised_labels_score_as_they_decode(kernels: str, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    s = streams(LENGTHS, 6, 16)
+    labels, values = quantise(torch.randn(s.rows, 16), 4, (1, 16))
+    ours = label_scores(s.q, labels, s.starts, s.lengths, reduce=reduce, capacity=320)
+    decoded = label_scores(s.q, values, s.starts, s.lengths, reduce=reduce, capacity=320)
+    assert torch.equal(ours.isneginf(), decoded.isneginf())
+    assert relative_error(ours[:, :300].nan_to_num(neginf=0.0), decoded[:, :300].nan_to_num(neginf=0.0)) < 2**-13
+
+
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,6 +138,18 @@ def test_strided_and_unused_rows_do_not_matter() -> None:
     assert_close(ours, pages.reference(s.q, low, high, s.starts, s.lengths, "max"))
 
 
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_capacity_fixes_the_width_of_the_result(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    s = streams(LENGTHS, 3, 16)
+    rows = torch.randn(s.rows, 16)
+    free, fixed = (label_scores(s.q, rows, s.starts, s.lengths, capacity=capacity) for capacity in (None, 320))
+    assert torch.equal(fixed[:, :300], free)
+    assert fixed[:, 300:].isneginf().all()
+    with pytest.raises(ValueError, match="streams must have at most 299 entries, their capacity, got 300"):
+        page_bounds(rows, rows, s.q, s.starts, s.lengths, capacity=299)
+
+
 def test_streams_without_rows() -> None:
     nothing = torch.zeros(2, dtype=torch.int64)
     rows = torch.zeros(0, 8)
@@ -107,7 +174,11 @@ def test_opcheck() -> None:
     s = streams([4, 0, 9], 3, 16)
     low, high = bounds(s.rows, 16, torch.float32)
     torch.library.opcheck(torch.ops.kvpress.page_bounds.default, (low, high, s.q, s.starts, s.lengths, 9))
-    torch.library.opcheck(torch.ops.kvpress.label_scores.default, (s.q, high, s.starts, s.lengths, "sum", 9))
+    place = (s.starts, s.lengths, "sum", 9)
+    torch.library.opcheck(torch.ops.kvpress.label_scores.default, (s.q, high, None, None, 0, *place))
+    labels, _ = quantise(high, 4, (1, 16))
+    coded = (labels.codes, labels.scale, labels.zero, labels.bits)
+    torch.library.opcheck(torch.ops.kvpress.label_scores.default, (s.q, *coded, *place))
 
 
 BAD = {
@@ -142,3 +213,24 @@ def test_an_unknown_reduction_is_named() -> None:
     nothing = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="reduce must be one of \\['max', 'sum'\\], got 'mean'"):
         label_scores(torch.zeros(1, 1, 8), torch.zeros(3, 8), nothing, nothing, reduce="mean")
+
+
+BAD_CODES = {
+    "label_codes must be uint8 \\[20, 4\\]": {"codes": torch.zeros(20, 8, dtype=torch.uint8)},
+    "label_group must be \\(1, 8\\), one scale for each label, got \\(1, 4\\)": {
+        "scale": torch.zeros(20, 2),
+        "zero": torch.zeros(20, 2),
+        "group": (1, 4),
+    },
+    "label_scale must be .* \\[20, 1\\]": {"scale": torch.zeros(19, 1)},
+    "label_bits must be one of \\(1, 2, 4, 8\\), got 3": {"bits": 3, "codes": torch.zeros(20, 3, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CODES)
+def test_bad_codes_are_named(message: str) -> None:
+    codes, scale = torch.zeros(20, 4, dtype=torch.uint8), torch.zeros(20, 1)
+    parts: dict[str, Any] = {"codes": codes, "scale": scale, "zero": scale, "bits": 4, "group": (1, 8)}
+    nothing = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        label_scores(torch.zeros(2, 4, 8), Packed(**(parts | BAD_CODES[message])), nothing, nothing)

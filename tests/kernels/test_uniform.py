@@ -13,19 +13,13 @@ from kvpress.kernels import reference as plain
 from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.packed import Packed, dequantise
 from kvpress.kernels.uniform import reference
-from tests.kernels.builders import assert_same_lse, quantise, relative_error, streams
+from tests.kernels.builders import assert_same_lse, correction, flat, quantise, relative_error, streams
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 LIMIT = 1e-3
 
 needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
-
-
-def flat(keys: Packed, values: Packed) -> dict[str, Any]:
-    """The two sides as keyword arguments of the operators."""
-    sides = {"key": keys, "value": values}
-    return {f"{name}_{field}": getattr(side, field) for name, side in sides.items() for field in vars(side)}
 
 
 def outliers(rows: int, dim: int) -> torch.Tensor:
@@ -115,6 +109,40 @@ def test_select_matches_reference(bits: int, page: int) -> None:
     assert_same_lse(lse, expected_lse, LIMIT)
 
 
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize(("columns", "rotations"), [(True, False), (False, True), (True, True)])
+def test_columns_and_rotations_are_undone(
+    columns: bool, rotations: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    lengths, dims = [5, 0, 200], {"key": 64, "value": 96}
+    s = streams(lengths, 4, 64, torch.bfloat16)
+    sides, options, exact = {}, {}, {}
+    for name, dim in dims.items():
+        sides[name], decoded = quantise(torch.randn(s.rows, dim), 4, (1, 32))
+        terms, total = correction(s.rows, dim, 2, 0.05)
+        column, rotation = torch.rand(3, dim) + 0.5, torch.linalg.qr(torch.randn(dim, dim)).Q
+        options[f"{name}_correction"] = terms
+        exact[name] = decoded + total
+        if columns:
+            options[f"{name}_column"] = column
+            for n, rows in enumerate(plain.ranges(s.starts, s.lengths)):
+                exact[name][rows] *= column[n]
+        if rotations:
+            options[f"{name}_rotation"] = rotation
+            exact[name] = exact[name] @ rotation.T
+    rows = plain.ranges(s.starts, s.lengths)
+    expected, expected_lse = dense_kernels.reference(s.q, exact["key"], exact["value"], rows, 0.1)
+    listed = torch.stack([torch.cat([r, r.new_zeros(200 - len(r))]) for r in rows])
+    args = {"scale": 0.1, **flat(sides["key"], sides["value"]), **options}
+    for out, lse in (
+        uniform_decode(s.q, starts=s.starts, lengths=s.lengths, **args),
+        uniform_select(s.q, rows=listed, counts=s.lengths, **args),
+    ):
+        assert relative_error(out, expected) < LIMIT
+        assert_same_lse(lse, expected_lse, LIMIT)
+
+
 def test_constant_groups_have_scale_zero() -> None:
     s = streams([64], 4, 64)
     keys, _ = quantise(torch.full((s.rows, 64), 0.5), 4, (32, 1))
@@ -160,12 +188,15 @@ def test_opcheck() -> None:
     keys, _ = quantise(torch.randn(s.rows, 16), 4, (32, 1))
     values, _ = quantise(torch.randn(s.rows, 32), 2, (1, 32))
     sides = [x for side in (keys, values) for x in (side.codes, side.scale, side.zero, side.bits, list(side.group))]
+    terms = [correction(s.rows, 16, 2, 0)[0].tensors(), correction(s.rows, 32, 1, 0.1)[0].tensors()]
     torch.library.opcheck(
         torch.ops.kvpress.uniform_decode.default,
-        (s.q, *sides, s.starts, s.lengths, 0.1, None, 3, torch.randn(s.rows), None),
+        (s.q, *sides, s.starts, s.lengths, 0.1, None, 3, torch.randn(s.rows), None, *terms),
     )
     rows, counts = torch.zeros(3, 2, dtype=torch.int32), torch.tensor([0, 1, 2])
-    torch.library.opcheck(torch.ops.kvpress.uniform_select.default, (s.q, *sides, rows, counts, 0.1, 5.0, None, None))
+    torch.library.opcheck(
+        torch.ops.kvpress.uniform_select.default, (s.q, *sides, rows, counts, 0.1, 5.0, None, None, [], [])
+    )
 
 
 BAD = {
@@ -182,6 +213,11 @@ BAD = {
     "row_group must be int32 \\[40\\]": {"row_group": torch.zeros(40, dtype=torch.int64)},
     "stream 0 ": {"lengths": torch.tensor([41])},
     "causal must be": {"causal": 3},
+    "key_column must be float32 \\[1, 16\\]": {"key_column": torch.zeros(16)},
+    "value_column must be float32 \\[1, 16\\]": {"value_column": torch.zeros(1, 16).half()},
+    "key_rotation must be float32 \\[16, 16\\]": {"key_rotation": torch.zeros(16, 8)},
+    "value_rotation must be float32 \\[16, 16\\]": {"value_rotation": torch.zeros(8, 8)},
+    "sinks must be float32 \\[1, 2\\]": {"sinks": torch.zeros(2)},
     "softcap must be": {"softcap": -1.0},
 }
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.quant.packing import unpack
+from kvpress.kernels.packed import unpack
 from tests.models import padded_batch, tiny_model, tokens
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpress.quant.packing import BITS, unpack
+from kvpress.kernels.packed import BITS, unpack
 from kvpress.quant.uniform import Packed
 
 GROUPS = [(32, 1), (1, 32), (16, 1), (1, 64), (8, 8)]
@@ -100,4 +100,4 @@ def test_rows_keep_their_scale_whatever_is_removed(bits: int, group: tuple[int, 
 
 def test_taking_everything_keeps_the_regular_form() -> None:
     packed = Packed.encode(values(96, 32), 4, (32, 1))
-    assert packed.take(torch.arange(96)).row_group is None
+    assert packed.take(torch.arange(96)).runs.lengths is None

@@ -14,7 +14,7 @@ struct Piece {
   float *out, *lse;  // final results, or a slot of the scratch that merge() reads
 };
 
-// One thread's state. `Reader` knows how rows are stored: begin(q), score(chunk, ...), mix(chunk, ...).
+// One thread's state. `Reader` knows how rows are stored: begin(q), stores(chunk), score(chunk, ...), mix(chunk, ...).
 template <class Reader>
 class Worker {
  public:
@@ -26,13 +26,15 @@ class Worker {
         acc_(problem.queries * acc_stride_),
         scores_(problem.queries * kScoreStride) {}
 
-  void attend(const Piece& piece) {
+  // False when rows refer to something that is not stored; the results are undefined then.
+  bool attend(const Piece& piece) {
     const int64_t queries = p_.queries;
     softmax_.begin();
     std::fill_n(static_cast<float*>(acc_), queries * acc_stride_, 0.f);
     reader_.begin(p_.q + piece.stream * queries * p_.keys.channels);
     for (int64_t at = piece.begin; at < piece.end; at += kChunk) {
       list(piece, at);
+      if (!reader_.stores(chunk_)) return false;
       reader_.score(chunk_, scores_);
       softmax_.load_bias(chunk_.rows, chunk_.count);
       for (int64_t m = 0; m < queries; ++m) {
@@ -47,6 +49,7 @@ class Worker {
       std::copy_n(acc_ + m * acc_stride_, p_.values.channels, piece.out + m * p_.values.channels);
       piece.lse[m] = softmax_.lse(m);
     }
+    return true;
   }
 
  private:

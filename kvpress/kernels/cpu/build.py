@@ -59,6 +59,7 @@ def _run(command: list[str]) -> str:
 
 def _library(source: str, flags: tuple[str, ...]) -> Path:
     """Path of the compiled shared library, building it when the cache has none."""
+    flags = (*COMMON_FLAGS, *flags)
     key = hashlib.sha256(repr((_run([compiler(), "--version"]), platform.machine(), source, flags)).encode())
     for file in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
         key.update(file.read_bytes())
@@ -70,7 +71,7 @@ def _library(source: str, flags: tuple[str, ...]) -> Path:
         # A private file renamed into place: another process sees either nothing or a finished library.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
-            _run([compiler(), *COMMON_FLAGS, *flags, str(SOURCES / source), "-o", str(built)])
+            _run([compiler(), *flags, str(SOURCES / source), "-o", str(built)])
             os.replace(built, target)
     except OSError as error:
         raise BuildError(f"cannot write to {target.parent}: {error}") from error

@@ -57,6 +57,13 @@ class CodedRows {
     return row_group_ ? row_group_[row] : side_.group_rows == 1 ? row : row / side_.group_rows;
   }
 
+  // Whether all groups named by the rows exist.
+  bool stores(const int64_t* rows, int count) const {
+    uint32_t group = 0;
+    for (int t = 0; row_group_ && t < count; ++t) group = std::max(group, uint32_t(row_group_[rows[t]]));
+    return !row_group_ || group < side_.groups;
+  }
+
   // How many of the rows share the group of the first one.
   int run(const int64_t* rows, int count, bool contiguous) const {
     const int64_t first = group(rows[0]), begin = first * side_.group_rows;

@@ -31,6 +31,8 @@ class DenseReader {
     pad_queries(q, p_.queries, p_.keys.channels, static_cast<typename Dot::Query*>(queries_), stride_);
   }
 
+  static bool stores(const Chunk&) { return true; }  // attend_all has checked the rows
+
   void score(const Chunk& chunk, float* scores) {
     score_rows<Dot>([&](int t) { return row(p_.keys, chunk.rows[t]); }, chunk.count, queries_, stride_, int(p_.queries),
                     int(p_.keys.channels), scores, [&](int t) { prefetch(p_.keys, chunk, t + kAhead); });

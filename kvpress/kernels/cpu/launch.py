@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress import env
+from kvpress.kernels.correction import Correction
 from kvpress.kernels.cpu import build
 from kvpress.kernels.packed import Packed
 
@@ -18,6 +19,22 @@ logger = logging.getLogger("kvpress")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number of each dtype, the enumeration of ``problem.h``."""
+
+
+class _Correction(ctypes.Structure):
+    _fields_ = (
+        ("factor", ctypes.c_void_p),
+        ("basis", ctypes.c_void_p),
+        ("chunk", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("channel", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("factor_dtype", ctypes.c_int64),
+        ("delta_dtype", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("bases", ctypes.c_int64),
+        ("outliers", ctypes.c_int64),
+    )
 
 
 class _Rows(ctypes.Structure):
@@ -32,6 +49,7 @@ class _Rows(ctypes.Structure):
         ("group_rows", ctypes.c_int64),
         ("group_channels", ctypes.c_int64),
         ("groups", ctypes.c_int64),
+        ("correction", _Correction),
     )
 
 
@@ -89,6 +107,8 @@ def attend(
     causal: int = 0,
     bias: Tensor | None = None,
     row_group: Tensor | None = None,
+    key_correction: Correction | None = None,
+    value_correction: Correction | None = None,
     level_name: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on validated arguments; see `kvpress.kernels.dense` and `kvpress.kernels.uniform`.
@@ -105,10 +125,12 @@ def attend(
         causal: number of new query tokens, or 0.
         bias: float32 [R].
         row_group: int32 [R].
+        key_correction: terms added to the rows of packed keys.
+        value_correction: terms added to the rows of packed values.
         level_name: instruction-set level; the best one by default.
     """
     streams, queries, _ = q.shape
-    key_rows, value_rows = _describe(keys), _describe(values)
+    key_rows, value_rows = _describe(keys, key_correction), _describe(values, value_correction)
     out = torch.empty(streams, queries, value_rows.channels, dtype=torch.float32)
     lse = torch.empty(streams, queries, dtype=torch.float32)
     # Named, so that converted copies outlive the call that holds only their addresses.
@@ -140,7 +162,10 @@ def attend(
     run = kernels.kvpress_dense if isinstance(keys, Tensor) else kernels.kvpress_uniform
     stream = run(ctypes.byref(problem))
     if stream >= 0:
-        raise ValueError(f"stream {stream} refers to rows or groups outside the {_data(keys).shape[0]} stored rows")
+        raise ValueError(
+            f"stream {stream} refers to rows outside the {_data(keys).shape[0]} stored ones, or to groups or corrections "
+            "that do not exist"
+        )
     return out, lse
 
 
@@ -164,7 +189,7 @@ def _data(side: Tensor | Packed) -> Tensor:
     return side if isinstance(side, Tensor) else side.codes
 
 
-def _describe(side: Tensor | Packed) -> _Rows:
+def _describe(side: Tensor | Packed, correction: Correction | None) -> _Rows:
     if isinstance(side, Tensor):
         return _Rows(data=side.data_ptr(), channels=side.shape[1], stride=side.stride(0), dtype=DTYPES[side.dtype])
     group_rows, group_channels = side.group
@@ -179,7 +204,19 @@ def _describe(side: Tensor | Packed) -> _Rows:
         group_rows=group_rows,
         group_channels=group_channels,
         groups=side.scale.shape[0],
+        correction=_Correction() if correction is None else _describe_correction(correction),
     )
+
+
+def _describe_correction(correction: Correction) -> _Correction:
+    terms = _Correction(*map(_address, correction.tensors()))
+    if correction.low_rank is not None:
+        factor, basis, _ = correction.low_rank
+        terms.factor_dtype, terms.rank, terms.bases = DTYPES[factor.dtype], factor.shape[1], basis.shape[0]
+    if correction.outliers is not None:
+        _, channel, delta = correction.outliers
+        terms.delta_dtype, terms.outliers = DTYPES[delta.dtype], channel.shape[0]
+    return terms
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,10 +1,11 @@
-// Entry point of lookup decoding for one instruction-set level. Returns -1, or the number of a stream that refers to
+// Entry point of lookup attention for one instruction-set level. Returns -1, or the number of a stream that refers to
 // rows, books or positions which are not stored.
 
 #include "lookup.h"
 
 extern "C" int kvpress_lookup(const kvpress::Lookup* p) {
   using namespace kvpress;
-  if (p->keys.wide) return p->values.wide ? look_up_all<uint16_t, uint16_t>(*p) : look_up_all<uint16_t, uint8_t>(*p);
-  return p->values.wide ? look_up_all<uint8_t, uint16_t>(*p) : look_up_all<uint8_t, uint8_t>(*p);
+  const bool wide_values = p->values.bits > 8;
+  if (p->keys.bits > 8) return wide_values ? look_up_all<uint16_t, uint16_t>(*p) : look_up_all<uint16_t, uint8_t>(*p);
+  return wide_values ? look_up_all<uint8_t, uint16_t>(*p) : look_up_all<uint8_t, uint8_t>(*p);
 }

@@ -20,8 +20,10 @@ extern "C" int kvpress_bounds(const kvpress::Pages* p) {
 
 extern "C" int kvpress_labels(const kvpress::Pages* p) {
   using namespace kvpress;
+  if (p->scale) return score_pages<LabelWorker<CodedLabels>>(*p);
 #if defined(__AVX512BF16__)
-  if (p->dtype == kBfloat16 && p->query_dtype == kBfloat16) return score_pages<LabelWorker<PairProduct>>(*p);
+  if (p->dtype == kBfloat16 && p->query_dtype == kBfloat16)
+    return score_pages<LabelWorker<PlainLabels<PairProduct>>>(*p);
 #endif
-  return score_pages<LabelWorker<FloatProduct>>(*p);
+  return score_pages<LabelWorker<PlainLabels<FloatProduct>>>(*p);
 }

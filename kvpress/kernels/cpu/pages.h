@@ -2,30 +2,9 @@
 #pragma once
 
 #include "dense_reader.h"
-#include "tile.h"
+#include "label_codes.h"
 
 namespace kvpress {
-
-enum Reduction : int64_t { kLargest = 0, kTotal = 1 };
-
-struct Pages {
-  const void* q;            // [N, M, D]
-  const void* low;          // [R, D], or null for labels
-  const void* high;         // [R, D]
-  const int64_t* starts;    // [N]
-  const int64_t* counts;    // [N]
-  float* out;               // [N, most], minus infinity
-  int64_t rows;
-  int64_t streams;
-  int64_t queries;
-  int64_t channels;
-  int64_t stride;           // elements between two rows
-  int64_t dtype;            // of low and high
-  int64_t query_dtype;
-  int64_t most;
-  int64_t reduction;        // over the queries
-  int64_t threads;
-};
 
 // Bounds of the pages of one stream; one thread's state.
 template <class Dot>
@@ -86,47 +65,70 @@ class BoundWorker {
   Buffer<float> highs_, lows_;
 };
 
-// Scores of labels, which are too short for a sum across lanes per product; one thread's state.
-template <class Product>
+// Scores of labels, which are too short for a sum across lanes per product; one thread's state. `Labels` knows how they
+// are stored: begin(stream), load(row, size), product(m, sums).
+template <class Labels>
 class LabelWorker {
+ public:
+  explicit LabelWorker(const Pages& p) : p_(p), labels_(p) {}
+
+  // Score up to kChunk rows of a stream, from its `first` on.
+  void score(int64_t stream, int64_t first) {
+    if (stream != stream_) labels_.begin(stream_ = stream);
+    const int64_t end = std::min(p_.counts[stream], first + kChunk);
+    for (int64_t at = first; at < end; at += kTileRows)
+      score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), p_.out + stream * p_.most + at);
+  }
+
+ private:
+  void score_tile(int64_t row, int size, float* out) {
+    labels_.load(row, size);
+    F best[kTileVectors];
+    for (F& x : best) x = set1(-INFINITY);
+    for_query_tiles(int(p_.queries), [&](auto tile, int m) KVPRESS_INLINE_LAMBDA {
+      F sums[tile][kTileVectors];
+      labels_.product(m, sums);
+      for (const auto& query : sums)
+        for (int v = 0; v < kTileVectors; ++v) best[v] = max(best[v], query[v]);
+    });
+    float scores[kTileRows];
+    for (int v = 0; v < kTileVectors; ++v) store(scores + v * kLanes, best[v]);
+    std::copy_n(scores, size, out);
+  }
+
+  const Pages& p_;
+  Labels labels_;
+  int64_t stream_ = -1;
+};
+
+template <class Product>
+class PlainLabels {
   using Unit = typename Product::Unit;
 
  public:
-  explicit LabelWorker(const Pages& p)
+  explicit PlainLabels(const Pages& p)
       : p_(p),
         depth_(tile_depth<Product>(p.channels)),
         transpose_(p.channels),
         tile_(tile_size<Product>(p.channels)),
         queries_(p.queries * depth_) {}
 
-  // Score up to kChunk rows of a stream, from its `first` on.
-  void score(int64_t stream, int64_t first) {
+  void begin(int64_t stream) {
     const Elements from(p_.q, p_.query_dtype);
     for (int64_t m = 0; m < p_.queries; ++m)
       Product::pack(from, (stream * p_.queries + m) * p_.channels, p_.channels, queries_ + m * depth_);
-    const int64_t end = std::min(p_.counts[stream], first + kChunk);
-    for (int64_t at = first; at < end; at += kTileRows)
-      score_tile(stream, at, int(std::min<int64_t>(kTileRows, end - at)));
+  }
+
+  void load(int64_t row, int size) {
+    transpose_.load(Elements(p_.high, p_.dtype), row * p_.stride, p_.stride, size, tile_);
+  }
+
+  template <int kQueries>
+  KVPRESS_INLINE void product(int m, F (&sums)[kQueries][kTileVectors]) const {
+    tile_product<Product>(tile_, queries_ + m * depth_, depth_, sums);
   }
 
  private:
-  void score_tile(int64_t stream, int64_t at, int size) {
-    transpose_.load(Elements(p_.high, p_.dtype), (p_.starts[stream] + at) * p_.stride, p_.stride, size, tile_);
-    const bool total = p_.reduction == kTotal;
-    F all[kTileVectors];
-    for (F& x : all) x = set1(total ? 0.f : -INFINITY);
-    const auto step = [&](auto tile, int m) KVPRESS_INLINE_LAMBDA {
-      F sums[tile][kTileVectors];
-      tile_product<Product, tile>(tile_, queries_ + m * depth_, depth_, sums);
-      for (const auto& query : sums)
-        for (int v = 0; v < kTileVectors; ++v) all[v] = total ? add(all[v], query[v]) : max(all[v], query[v]);
-    };
-    for_query_tiles(int(p_.queries), step);
-    float scores[kTileRows];
-    for (int v = 0; v < kTileVectors; ++v) store(scores + v * kLanes, all[v]);
-    std::copy_n(scores, size, p_.out + stream * p_.most + at);
-  }
-
   const Pages& p_;
   const int depth_;
   Transpose<Product> transpose_;
@@ -140,6 +142,7 @@ int score_pages(const Pages& p) {
   for (int64_t n = 0; n < p.streams; ++n) {
     if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
     for (int64_t at = 0; at < p.counts[n]; at += kChunk) tasks.emplace_back(n, at);
+    std::fill_n(p.out + n * p.most + p.counts[n], p.most - p.counts[n], -INFINITY);
   }
   parallel(int64_t(tasks.size()), p.threads, [&] {
     return [&, worker = std::make_shared<Worker>(p)](int64_t i) { worker->score(tasks[i].first, tasks[i].second); };

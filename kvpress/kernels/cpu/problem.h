@@ -7,6 +7,21 @@ namespace kvpress {
 
 enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
+// What is added to decoded rows. Each half is absent when its first pointer is null.
+struct Correction {
+  const void* factor;      // [R, rank]
+  const void* basis;       // [bases, rank, channels]
+  const int32_t* chunk;    // [R]: the basis of each row
+  const int32_t* first;    // [R + 1]: where the outliers of each row begin
+  const uint8_t* channel;  // [outliers]
+  const void* delta;       // [outliers]
+  int64_t factor_dtype;    // of factor and basis
+  int64_t delta_dtype;
+  int64_t rank;
+  int64_t bases;
+  int64_t outliers;
+};
+
 // Rows of keys or values. A dense cache leaves `scale` null; a quantised one stores codes in `data`.
 struct Rows {
   const void* data;     // dense [R, channels], or codes uint8 [R, channels * bits / 8]
@@ -19,6 +34,7 @@ struct Rows {
   int64_t group_rows;
   int64_t group_channels;
   int64_t groups;         // rows of scale and zero
+  Correction correction;  // of codes only
 };
 
 struct Problem {

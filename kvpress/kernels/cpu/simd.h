@@ -1,6 +1,8 @@
 // One float vector `F` of kLanes lanes per instruction set; everything above this file is written once.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -31,6 +33,10 @@ inline float to_float(bf16 x) {
   return out;
 }
 
+#if defined(__F16C__)
+inline float to_float(f16 x) { return _cvtsh_ss(x.bits); }
+inline f16 to_half(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
+#else
 inline float to_float(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
   uint32_t wide = (magnitude << 13) + (uint32_t(112) << 23);
@@ -43,6 +49,24 @@ inline float to_float(f16 x) {
   }
   return sign ? -out : out;
 }
+
+// Rounds to nearest, halves to even.
+inline f16 to_half(float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof wide);
+  const uint16_t sign = uint16_t(wide >> 16 & 0x8000);
+  uint32_t magnitude = wide & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (magnitude < 0x38800000) {
+    // Subnormal: the last bit of numbers in [0.5, 1) is worth as much as that of subnormal halves.
+    const float shifted = std::abs(x) + 0.5f;
+    std::memcpy(&magnitude, &shifted, sizeof magnitude);
+    return {uint16_t(sign | (magnitude - 0x3f000000))};
+  }
+  magnitude += 0xfff + (magnitude >> 13 & 1);
+  return {uint16_t(sign | std::min(magnitude - 0x38000000 >> 13, uint32_t(0x7c00)))};
+}
+#endif
 
 #if defined(__AVX512F__)
 
@@ -57,6 +81,7 @@ inline F load(const bf16* p) {
 inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline F load(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline void store(uint8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epu32(x))); }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -92,6 +117,11 @@ inline F load(const bf16* p) {
 inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline F load(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline void store(uint8_t* p, F x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
+}
 inline F add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -139,6 +169,9 @@ inline F load(const float* p) {
 }
 inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+inline void store(uint8_t* p, F x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = uint8_t(int(x[i]));
+}
 inline F add(F a, F b) { return a + b; }
 inline F sub(F a, F b) { return a - b; }
 inline F mul(F a, F b) { return a * b; }

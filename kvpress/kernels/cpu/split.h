@@ -46,19 +46,14 @@ void parallel(int64_t count, int64_t threads, Make make) {
 #endif
 }
 
-// The first stream that refers to rows or groups that are not stored, or -1.
+// The first stream that refers to rows that are not stored, or -1.
 inline int first_invalid(const Problem& p) {
   for (int64_t n = 0; n < p.streams; ++n) {
     const int64_t start = p.listed ? 0 : p.starts[n], length = p.lengths[n];
     if (start < 0 || length < 0 || start + length > (p.listed ? p.listed_stride : p.rows)) return int(n);
-    uint32_t row = 0, group = 0;
+    uint32_t row = 0;
     for (int64_t t = 0; p.listed && t < length; ++t) row = std::max(row, uint32_t(p.listed[n * p.listed_stride + t]));
     if (length && row >= p.rows) return int(n);
-    if (!p.row_group) continue;
-    for (int64_t t = 0; t < length; ++t)
-      group = std::max(group, uint32_t(p.row_group[p.listed ? p.listed[n * p.listed_stride + t] : start + t]));
-    for (const Rows* side : {&p.keys, &p.values})
-      if (length && side->group_rows > 1 && group >= side->groups) return int(n);
   }
   return -1;
 }
@@ -86,9 +81,12 @@ int attend_all(const Problem& p) {
     piece.out = whole ? p.out + piece.stream * p.queries * p.values.channels : slot;
     piece.lse = whole ? p.lse + piece.stream * p.queries : slot + p.queries * p.values.channels;
   }
+  std::vector<char> valid(pieces.size());
   parallel(int64_t(pieces.size()), p.threads, [&] {
-    return [&, worker = std::make_shared<Worker<Reader>>(p)](int64_t i) { worker->attend(pieces[i]); };
+    return [&, worker = std::make_shared<Worker<Reader>>(p)](int64_t i) { valid[i] = worker->attend(pieces[i]); };
   });
+  for (size_t i = 0; i < pieces.size(); ++i)
+    if (!valid[i]) return int(pieces[i].stream);
   for (int64_t n = 0; n < p.streams; ++n)
     if (first[n + 1] - first[n] > 1)
       merge(p, &pieces[first[n]], first[n + 1] - first[n], p.out + n * p.queries * p.values.channels,

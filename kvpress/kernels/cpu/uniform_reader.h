@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "corrector.h"
 #include "dense_reader.h"
 #include "int8_keys.h"
 #include "int8_values.h"
@@ -15,6 +16,8 @@ class UniformReader {
       : p_(p),
         keys_(p.keys, p.row_group),
         values_(p.values, p.row_group),
+        key_terms_(p.keys, p.queries),
+        value_terms_(p.values, p.queries),
         stride_(round_up(p.keys.channels, kQueryPad)),
         tile_stride_(round_up(std::max(p.keys.channels, p.values.channels), 16)),
         queries_(p.queries * stride_),
@@ -30,6 +33,12 @@ class UniformReader {
 #if defined(KVPRESS_INT8)
     if (int8_keys_) int8_keys_->begin(queries_);
 #endif
+    key_terms_.begin(queries_, stride_);
+  }
+
+  bool stores(const Chunk& chunk) const {
+    return keys_.stores(chunk.rows, chunk.count) && values_.stores(chunk.rows, chunk.count) &&
+           key_terms_.stores(chunk) && value_terms_.stores(chunk);
   }
 
   void score(const Chunk& chunk, float* scores) {
@@ -45,9 +54,11 @@ class UniformReader {
       if (run > 0) score_codes(rows + end, run, scores + end);
       t = end + run;
     }
+    key_terms_.score(chunk, scores);
   }
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    value_terms_.mix(chunk, weights, acc, acc_stride);
 #if defined(KVPRESS_INT8)
     if (int8_values_) return int8_values_->mix(chunk, weights, acc, acc_stride);
 #endif
@@ -83,6 +94,7 @@ class UniformReader {
 
   const Problem& p_;
   const CodedRows keys_, values_;
+  Corrector key_terms_, value_terms_;
   const int stride_, tile_stride_;
   Buffer<float> queries_, tile_;
 #if defined(KVPRESS_INT8)

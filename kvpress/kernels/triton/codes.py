@@ -1,4 +1,4 @@
-"""Read packed codes of 1, 2, 3, 4 or 8 bits and their scales; the layout is that of `kvpress.kernels.packed`.
+"""Read packed codes and their scales; the layout is that of `kvpress.kernels.packed`.
 
 A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys
 or [BN, 1] and [1, W] for values, so one function serves both. Column j of a row of D channels holds the channels
@@ -60,6 +60,23 @@ def _to_float16(byte, shift: tl.constexpr, BITS: tl.constexpr):
     else:
         code = (byte >> shift) & ((1 << BITS) - 1)
         return (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def entries(CODES, at, i, live, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Codes i of rows of COUNT codes that begin at byte `at`, as int32; of any width, and in any order."""
+    LOW: tl.constexpr = 8 if BITS > 8 else 2 if BITS == 3 else BITS
+    code = _plane(CODES, at, i, live, COUNT, LOW)
+    if BITS > LOW:
+        code |= _plane(CODES, at + COUNT * LOW // 8, i, live, COUNT, BITS - LOW) << LOW
+    return code
+
+
+@triton.jit
+def _plane(CODES, at, i, live, COUNT: tl.constexpr, BITS: tl.constexpr):
+    WIDTH: tl.constexpr = COUNT * BITS // 8
+    byte = tl.load(CODES + at + i % WIDTH, mask=live, other=0).to(tl.int32)
+    return byte >> (BITS * (i // WIDTH)) & ((1 << BITS) - 1)
 
 
 @triton.jit

@@ -2,85 +2,172 @@
 
 One program decodes a block of rows once for all query heads of a group: a code fetches the c channels of its centroid with one
 load, mostly from the first-level cache, which holds the book of a head (64 KiB for 256 entries and 128 float16 channels).
-Products are of the dtype of the books with float32 sums. Keys stored before their rotary embedding are not served.
+Products are of the dtype of the books with float32 sums. Keys stored before their rotary embedding are decoded as two tiles,
+which hold the two channels of a pair at the same place, and turned in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import gcd
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.lookup import check
+from kvpress.kernels.coded import STEP, Coded, Rotary, check, rotary_of
 from kvpress.kernels.lookup import reference as reference
-from kvpress.kernels.triton import online
+from kvpress.kernels.triton import codes, online
 from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded, plan
 from kvpress.kernels.triton.merge import merged, partials
 
-BLOCK = 32
 LEAST_ROWS, MOST_ROWS = 4, 16
-WARPS, STAGES = 2, 3
+WARPS = 2
+STAGES = tl.constexpr(3)
+"""Stages of the loop itself, so that codes are prefetched also where centroids are too small for asynchronous copies."""
+
+BLOCK_POSITIONS = tl.constexpr(STEP)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How one side is decoded: runs of ``span`` channels that one load fetches, and tiles of runs padded to powers of two."""
+
+    span: int
+    span_padded: int
+    pair_padded: int
+    rest_padded: int
+
+
+def spans(channels: int, coupled: int, half: int) -> Spans:
+    """Tiles for the two halves of `half` paired channels and for the rest; at least 16 channels meet in a product."""
+    span = gcd(coupled, half)
+    width = padded(span, 1)
+    pair, rest = (padded(size // span, max(1, 16 // width)) for size in (half, channels - 2 * half))
+    return Spans(span, width, pair, rest)
+
+
+def block_rows(channels: int, half: int) -> int:
+    """Rows per block for so many key and value channels: decoded tiles and angles live in registers."""
+    return 16 if half or channels > 256 else 32
 
 
 @triton.jit
-def _side(CODES, BOOK, row, live, stride, i, j, GROUPS: tl.constexpr, E: tl.constexpr, C: tl.constexpr):
-    """Channels of rows counted from CODES; i numbers groups and j channels of a group, on axes of their own beside row's."""
-    live_i = i < GROUPS
-    code = tl.load(CODES + row * stride + i, mask=live & live_i, other=0).to(tl.int32)
-    return tl.load(BOOK + (i * E + code) * C + j, mask=live & live_i & (j < C), other=0.0)
+def _queries(Q, m, live_m, i, j, first, last, D: tl.constexpr, SPAN: tl.constexpr):
+    """Channels first + i * SPAN + j of query rows m, up to channel `last`: [BM, channels of the tile]."""
+    channel = first + i[:, None] * SPAN + j[None, :]
+    live = (channel < last) & (j < SPAN)[None, :]
+    mask = live_m[:, None, None] & live[None, :, :]
+    q = tl.load(Q + m[:, None, None] * D + channel[None, :, :], mask=mask, other=0.0)
+    return tl.reshape(q, [q.shape[0], q.shape[1] * q.shape[2]])
 
 
-@triton.jit(do_not_specialize=["M", "causal"])
-def _kernel(
-    Q, KEY_CODES, KEY_BOOK, VALUE_CODES, VALUE_BOOK, STARTS, LENGTHS, BOOK_OF_STREAM, BIAS, OUT, LSE,
-    key_stride, value_stride, M, causal, scale, softcap,
-    KG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr, KGP: tl.constexpr, KCP: tl.constexpr,
-    VG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr, VGP: tl.constexpr, VCP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+@triton.jit
+def _side(
+    CODES, BOOK, at, i, j, live, G: tl.constexpr, E: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
+    """Channels i * SPAN + j of rows whose codes begin at byte `at`: the three have an axis each."""
+    if SPAN == C:
+        group, first = i, 0
+    else:
+        group, first = i // (C // SPAN), i % (C // SPAN) * SPAN
+    code = codes.entries(CODES, at, group, live, G, BITS)
+    if E < 2**BITS:
+        code = tl.minimum(code, E - 1)
+    return tl.load(BOOK + (group * E + code) * C + first + j, mask=live & (j < SPAN), other=0.0)
+
+
+@triton.jit
+def _angles(COARSE, FINE, position, pair, live, HALF: tl.constexpr):
+    """Cosines and sines of pairs at positions: coarse angles times fine ones."""
+    coarse = COARSE + position // BLOCK_POSITIONS * (2 * HALF) + pair
+    fine = FINE + position % BLOCK_POSITIONS * (2 * HALF) + pair
+    a, b = tl.load(coarse, mask=live, other=0.0), tl.load(coarse + HALF, mask=live, other=0.0)
+    c, d = tl.load(fine, mask=live, other=0.0), tl.load(fine + HALF, mask=live, other=0.0)
+    return a * c - b * d, a * d + b * c
+
+
+@triton.jit(do_not_specialize=["M", "width", "causal"])
+def _kernel(
+    Q, KEY_CODES, KEY_BOOK, VALUE_CODES, VALUE_BOOK, LISTED, STARTS, LENGTHS, BOOK_OF_STREAM, COARSE, FINE, SHIFT,
+    POSITIONS, BIAS, OUT, LSE, key_stride, value_stride, M, width, causal, scale, softcap,
+    KB: tl.constexpr, KG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr,
+    VB: tl.constexpr, VG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr,
+    HALF: tl.constexpr, KS: tl.constexpr, KSP: tl.constexpr, KHP: tl.constexpr, KRP: tl.constexpr,
+    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = KG * KC
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     i = tl.arange(0, BN)
     live_m = m < M
     length = tl.load(LENGTHS + n).to(tl.int32)
-    start = tl.load(STARTS + n)
+    start = n * 0
+    if LISTED is None:
+        start = tl.load(STARTS + n)
+    else:
+        length = tl.minimum(length, width)
     book = tl.load(BOOK_OF_STREAM + n)
     KEY_BOOK += book * (KG * KE * KC)
     VALUE_BOOK += book * (VG * VE * VC)
     limit = online.visible(m, length, causal)
 
-    kg, kc = tl.arange(0, KGP), tl.arange(0, KCP)
+    kh, kr, kc = tl.arange(0, KHP), tl.arange(0, KRP), tl.arange(0, KSP)
     vg, vc = tl.arange(0, VGP), tl.arange(0, VCP)
-    live_k = (kg[:, None] < KG) & (kc[None, :] < KC)
-    live_v = (vg[:, None] < VG) & (vc[None, :] < VC)
-    channel = kg[:, None] * KC + kc[None, :]
-    mask = live_m[:, None, None] & live_k[None, :, :]
-    q = tl.load(Q + (n * M + m[:, None, None]) * (KG * KC) + channel[None, :, :], mask=mask, other=0.0)
-    q = tl.reshape(q, [BM, KGP * KCP]).to(KEY_BOOK.dtype.element_ty)
+    if HALF > 0:
+        shift = tl.load(SHIFT + n)
+        q_low = _queries(Q + n * M * D, m, live_m, kh, kc, 0, HALF, D, KS).to(KEY_BOOK.dtype.element_ty)
+        q_high = _queries(Q + n * M * D, m, live_m, kh, kc, HALF, 2 * HALF, D, KS).to(KEY_BOOK.dtype.element_ty)
+    if 2 * HALF < D:
+        q_rest = _queries(Q + n * M * D, m, live_m, kr, kc, 2 * HALF, D, D, KS).to(KEY_BOOK.dtype.element_ty)
 
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, VGP * VCP], tl.float32)
     first, last = online.share(length, BN)
-    for at in tl.range(first, last, BN):
+    for at in tl.range(first, last, BN, num_stages=STAGES):
         live = at + i < last
-        keys = _side(
-            KEY_CODES + (start + at) * key_stride, KEY_BOOK, i[None, None, :], live[None, None, :], key_stride,
-            kg[:, None, None], kc[None, :, None], KG, KE, KC,
-        )  # fmt: skip
-        keys = tl.reshape(keys, [KGP * KCP, BN])
-        logits = online.to_logits(tl.dot(q, keys, input_precision="ieee"), scale, softcap)
+        if LISTED is None:
+            base, row = start + at, i
+        else:
+            base, row = start, tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
+
+        products = tl.zeros([BM, BN], tl.float32)
+        byte = (row * key_stride)[None, None, :]
+        if HALF > 0:
+            h, c = kh[:, None, None], kc[None, :, None]
+            live_h = live[None, None, :] & (h < HALF // KS)
+            position = shift + base + row
+            if POSITIONS is not None:
+                position = shift + tl.load(POSITIONS + base + row, mask=live, other=0)
+            cos, sin = _angles(COARSE, FINE, position[None, None, :], h * KS + c, live_h & (c < KS), HALF)
+            low = _side(KEY_CODES + base * key_stride, KEY_BOOK, byte, h, c, live_h, KG, KE, KC, KS, KB)
+            high = _side(KEY_CODES + base * key_stride, KEY_BOOK, byte, HALF // KS + h, c, live_h, KG, KE, KC, KS, KB)
+            turned = (low * cos - high * sin).to(low.dtype)
+            products = tl.dot(q_low, tl.reshape(turned, [KHP * KSP, BN]), products, input_precision="ieee")
+            turned = (high * cos + low * sin).to(low.dtype)
+            products = tl.dot(q_high, tl.reshape(turned, [KHP * KSP, BN]), products, input_precision="ieee")
+        if 2 * HALF < D:
+            r = 2 * HALF // KS + kr[:, None, None]
+            live_r = live[None, None, :] & (r < D // KS)
+            rest = _side(
+                KEY_CODES + base * key_stride, KEY_BOOK, byte, r, kc[None, :, None], live_r, KG, KE, KC, KS, KB
+            )
+            products = tl.dot(q_rest, tl.reshape(rest, [KRP * KSP, BN]), products, input_precision="ieee")
+        logits = online.to_logits(products, scale, softcap)
         if BIAS is not None:
-            logits += tl.load(BIAS + start + at + i, mask=live, other=0.0)[None, :] * online.LOG2E
+            logits += tl.load(BIAS + base + row, mask=live, other=0.0)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
+        live_v = live[:, None, None] & (vg < VG)[None, :, None]
         values = _side(
-            VALUE_CODES + (start + at) * value_stride, VALUE_BOOK, i[:, None, None], live[:, None, None], value_stride,
-            vg[None, :, None], vc[None, None, :], VG, VE, VC,
+            VALUE_CODES + base * value_stride, VALUE_BOOK, (row * value_stride)[:, None, None], vg[None, :, None],
+            vc[None, None, :], live_v, VG, VE, VC, VC, VB,
         )  # fmt: skip
         values = tl.reshape(values, [BN, VGP * VCP])
         acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
@@ -89,14 +176,8 @@ def _kernel(
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     out = tl.reshape(acc * norm[:, None], [BM, VGP, VCP])
     to = OUT + out_row[:, None, None] * (VG * VC) + (vg[:, None] * VC + vc[None, :])[None, :, :]
+    live_v = (vg[:, None] < VG) & (vc[None, :] < VC)
     tl.store(to, out, mask=live_m[:, None, None] & live_v[None, :, :])
-
-
-def sizes(book: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-    """Groups, entries and channels per group of a book, and the two padded so that at least 16 channels result."""
-    _, groups, entries, coupled = book
-    width = padded(coupled, 1)
-    return groups, entries, coupled, padded(groups, max(1, 16 // width)), width
 
 
 @on_device
@@ -108,26 +189,38 @@ def lookup_decode(
     value_book: Tensor,
     starts: Tensor,
     lengths: Tensor,
-    book_of_stream: Tensor,
     scale: float,
     *,
+    book_of_stream: Tensor,
+    key_bits: int = 8,
+    value_bits: int = 8,
+    coarse: Tensor | None = None,
+    fine: Tensor | None = None,
+    shift: Tensor | None = None,
+    positions: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     causal: int = 0,
     capacity: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend each stream to coded rows, as `kvpress.kernels.lookup_decode` does without positions.
+    """Attend each stream to the coded rows ``starts[n] .. starts[n] + lengths[n]``, as `kvpress.kernels.lookup_decode` does.
 
     Args:
         q: queries [N, M, D].
-        key_codes: uint8 or int16 [R, D / c].
+        key_codes: packed codes of the keys, uint8 [R, D / c * key_bits / 8].
         key_book: centroids [books, D / c, E, c].
-        value_codes: uint8 or int16 [R, Dv / c'].
+        value_codes: packed codes of the values.
         value_book: centroids [books, Dv / c', E', c'].
         starts: int64 [N].
         lengths: int64 [N]; read on the device, so streams outside the storage are not refused.
-        book_of_stream: int64 [N].
         scale: factor of the logits.
+        book_of_stream: int64 [N].
+        key_bits: bits per key code.
+        value_bits: bits per value code.
+        coarse: float32 [P / STEP, 2, rotary / 2].
+        fine: float32 [STEP, 2, rotary / 2].
+        shift: int64 [N]; positions past the tables are not refused.
+        positions: int32 [R].
         softcap: bound of the logits.
         bias: float32 [R].
         causal: number of new tokens.
@@ -136,35 +229,104 @@ def lookup_decode(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    check(q, key_codes, key_book, value_codes, value_book, book_of_stream, softcap, causal, bias)
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
+    check(q, keys, values, book_of_stream, rotary, softcap, causal, bias)
     checks.streams(starts, lengths, q)
-    key, value = sizes(key_book.shape), sizes(value_book.shape)
-    grid = plan(q, key_codes.shape[0] if capacity is None else capacity, BLOCK, LEAST_ROWS, MOST_ROWS)
-    out, lse = partials(q, grid.splits, value[0] * value[2])
+    capacity = key_codes.shape[0] if capacity is None else capacity
+    where = (None, starts, lengths, book_of_stream)
+    return _launch(q, keys, values, *where, scale, rotary, softcap, bias, causal, capacity)
+
+
+@on_device
+def lookup_select(
+    q: Tensor,
+    key_codes: Tensor,
+    key_book: Tensor,
+    value_codes: Tensor,
+    value_book: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    scale: float,
+    *,
+    book_of_stream: Tensor,
+    key_bits: int = 8,
+    value_bits: int = 8,
+    coarse: Tensor | None = None,
+    fine: Tensor | None = None,
+    shift: Tensor | None = None,
+    positions: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each stream to the first ``counts[n]`` rows listed in ``rows [N, K]``; the rest as in `lookup_decode`."""
+    keys, values = Coded(key_codes, key_book, key_bits), Coded(value_codes, value_book, value_bits)
+    rotary = rotary_of(coarse, fine, shift, positions)
+    check(q, keys, values, book_of_stream, rotary, softcap, 0, bias)
+    checks.selection(rows, counts, q)
+    where = (rows, None, counts, book_of_stream)
+    return _launch(q, keys, values, *where, scale, rotary, softcap, bias, 0, rows.shape[1])
+
+
+def _launch(
+    q: Tensor,
+    keys: Coded,
+    values: Coded,
+    rows: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor,
+    book_of_stream: Tensor,
+    scale: float,
+    rotary: Rotary | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    causal: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    half = 0 if rotary is None else rotary.fine.shape[2]
+    key = spans(keys.channels, keys.book.shape[3], half)
+    value = spans(values.channels, values.book.shape[3], 0)
+    block = block_rows(keys.channels + values.channels, half)
+    grid = plan(q, capacity, block, LEAST_ROWS, MOST_ROWS)
+    out, lse = partials(q, grid.splits, values.channels)
     if lse.numel():
         _kernel[grid.programs](
             q.contiguous(),
-            key_codes,
-            key_book,
-            value_codes,
-            value_book,
-            starts.contiguous(),
+            keys.codes,
+            keys.book,
+            values.codes,
+            values.book,
+            None if rows is None else rows.contiguous(),
+            None if starts is None else starts.contiguous(),
             lengths.contiguous(),
             book_of_stream.contiguous(),
+            None if rotary is None else rotary.coarse,
+            None if rotary is None else rotary.fine,
+            None if rotary is None else rotary.shift,
+            None if rotary is None else rotary.positions,
             None if bias is None else bias.contiguous(),
             out,
             lse,
-            key_codes.stride(0),
-            value_codes.stride(0),
+            keys.codes.stride(0),
+            values.codes.stride(0),
             q.shape[1],
+            0 if rows is None else rows.shape[1],
             causal if causal > 1 else None,  # one new token, the last row of its stream, sees every row
             scale,
             softcap,
-            *key,
-            *value,
+            keys.bits,
+            *keys.book.shape[1:],
+            values.bits,
+            *values.book.shape[1:],
+            half,
+            key.span,
+            key.span_padded,
+            key.pair_padded,
+            key.rest_padded,
+            value.span_padded,
+            value.rest_padded,
             grid.rows,
-            BLOCK,
+            block,
             num_warps=WARPS,
-            num_stages=STAGES,
         )
     return merged(out, lse)

@@ -11,12 +11,12 @@ Products are float16 with float32 sums. Queries are divided by their largest ele
 rounding to float16 neither overflows nor flushes.
 """
 
-# mypy: disable-error-code="no-untyped-def, assignment"
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
 
 import triton
 import triton.language as tl
 
-from kvpress.kernels.triton import codes, online
+from kvpress.kernels.triton import codes, correction, online
 
 QUERY_LIFT = tl.constexpr(32.0)
 """Largest element of a scaled query: room for scales from 1e-5 to 2000 in a float16."""
@@ -24,12 +24,14 @@ QUERY_LIFT = tl.constexpr(32.0)
 
 @triton.jit(do_not_specialize=["M", "width", "causal"])
 def decode_kernel(
-    Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, LISTED, ROW_GROUP, STARTS, LENGTHS, BIAS, OUT, LSE,
-    M, width, causal, scale, softcap,
+    Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, LISTED, ROW_GROUP, STARTS, LENGTHS, BIAS,
+    KEY_TERMS, VALUE_TERMS, OUT, LSE, M, width, causal, scale, softcap,
     D: tl.constexpr, K_BITS: tl.constexpr, K_GR: tl.constexpr, K_GC: tl.constexpr,
     DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
     VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr,
+    HIGH: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries to one share of a stream; sides are described by `uniform.Columns`."""
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
@@ -55,6 +57,10 @@ def decode_kernel(
     acc = ()
     for _ in tl.static_range(VC * VPARTS):
         acc += (tl.zeros([BM, VP], tl.float32),)
+    key_factor, key_basis, key_chunk, key_first, key_channel, key_delta = KEY_TERMS
+    value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
+    if value_first is not None:
+        outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
 
     first, last = online.share(length + skipped, BN)
     for at in tl.range(first, last, BN):
@@ -69,6 +75,13 @@ def decode_kernel(
             group = tl.load(ROW_GROUP + row, mask=live, other=0).to(tl.int64)
 
         products = tl.zeros([BM, BN], tl.float32)
+        if key_factor is not None:
+            products = correction.key_low_rank(
+                q, products, key_factor, key_basis, key_chunk, row, live, j, D, K_RANK, K_RP, KC, KW, KPARTS
+            )
+        if key_first is not None:
+            extra = correction.key_outliers(Q + n * M * D, m, live_m, key_first, key_channel, key_delta, row, live, D)
+            products += extra * (1 / highest * QUERY_LIFT)[:, None]
         constant = tl.zeros([BM], tl.float32)
         for c in tl.static_range(KC):
             column = c * KW + j
@@ -104,6 +117,11 @@ def decode_kernel(
         weights, keep, largest, total = online.update(logits, largest, total)
         weights = weights.to(tl.float16)
 
+        if value_first is not None:
+            outliers = correction.value_outliers(
+                weights, keep, outliers, value_first, value_channel, value_delta, row, live
+            )
+
         new = ()
         for c in tl.static_range(VC):
             column = c * VW + jv
@@ -126,15 +144,23 @@ def decode_kernel(
                 s, z = codes.load_group(VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC)
                 new += (tl.dot(weights, codes.decode(part, s, z), acc[c * VPARTS + p] * keep[:, None]),)
         acc = new
+        if value_factor is not None:
+            acc = correction.value_low_rank(
+                weights, acc, value_factor, value_basis, value_chunk, row, live, jv, DV, V_RANK, V_RP, VC, VW, VPARTS
+            )
 
     out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     for c in tl.static_range(VC):
         for p in tl.static_range(VPARTS):
             column = c * VW + jv
-            mask = live_m[:, None] & (column < DV // VPARTS)[None, :]
-            at = out_row[:, None] * DV + p * (DV // VPARTS) + column[None, :]
-            tl.store(OUT + at, acc[c * VPARTS + p] * norm[:, None], mask=mask)
+            live_j = column < DV // VPARTS
+            channel = p * (DV // VPARTS) + column
+            out = acc[c * VPARTS + p]
+            if value_first is not None:
+                out += correction.outlier_outputs(outliers, tl.where(live_j, channel, 0), BM)
+            at = out_row[:, None] * DV + channel[None, :]
+            tl.store(OUT + at, out * norm[:, None], mask=live_m[:, None] & live_j[None, :])
 
 
 @triton.jit

@@ -12,10 +12,16 @@ from tests.kernels.builders import relative_error, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, poison
 
 
-@pytest.mark.parametrize("statistic", ["sum", "max", "squares"])
 @pytest.mark.parametrize(
-    ("dim", "queries", "options"),
-    [(64, 4, {}), (80, 70, {"causal": 35}), (128, 12, {"causal": 3, "softcap": 4.0}), (64, 1, {"causal": 1})],
+    ("statistic", "dim", "queries", "options"),
+    [
+        ("sum", 80, 70, {"causal": 35}),
+        ("sum", 64, 1, {"causal": 1}),
+        ("max", 64, 4, {}),
+        ("max", 128, 12, {"causal": 3, "softcap": 4.0}),
+        ("squares", 96, 4, {}),
+        ("squares", 64, 6, {"causal": 3}),
+    ],
 )
 def test_matches_reference(statistic: str, dim: int, queries: int, options: dict[str, Any]) -> None:
     s = streams([*LENGTHS, 2], queries, dim)

@@ -10,20 +10,27 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import reference as plain
+from kvpress.kernels.correction import Correction
 from kvpress.kernels.packed import Packed, dequantise
 from kvpress.kernels.triton.uniform import reference, uniform_decode, uniform_select
-from tests.kernels.builders import quantise, streams
+from tests.kernels.builders import correction, quantise, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
 
 FOLDED, SHARED = (32, 1), (1, 32)
 
 
+def corrected(side: Packed, correction: Correction | None, group: Tensor | None) -> Tensor:
+    every = torch.arange(side.codes.shape[0])
+    exact = dequantise(side, every, group)
+    return exact if correction is None else exact + correction.dense(every, exact.shape[1])
+
+
 def check(ours: tuple[Tensor, Tensor], q: Tensor, keys: Packed, values: Packed, rows: list[Tensor], **kw: Any) -> None:
-    every = torch.arange(keys.codes.shape[0])
     group = kw.get("row_group")
-    exact = dequantise(keys, every, group), dequantise(values, every, group)
+    terms = {name: kw.get(name) for name in ("key_correction", "value_correction")}
+    exact = corrected(keys, terms["key_correction"], group), corrected(values, terms["value_correction"], group)
     rounded = lowest_precision(q, *exact, rows, 0.1, torch.float16)
-    plain_out, _ = reference(q, keys, values, rows, 0.1, row_group=group)
+    plain_out, _ = reference(q, keys, values, rows, 0.1, row_group=group, **terms)
     expected = reference(q, keys, values, rows, 0.1, **kw)
     assert_close(ours, expected, expected[0] + rounded - plain_out)
 
@@ -86,6 +93,73 @@ def test_select_and_row_groups(mapped: bool, value_group: tuple[int, int]) -> No
     check(ours, s.q, keys, values, plain.listed(rows, counts), row_group=group)
     ours = uniform_decode(s.q, keys, values, s.starts, s.lengths, 0.1, row_group=group)
     check(ours, s.q, keys, values, plain.ranges(s.starts, s.lengths), row_group=group)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "queries", "rank", "density", "chunk_rows", "key_group", "dtype"),
+    [
+        (64, 64, 4, 2, 0.02, 3, FOLDED, torch.float16),
+        (80, 96, 1, 4, 0.0, 200, FOLDED, torch.float16),
+        (128, 80, 3, 0, 0.3, 37, SHARED, torch.float16),
+        (96, 64, 16, 16, 0.05, 20, FOLDED, torch.float32),
+        (64, 192, 2, 1, 0.02, 64, (1, 64), torch.float32),
+        (64, 256, 5, 7, 0.02, 90, FOLDED, torch.float16),
+    ],
+)
+def test_corrections(
+    dim: int,
+    value_dim: int,
+    queries: int,
+    rank: int,
+    density: float,
+    chunk_rows: int,
+    key_group: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    s = streams(LENGTHS, queries, dim, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, dim), 2, key_group)
+    values, _ = quantise(torch.randn(s.rows, value_dim), 4, (1, 16))
+    terms = {
+        "key_correction": correction(s.rows, dim, rank, density, chunk_rows, dtype)[0],
+        "value_correction": correction(s.rows, value_dim, rank, density, chunk_rows + 5, dtype)[0],
+    }
+    ours = uniform_decode(s.q, keys, values, s.starts, s.lengths, 0.1, **terms)
+    check(ours, s.q, keys, values, plain.ranges(s.starts, s.lengths), **terms)
+
+
+@pytest.mark.parametrize("side", ["key_correction", "value_correction"])
+def test_corrections_of_one_side_with_every_option(side: str) -> None:
+    s = streams([*LENGTHS, 2], 6, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 2, SHARED)
+    options = {side: correction(s.rows, 64, 2, 0.05)[0], "causal": 3, "softcap": 4.0, "bias": torch.randn(s.rows)}
+    ours = uniform_decode(s.q, keys, values, s.starts, s.lengths, 0.1, **options)
+    check(ours, s.q, keys, values, plain.ranges(s.starts, s.lengths), **options)
+
+
+def test_corrections_of_listed_rows() -> None:
+    s = streams([100] * 4, 4, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, SHARED)
+    terms = {name: correction(s.rows, 64, 3, 0.05)[0] for name in ("key_correction", "value_correction")}
+    counts = torch.tensor([0, 70, 1, 33])
+    rows = torch.stack([torch.randperm(s.rows)[:70] for _ in counts])
+    rows[torch.arange(70) >= counts[:, None]] = 2**31
+    ours = uniform_select(s.q, keys, values, rows, counts, 0.1, **terms)
+    check(ours, s.q, keys, values, plain.listed(rows, counts), **terms)
+
+
+def test_large_low_rank_terms_do_not_overflow() -> None:
+    s = streams([60], 2, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, SHARED)
+    terms, _ = correction(s.rows, 64, 2, 0.0)
+    assert terms.factor is not None
+    assert terms.basis is not None
+    large = replace(terms, factor=terms.factor / 10000, basis=terms.basis * 10000)
+    options = {"key_correction": large, "value_correction": large}
+    ours = uniform_decode(s.q, keys, values, s.starts, s.lengths, 0.1, **options)
+    check(ours, s.q, keys, values, plain.ranges(s.starts, s.lengths), **options)
 
 
 def test_scales_of_rows_outside_the_streams_are_not_read() -> None:

@@ -1,0 +1,147 @@
+"""Bits per value that each codec really holds, beside the closed form of its paper's storage, windows and metadata included.
+
+    python benchmarks/bits.py [--out benchmarks/results/bits.json]
+
+One layer of 8 kv heads, D = 128, bfloat16, right after a prompt of T tokens. `held` counts every byte of every tensor of the
+layer; `formula` is written out below from what a method stores, not from our code. Codebooks are counted in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import kvpress
+from kvpress.cache.store import KVStore
+from kvpress.quant.base import Codec
+from kvpress.quant.coupled import CoupledCodec
+
+HEADS, DIM = 8, 128
+LENGTHS = (2048, 8192, 32768)
+Formula = Callable[[int], float]
+
+
+def tiles(tokens: int, tile: int, window: int) -> int:
+    """Tokens that are encoded: whole tiles outside the window."""
+    return max(0, (tokens - window) // tile * tile)
+
+
+def mixed(tokens: int, encoded: int, bits: float) -> float:
+    """Average over encoded tokens and those that stay in 16 bits."""
+    return (encoded * bits + (tokens - encoded) * 16) / tokens
+
+
+def kivi(key_bits: int, value_bits: int, group: int, window: int) -> Formula:
+    """B + 32 / g: a 16-bit scale and zero for every g codes."""
+    return lambda t: mixed(t, tiles(t, group, window), (key_bits + value_bits) / 2 + 32 / group)
+
+
+def gear(bits: int, group: int, rank: int, outliers: float, buffer: int) -> Formula:
+    """B + 32 / g + 16 r (1 / D + 1 / n), and for outliers 16 + 8 bits each and 8 bits per token and side to count them."""
+
+    def formula(t: int) -> float:
+        n = tiles(t, buffer, 0)
+        low_rank = 16 * rank * (1 / DIM + 1 / n)
+        values = 2 * max(1, round(outliers / 2 * DIM)) / DIM if outliers else 0.0
+        keys = 2 * round(outliers / 2 * n) / n
+        sparse = (16 + 8) * (keys + values) / 2 + (8 / DIM if outliers else 0.0)
+        runs = 32 / (n * DIM)
+        return mixed(t, n, bits + 32 / group + low_rank + sparse + runs)
+
+    return formula
+
+
+def zipcache(high: int, low: int, salient: float, interval: int) -> Formula:
+    """4 r + 2 (1 - r), a scale and zero per token of the values, one bit per token and head, and what a stream holds once.
+
+    That is, for each class, scale and zero of every key channel and its number of tokens; and the scales of value channels.
+    """
+
+    def formula(t: int) -> float:
+        n = tiles(t, interval, 0)
+        once = (2 * (2 * 16 * DIM + 32) + 32 * DIM) / (2 * DIM * n)
+        return mixed(t, n, high * salient + low * (1 - salient) + 32 / (2 * DIM) + 1 / (2 * DIM) + once)
+
+    return formula
+
+
+def coupled(channels: int, bits: int, window: int, sinks: int) -> Formula:
+    """B / c, and books of 2**b entries in 16 bits for every channel of keys and values."""
+
+    def formula(t: int) -> float:
+        return mixed(t, tiles(t, 32, window + sinks), bits / channels) + 16 * 2**bits / t
+
+    return formula
+
+
+def books(channels: int, bits: int, window: int, sinks: int) -> CoupledCodec:
+    """A codec with random books."""
+    shape = (HEADS, DIM // channels, 2**bits, channels)
+    return CoupledCodec(
+        torch.randn(shape).half(), torch.randn(shape).half(), (bits, bits), (channels, channels), window, sinks
+    )
+
+
+def methods() -> dict[str, tuple[Codec | None, Formula]]:
+    """Every codec and its formula."""
+    found: dict[str, tuple[Codec | None, Formula]] = {}
+
+    def add(spec: str, formula: Formula) -> None:
+        found[spec] = kvpress.get_press(spec).codec_at(0), formula
+
+    for bits in (8, 4, 3, 2, 1):
+        add(f"kivi:bits={bits}", kivi(bits, bits, 32, 128))
+    add("kivi:bits=2,group_size=128,residual_length=0", kivi(2, 2, 128, 0))
+    add("adaquant", kivi(4, 2, 64, 64))
+    for bits in (4, 2):
+        add(f"gear_l:bits={bits}", gear(bits, 64, 4, 0.0, 64))
+        add(f"gear:bits={bits}", gear(bits, 64, 4, 0.02, 64))
+    for ratio in (0.6, 0.2):
+        add(f"zipcache:salient_ratio={ratio}", zipcache(4, 2, ratio, 100))
+    for channels, bits in ((2, 8), (4, 8), (8, 8), (8, 10)):
+        name = f"cq:coupled={channels},bits={bits}"
+        found[name] = books(channels, bits, 128, 4), coupled(channels, bits, 128, 4)
+    return found
+
+
+def held_bits(codec: Codec | None, tokens: int) -> float:
+    """Bits per value of a layer that a prompt of random pairs was put into."""
+    assert codec is not None  # noqa: S101
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).bfloat16() for _ in range(2))
+    store = KVStore(keys, values)
+    store.append(keys, values)
+    for name in codec.reads_side:
+        store.window.side[name] = torch.rand(1, HEADS, tokens, generator=generator)
+    store.settle(codec, None)
+    tensors = [tensor for part in store.tensors().values() for tensor in part]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    left = 0 if store.dense is None else sum(array.nbytes for array in store.dense.side.values())
+    return 8 * (sum(storages.values()) - left) / (2 * keys.numel())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print("| codec | " + " | ".join(f"{t} held | formula" for t in LENGTHS) + " |")
+    print("|---|" + "---:|---:|" * len(LENGTHS))
+    for name, (codec, formula) in methods().items():
+        pairs = [(held_bits(codec, t), formula(t)) for t in LENGTHS]
+        rows.append({"codec": name, "tokens": LENGTHS, "held": [h for h, _ in pairs], "formula": [f for _, f in pairs]})
+        print(
+            f"| `{name}` | " + " | ".join(f"{held:.3f} | {expected:.3f}" for held, expected in pairs) + " |", flush=True
+        )
+    if args.out:
+        record = {"date": date.today().isoformat(), "heads": HEADS, "head_dim": DIM, "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Host time per layer and generated token that a press adds, on a model and prompts so small that kernels cost little.
+
+A random Llama (12 layers, hidden 64, 4 query and 2 kv heads, head dim 16, float32) reads 64 tokens and generates; runs under
+all presses are interleaved, one thread, and medians are compared with runs without a press. Apart from that, timers around
+the parts of a forward pass say where the time goes: what a part calls counts for that part only if it has no timer itself.
+
+    python benchmarks/overhead.py [--rounds 9] [--tokens 64] [--out benchmarks/results/overhead_cpu.json]
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpress
+from kvpress.cache.store import KVStore
+from kvpress.hf import PressLayer, Session
+
+PROMPT = 64
+PRESSES = {
+    "ratio 0": "snapkv:0",
+    "snapkv": "snapkv:0.5,window_size=8",
+    "adakv": "adakv(snapkv:0.5,window_size=8)",
+    "kivi": "kivi:bits=4,group_size=16,residual_length=16",
+    "quest": "quest:budget=32,skip_layers=0",
+}
+PARTS = {
+    "checks": [(Session, "_check")],
+    "hooks": [(Session, "_before"), (Session, "_after")],
+    "update": [(PressLayer, "update")],
+    "attend": [(KVStore, "attend")],
+    "operators": [
+        (importlib.import_module(f"kvpress.kernels.{module}"), name)
+        for module, name in (
+            ("dense", "dense_decode"), ("dense", "dense_select"), ("uniform", "uniform_decode"),
+            ("uniform", "uniform_select"),
+        )
+    ],
+    "settle": [(Session, "follow")],
+}  # fmt: skip
+"""Parts of a pass by the functions that make them up; operators are the kernels with the checks of their arguments."""
+
+
+def build_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Timers:
+    """Seconds spent in each part, what other timed parts took inside it left out."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.inside = [0.0]
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                self.seconds[part] += spent - self.inside.pop()
+                self.inside[-1] += spent
+
+        return run
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part, functions in PARTS.items():
+                for owner, name in functions:
+                    stack.enter_context(mock.patch.object(owner, name, self.timed(part, getattr(owner, name))))
+            yield
+
+
+@torch.no_grad()
+def generate(
+    model: Any, press: Any, ids: Tensor, mask: Tensor | None, tokens: int, seconds: Counter[str] | None = None
+) -> float:
+    """Seconds of all decode steps; the prefill is left out, of the parts in `seconds` too."""
+    with nullcontext() if press is None else press(model):
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        position = torch.full((ids.shape[0], 1), PROMPT)
+        if seconds is not None:
+            seconds.clear()
+        start = time.perf_counter()
+        for t in range(tokens):
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(ids.shape[0], 1)], dim=1)
+            model(ids[:, :1], attention_mask=mask, position_ids=position + t, past_key_values=cache)
+        return time.perf_counter() - start
+
+
+def measure(model: Any, ids: Tensor, mask: Tensor | None, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Microseconds per layer and token: what each press adds to a pass, and what of it each part takes."""
+    presses = {"no press": None, **{name: kvpress.get_press(spec) for name, spec in PRESSES.items()}}
+    totals: dict[str, list[float]] = {name: [] for name in presses}
+    parts: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in PRESSES}
+    scale = 1e6 / tokens / model.config.num_hidden_layers
+    for turn in range(rounds + 1):  # the first one compiles kernels and is not counted
+        for name, press in presses.items():
+            seconds = generate(model, press, ids, mask, tokens)
+            if turn:
+                totals[name].append(seconds * scale)
+        for name in PRESSES:
+            timers = Timers()
+            with timers.running():
+                generate(model, presses[name], ids, mask, tokens, timers.seconds)
+            for part in PARTS if turn else ():
+                parts[name][part].append(timers.seconds[part] * scale)
+    base = statistics.median(totals["no press"])
+    rows: dict[str, dict[str, float]] = {"no press": {"pass": round(base, 1)}}
+    for name in PRESSES:
+        whole = statistics.median(totals[name])
+        shares = {part: round(statistics.median(found), 1) for part, found in parts[name].items()}
+        rows[name] = {"pass": round(whole, 1), "added": round(whole - base, 1), **shares}
+    return rows
+
+
+def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+    columns = ["pass", "added", *PARTS]
+    print(f"\n{title}, microseconds per layer and token\n{'':12s}" + "".join(f"{name:>11s}" for name in columns))
+    for name, row in rows.items():
+        print(f"{name:12s}" + "".join(f"{row[c]:11.1f}" if c in row else f"{'-':>11s}" for c in columns))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = build_model()
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, :20] = 0
+    generator = torch.Generator().manual_seed(0)
+    rows = {}
+    for title, batch, padding in (("one row", 1, None), ("two rows, one padded", 2, mask)):
+        ids = torch.randint(1, 128, (batch, PROMPT), generator=generator)
+        rows[title] = measure(model, ids, padding, options.rounds, options.tokens)
+        show(title, rows[title])
+    record = {
+        "date": date.today().isoformat(),
+        "machine": platform.processor() or platform.machine(),
+        "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "rounds": options.rounds,
+        "tokens": options.tokens,
+        "microseconds_per_layer_and_token": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

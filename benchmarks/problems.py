@@ -1,0 +1,363 @@
+"""Random caches in every storage format, on any device: what the benchmarks attend to, and the float32 truth about it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.kernels import dense, lookup, uniform
+from kvpress.kernels import reference as plain
+from kvpress.kernels.coded import STEP, Coded, Rotary
+from kvpress.kernels.correction import Correction
+from kvpress.kernels.packed import Packed
+from kvpress.kernels.quantise import quantise
+
+Partial = tuple[Tensor, Tensor]
+KEY_GROUP, VALUE_GROUP = (32, 1), (1, 32)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Queries [N, M, D] and where each of the N streams lies in a flat storage of `rows` rows."""
+
+    q: Tensor
+    starts: Tensor
+    lengths: Tensor
+    rows: int
+    longest: int
+
+    @classmethod
+    def random(
+        cls, lengths: list[int], queries: int, dim: int, dtype: torch.dtype, device: str = "cpu", gap: int = 0
+    ) -> Streams:
+        """Streams of the given lengths, with `gap` unused rows before each of them."""
+        length = torch.tensor(lengths)
+        starts = (length + gap).cumsum(0) - length
+        q = torch.randn(len(lengths), queries, dim, generator=generator(device), device=device).to(dtype)
+        return cls(q, starts.to(device), length.to(device), int(starts[-1] + length[-1]), max(lengths))
+
+    @property
+    def dim(self) -> int:
+        """Channels of a query."""
+        return self.q.shape[2]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+        return self.dim**-0.5
+
+    def listed(self) -> list[Tensor]:
+        """Row numbers of each stream."""
+        return plain.ranges(self.starts, self.lengths)
+
+    def sample(self, share: int) -> Partial:
+        """Some rows of each stream, one in `share`: row numbers int32 [N, K] and their counts [N]."""
+        random, device = generator(self.q.device), self.q.device
+        counts = -(-self.lengths // share)
+        rows = torch.zeros(len(counts), -(-self.longest // share), dtype=torch.int32, device=device)
+        for n, (start, length, count) in enumerate(
+            zip(self.starts.tolist(), self.lengths.tolist(), counts.tolist(), strict=True)
+        ):
+            chosen = torch.randperm(length, generator=random, device=device)[:count].sort().values
+            rows[n, :count] = (start + chosen).int()
+        return rows, counts
+
+
+def generator(device: str | torch.device, seed: int = 0) -> torch.Generator:
+    """Random numbers of a device that do not depend on what was drawn before."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+class Cache(ABC):
+    """Keys and values of some streams in one format."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    @abstractmethod
+    def attend(self, **options: Any) -> Partial:
+        """Run the operator: outputs float32 [N, M, Dv] and log-sum-exps float32 [N, M]."""
+
+    @abstractmethod
+    def reference(self, **options: Any) -> Partial:
+        """Float32 attention over the same pairs."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """What the cache holds."""
+
+    def read_bytes(self) -> int:
+        """Bytes that one decode step reads."""
+        return size(self.tensors())
+
+
+def size(tensors: list[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Dense(Cache):
+    """Keys and values as the model computed them, in the dtype of the queries."""
+
+    def __init__(self, streams: Streams, seed: int = 0) -> None:
+        super().__init__(streams)
+        q, random = streams.q, generator(streams.q.device, seed)
+        shape = (streams.rows, streams.dim)
+        self.keys = torch.randn(shape, generator=random, device=q.device, dtype=q.dtype)
+        self.values = torch.randn(shape, generator=random, device=q.device, dtype=q.dtype)
+
+    def attend(self, **options: Any) -> Partial:
+        s = self.streams
+        return kernels.dense_decode(s.q, self.keys, self.values, s.starts, s.lengths, s.scale, **options)
+
+    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
+        """Attend to listed rows."""
+        s = self.streams
+        return kernels.dense_select(s.q, self.keys, self.values, rows, counts, s.scale, **options)
+
+    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
+        s = self.streams
+        rows = s.listed() if rows is None else rows
+        return dense.reference(s.q, self.keys, self.values, rows, s.scale, **options)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+
+class Selected(Cache):
+    """Dense pairs of which each stream reads one in `share`: those whose labels, 16 channels of the key, fit its queries best.
+
+    Labels have the dtype of the keys, or `label_bits` bits per channel with one scale and zero each. `select` is what a
+    decode step does to choose the pairs, `gather` reads them; `attend` does both.
+    """
+
+    channels = 16
+
+    def __init__(self, dense: Dense, share: int = 16, label_bits: int | None = None) -> None:
+        super().__init__(dense.streams)
+        self.dense = dense
+        self.labels: Tensor | Packed = dense.keys[:, : self.channels].contiguous()
+        if label_bits is not None:
+            group = (1, self.channels)
+            self.labels = Packed(*quantise(self.labels, label_bits, group), label_bits, group)
+        self.count = dense.streams.longest // share
+        self.counts = dense.streams.lengths.clamp_max(self.count)
+
+    def score(self) -> Tensor:
+        """Label scores of all rows, [N, longest stream]."""
+        s = self.streams
+        q = s.q[..., : self.channels].contiguous()
+        return kernels.label_scores(q, self.labels, s.starts, s.lengths, capacity=s.longest)
+
+    def select(self, scores: Tensor) -> Tensor:
+        """Numbers of the best rows; `counts` says how many there are in each stream."""
+        return kernels.top_rows(scores, self.streams.starts, self.streams.lengths, self.count)[0]
+
+    def gather(self, rows: Tensor, **options: Any) -> Partial:
+        """Attend to listed rows."""
+        return self.dense.attend_rows(rows, self.counts, **options)
+
+    def attend(self, **options: Any) -> Partial:
+        return self.gather(self.select(self.score()), **options)
+
+    def reference(self, **options: Any) -> Partial:
+        # Over the rows that the operators chose: a rounding may swap two rows at the threshold, which is no error.
+        return self.dense.reference(plain.listed(self.select(self.score()), self.counts), **options)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.dense.tensors(), *self.label_tensors()]
+
+    def label_tensors(self) -> list[Tensor]:
+        """The labels as they are stored."""
+        labels = self.labels
+        return [labels.codes, labels.scale, labels.zero] if isinstance(labels, Packed) else [labels]
+
+    def read_bytes(self) -> int:
+        pair = 2 * self.streams.dim * self.dense.keys.element_size()
+        return size(self.label_tensors()) + int(self.counts.sum()) * pair
+
+
+class Uniform(Cache):
+    """Codes drawn at random, with scales and zeros of a realistic size: rows uniform in about +-1.7, as a unit normal."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        key_bits: int,
+        value_bits: int | None = None,
+        key_group: tuple[int, int] = KEY_GROUP,
+        value_group: tuple[int, int] = VALUE_GROUP,
+        scales: torch.dtype = torch.float16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(streams)
+        random = generator(streams.q.device, seed)
+        shape = (streams.rows, streams.dim)
+        self.keys = random_packed(shape, key_bits, key_group, scales, random)
+        self.values = random_packed(shape, value_bits or key_bits, value_group, scales, random)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the operators are told about the format."""
+        return {
+            "key_bits": self.keys.bits,
+            "value_bits": self.values.bits,
+            "key_group": self.keys.group,
+            "value_group": self.values.group,
+        }
+
+    def sides(self) -> list[Tensor]:
+        """Codes, scales and zeros of keys, then of values."""
+        return [part for side in (self.keys, self.values) for part in (side.codes, side.scale, side.zero)]
+
+    def attend(self, **options: Any) -> Partial:
+        s = self.streams
+        return kernels.uniform_decode(
+            s.q, *self.sides(), s.starts, s.lengths, s.scale, **self.settings, **self.corrections(), **options
+        )
+
+    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
+        """Attend to listed rows."""
+        s = self.streams
+        return kernels.uniform_select(
+            s.q, *self.sides(), rows, counts, s.scale, **self.settings, **self.corrections(), **options
+        )
+
+    def corrections(self) -> dict[str, Any]:
+        """What is added to the decoded rows."""
+        return {}
+
+    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
+        s = self.streams
+        rows = s.listed() if rows is None else rows
+        return uniform.reference(s.q, self.keys, self.values, rows, s.scale, **self.corrections(), **options)
+
+    def tensors(self) -> list[Tensor]:
+        return self.sides()
+
+
+def random_packed(
+    shape: tuple[int, int], bits: int, group: tuple[int, int], scales: torch.dtype, random: torch.Generator
+) -> Packed:
+    """Random codes of `bits` bits for rows of this shape."""
+    rows, channels = shape
+    device = random.device
+    packed = (rows, channels * bits // 8)
+    codes = torch.randint(0, 256, packed, dtype=torch.uint8, generator=random, device=device)
+    groups = (-(-rows // group[0]), channels // group[1])
+    step = 3.4 / (2**bits - 1)
+    scale = step * (0.75 + 0.5 * torch.rand(groups, generator=random, device=device))
+    zero = -1.7 + 0.2 * torch.randn(groups, generator=random, device=device)
+    return Packed(codes, scale.to(scales), zero.to(scales), bits, group)
+
+
+class Corrected(Uniform):
+    """Uniform codes with what they lost beside them (GEAR): a low-rank term per run of rows, and 2% single channels."""
+
+    def __init__(self, streams: Streams, bits: int, rank: int = 4, chunk: int | None = None, **settings: Any) -> None:
+        super().__init__(streams, bits, **settings)
+        random = generator(streams.q.device, 1)
+        self.key_correction = random_correction(streams, rank, chunk, random)
+        self.value_correction = random_correction(streams, rank, chunk, random)
+
+    def corrections(self) -> dict[str, Any]:
+        return {"key_correction": self.key_correction, "value_correction": self.value_correction}
+
+    def tensors(self) -> list[Tensor]:
+        both = [*self.key_correction.tensors(), *self.value_correction.tensors()]
+        return [*self.sides(), *(tensor for tensor in both if tensor is not None)]
+
+
+def random_correction(streams: Streams, rank: int, chunk: int | None, random: torch.Generator) -> Correction:
+    """Low-rank terms per `chunk` rows, or per stream, and outliers in 2% of the channels."""
+    device, rows, dim = random.device, streams.rows, streams.dim
+    row = torch.arange(rows, device=device)
+    owner = row // chunk if chunk else torch.searchsorted(streams.starts, row, right=True).sub(1).clamp_min(0)
+    chunks = int(owner.max()) + 1
+    share = 0.02 * dim
+    counts = int(share) + (torch.rand(rows, generator=random, device=device) < share % 1).int()
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    held = row.repeat_interleave(counts)
+    rank_in_row = torch.arange(len(held), device=device) - first[held]
+    base = torch.randint(0, dim, (rows,), generator=random, device=device)
+    return Correction(
+        factor=(0.2 * torch.randn(rows, rank, generator=random, device=device)).half(),
+        basis=torch.randn(chunks, rank, dim, generator=random, device=device).half(),
+        chunk=owner.int(),
+        first=first,
+        # 7 steps apart, so that a row never names a channel twice.
+        channel=((base[held] + 7 * rank_in_row) % dim).to(torch.uint8),
+        delta=torch.randn(len(held), generator=random, device=device).half(),
+    )
+
+
+class Coupled(Cache):
+    """Codes of `bits` bits for `coupled` channels (CQ 8c8b); `rotary` keys were coded before their rotary embedding."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        bits: int = 8,
+        coupled: int = 8,
+        rotary: bool = False,
+        books: int = 8,
+        books_dtype: torch.dtype = torch.float16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(streams)
+        device, random = streams.q.device, generator(streams.q.device, seed)
+        groups = streams.dim // coupled
+        shape, sizes = (streams.rows, groups * bits // 8), (books, groups, 2**bits, coupled)
+
+        def side() -> Coded:
+            codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random, device=device)
+            return Coded(codes, torch.randn(sizes, generator=random, device=device).to(books_dtype), bits)
+
+        self.keys, self.values = side(), side()
+        self.book_of_stream = torch.arange(len(streams.lengths), device=device) % books
+        self.rotary = self._rotary() if rotary else None
+
+    def _rotary(self) -> Rotary:
+        s = self.streams
+        frequency = 1e4 ** -torch.linspace(0, 1, s.dim // 2, device=s.q.device)
+        blocks = torch.arange(-(-s.longest // STEP), device=s.q.device)
+
+        def table(at: Tensor) -> Tensor:
+            angle = at[:, None] * frequency
+            return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+        return Rotary(table(STEP * blocks), table(torch.arange(STEP, device=s.q.device)), -s.starts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the operators are told about the format."""
+        turn = {} if self.rotary is None else vars(self.rotary)
+        bits = {"key_bits": self.keys.bits, "value_bits": self.values.bits}
+        return {**bits, "book_of_stream": self.book_of_stream, **turn}
+
+    def sides(self) -> list[Tensor]:
+        """Codes and books of keys, then of values."""
+        return [self.keys.codes, self.keys.book, self.values.codes, self.values.book]
+
+    def attend(self, **options: Any) -> Partial:
+        s = self.streams
+        return kernels.lookup_decode(s.q, *self.sides(), s.starts, s.lengths, s.scale, **self.settings, **options)
+
+    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
+        """Attend to listed rows."""
+        s = self.streams
+        return kernels.lookup_select(s.q, *self.sides(), rows, counts, s.scale, **self.settings, **options)
+
+    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
+        s, books = self.streams, self.book_of_stream.tolist()
+        rows = s.listed() if rows is None else rows
+        return lookup.reference(s.q, self.keys, self.values, rows, books, s.scale, self.rotary, **options)
+
+    def tensors(self) -> list[Tensor]:
+        turn = [] if self.rotary is None else [self.rotary.coarse, self.rotary.fine, self.rotary.shift]
+        return [*self.sides(), *turn]

@@ -1,0 +1,73 @@
+"""Text to calibrate on: files or a dataset, packed into sequences of equal length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def documents(source: str) -> Iterator[str]:
+    """Yield the texts of a file or dataset, in order.
+
+    Args:
+        source: a `.jsonl` file with a `text` field in every line, any other file as one document, or a dataset of the
+            hub as `name`, `name:config` or `name:config:split`, by default its split `train`.
+
+    Raises:
+        ValueError: a line of the file has no text, or the dataset has no column `text`.
+    """
+    path = Path(source)
+    if not path.is_file():
+        yield from _dataset(source)
+    elif path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+    else:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{source}, line {number}: expected a JSON object with a `text`, got {line[:60]!r}"
+                ) from error
+
+
+def _dataset(source: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{source!r} is no file, and reading it as a dataset needs the package `datasets`: pip install datasets"
+        ) from error
+    name, config, split = [*source.split(":"), "", ""][:3]
+    rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    for row in rows:
+        if "text" not in row:
+            raise ValueError(f"dataset {source!r} has no column `text`, only {sorted(row)}")
+        yield row["text"]
+
+
+def pack(tokenizer: Any, texts: Iterable[str], tokens: int, sequences: int) -> Tensor:
+    """Return `[sequences, tokens]` ids: long texts are cut, short ones joined, what does not fill a sequence is left out.
+
+    Raises:
+        ValueError: there is too little text.
+    """
+    found: list[list[int]] = []
+    short: list[int] = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        if len(ids) < tokens:
+            short += ids
+            ids, short = (short, []) if len(short) >= tokens else ([], short)
+        found += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
+        if len(found) >= sequences:
+            return torch.tensor(found[:sequences])
+    raise ValueError(
+        f"the data give {len(found)} sequences of {tokens} tokens, not {sequences}; give more text, or fewer or shorter "
+        "sequences (--sequences, --tokens)"
+    )

@@ -1,0 +1,145 @@
+// Products of queries with quantised labels, one scale and zero per label, straight from the packed codes.
+#pragma once
+
+#include "pages_problem.h"
+#include "tile.h"
+
+namespace kvpress {
+
+using Words = int32_t __attribute__((vector_size(sizeof(F))));
+
+// The signed 16-bit halves of each word times those of the pair, added to the sum.
+inline Words multiply_halves(Words sum, Words x, int32_t pair) {
+#if defined(__AVX512VNNI__)
+  return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+  return sum + (Words)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi32(pair));
+#else
+  return sum + (x << 16 >> 16) * int32_t(int16_t(pair)) + (x >> 16) * (pair >> 16);
+#endif
+}
+
+// Queries become 16-bit integers. A register holds the same four bytes of neighbouring rows, of which a mask and a
+// shift yield two codes each at a time.
+class CodedLabels {
+ public:
+  explicit CodedLabels(const Pages& p)
+      : p_(p),
+        bits_(int(p.bits)),
+        depth_(int(p.stride + 3) / 4),
+        pairs_(depth_ * 16 / bits_),
+        words_(depth_ * kTileRows),
+        scale_(kTileRows),
+        zero_(kTileRows),
+        query_(p.queries * p.channels),
+        totals_(p.queries),
+        integers_(p.queries * pairs_ * 2) {}
+
+  void begin(int64_t stream) {
+    const int64_t count = p_.queries * p_.channels;
+    Elements(p_.q, p_.query_dtype).read(stream * count, count, query_);
+    float largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::abs(query_[i]));
+    // So that no sum of products leaves 32 bits.
+    const float range = float(std::min<int64_t>(INT16_MAX, INT32_MAX / (p_.channels << bits_)));
+    unit_ = largest / range;
+    for (int64_t m = 0; m < p_.queries; ++m) convert(query_ + m * p_.channels, largest > 0 ? range / largest : 0, m);
+  }
+
+  // Rows past `size` hold old values.
+  void load(int64_t row, int size) {
+    const uint8_t* codes = static_cast<const uint8_t*>(p_.high) + row * p_.stride;
+    switch (p_.stride) {
+      case 4:
+        transpose<1>(codes, size);
+        break;
+      case 8:
+        transpose<2>(codes, size);
+        break;
+      case 16:
+        transpose<4>(codes, size);
+        break;
+      default:
+        transpose(codes, size);
+    }
+    Elements(p_.scale, p_.dtype).read(row, size, scale_);
+    Elements(p_.zero, p_.dtype).read(row, size, zero_);
+  }
+
+  template <int kQueries>
+  KVPRESS_INLINE void product(int m, F (&sums)[kQueries][kTileVectors]) const {
+    Words dots[kQueries][kTileVectors] = {};
+    const Words mask = Words{} + ((1 << bits_) - 1) * 0x10001;
+    const int16_t* query = integers_ + m * pairs_ * 2;
+    for (int k = 0; k < depth_; ++k) {
+      Words word[kTileVectors];
+      for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
+        std::memcpy(&word[v], words_ + k * kTileRows + v * kLanes, sizeof word[v]);
+      });
+      for (int bit = 0; bit < 16; bit += bits_, query += 2) {
+        Words codes[kTileVectors];
+        for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
+          codes[v] = word[v] & mask;
+          word[v] >>= bits_;
+        });
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          int32_t pair;
+          std::memcpy(&pair, query + i * pairs_ * 2, sizeof pair);
+          for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA { dots[i][v] = multiply_halves(dots[i][v], codes[v], pair); });
+        });
+      }
+    }
+    for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
+      const F scale = mul(::kvpress::load(scale_ + v * kLanes), set1(unit_));
+      const F zero = ::kvpress::load(zero_ + v * kLanes);
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        sums[i][v] = fma((F)__builtin_convertvector(dots[i][v], Floats), scale, mul(zero, set1(totals_[m + i])));
+      });
+    });
+  }
+
+ private:
+  using Floats = float __attribute__((vector_size(sizeof(F))));
+
+  template <class Step>
+  static KVPRESS_INLINE void for_vectors(Step&& step) {
+    unrolled<kTileVectors>(step);
+  }
+
+  // Integers in the order in which words yield their codes; those of padding stay zero.
+  void convert(const float* query, float factor, int64_t m) {
+    totals_[m] = 0;
+    for (int64_t c = 0; c < p_.channels; ++c) totals_[m] += query[c];
+    int16_t* out = integers_ + m * pairs_ * 2;
+    for (int k = 0; k < depth_; ++k)
+      for (int bit = 0; bit < 16; bit += bits_)
+        for (int half = 0; half < 2; ++half, ++out) {
+          const int64_t byte = 4 * k + 2 * half + bit / 8;
+          if (byte < p_.stride) *out = int16_t(std::lrint(query[bit % 8 / bits_ * p_.stride + byte] * factor));
+        }
+  }
+
+  // Rows of so many whole words.
+  template <int kWords>
+  void transpose(const uint8_t* codes, int size) {
+    int32_t* const out = words_;
+    for (int t = 0; t < size; ++t)
+      for (int k = 0; k < kWords; ++k) std::memcpy(out + k * kTileRows + t, codes + (t * kWords + k) * 4, 4);
+  }
+
+  void transpose(const uint8_t* codes, int size) {
+    for (int64_t at = 0; at < p_.stride; at += 4)
+      for (int t = 0; t < size; ++t)
+        std::memcpy(words_ + at / 4 * kTileRows + t, codes + t * p_.stride + at, std::min<int64_t>(4, p_.stride - at));
+  }
+
+  const Pages& p_;
+  const int bits_, depth_;  // bits of a code, and words of a row
+  const int pairs_;         // of codes in the words of a row
+  float unit_ = 0;
+  Buffer<int32_t> words_;
+  Buffer<float> scale_, zero_, query_, totals_;
+  Buffer<int16_t> integers_;
+};
+
+}  // namespace kvpress

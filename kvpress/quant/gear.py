@@ -1,0 +1,188 @@
+"""GEAR: uniform codes, a low-rank approximation of what they leave over, and a few exact outliers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.store import Sealing
+from kvpress.checks import check_count
+from kvpress.kernels.correction import MOST_RANK
+from kvpress.quant.base import Codec
+from kvpress.quant.bits import Bits
+from kvpress.quant.press import QuantisingPress, check_channel_group
+from kvpress.quant.residual import Residual
+from kvpress.quant.runs import Runs
+from kvpress.quant.uniform import Packed, UniformSegment, parameter_bytes
+from kvpress.registry import register
+from kvpress.shapes import LayerShape
+
+
+@register("gear", "quantise", "Kang et al., 2024, arXiv:2403.05527")
+@dataclass
+class GEARPress(QuantisingPress):
+    """Store pairs as uniform codes plus a low-rank part plus a share of outliers.
+
+        X ~ decode(codes) + Q P^T + S
+
+    S holds, of every key channel of a chunk and of every token's values, the `outliers / 2` largest and smallest entries.
+    The rest is quantised in groups of `group_size`, keys per channel and values per token (`backbone="kivi"`), or with one
+    group per key channel of a chunk and per token (`"kcvt"`). Q P^T of rank `rank`, per head, approximates the error of
+    that by power iteration; chunks of `buffer_length` generated tokens get `generated_rank`. Attention adds both
+    corrections to logits and outputs, and never rebuilds keys or values.
+
+    Paper: Kang et al., GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM,
+    2024, arXiv:2403.05527.
+    Differs from the paper: outliers of values are chosen within each head, at least one at either end; the authors'
+    fused code has no outliers and is wrong for batches.
+    """
+
+    bits: Bits = 2
+    group_size: int = 64
+    rank: int = 4
+    generated_rank: int = 2
+    outliers: float = 0.02
+    passes: int = 3
+    backbone: Literal["kivi", "kcvt"] = "kivi"
+    buffer_length: int = 64
+    residual_length: int = 0
+    skip_layers: tuple[int, ...] = ()
+    sinks: int = 0
+
+    def validate(self) -> None:
+        super().validate()
+        check_count("group_size", self.group_size)
+        check_count("buffer_length", self.buffer_length)
+        check_count("passes", self.passes)
+        for name in ("rank", "generated_rank"):
+            check_count(name, getattr(self, name), least=0)
+            if getattr(self, name) > MOST_RANK:
+                raise ValueError(f"{name} must be at most {MOST_RANK}, got {getattr(self, name)}")
+        if not 0 <= self.outliers <= 1:
+            raise ValueError(f"outliers must be a share in [0, 1], got {self.outliers}")
+        if self.backbone not in ("kivi", "kcvt"):
+            raise ValueError(f"backbone must be 'kivi' or 'kcvt', got {self.backbone!r}")
+        if self.backbone == "kivi" and self.buffer_length % self.group_size:
+            raise ValueError(
+                f"buffer_length must be a multiple of group_size={self.group_size}, got {self.buffer_length}"
+            )
+
+    def check_shape(self, layer: int, shape: LayerShape) -> None:
+        super().check_shape(layer, shape)
+        if self.backbone == "kivi":
+            check_channel_group(shape.head_dim, self.group_size)
+
+    def layer_codec(self, layer: int) -> GEARCodec:
+        bits = self.layer_bits().at(layer)
+        group = self.group_size if self.backbone == "kivi" else None
+        return GEARCodec(
+            *bits, group, self.rank, self.generated_rank, self.outliers, self.passes, self.buffer_length,
+            self.residual_length, self.sinks,
+        )  # fmt: skip
+
+
+@register("gear_l", "quantise", "Kang et al., 2024, arXiv:2403.05527")
+@dataclass
+class GEARLPress(GEARPress):
+    """GEAR without outliers: uniform codes plus a low-rank part.
+
+    Paper: Kang et al., GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM,
+    2024, arXiv:2403.05527.
+    Differs from the paper: as `GEARPress`.
+    """
+
+    outliers: float = 0.0
+
+
+@dataclass
+class GEARCodec(Codec):
+    """Encodes the pairs of each stream as one chunk; see `GEARPress`. `channels` is None for whole-chunk groups."""
+
+    key_bits: int
+    value_bits: int
+    channels: int | None
+    rank: int
+    generated_rank: int
+    outliers: float
+    passes: int
+    group: int
+    residual: int
+    sinks: int = 0
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        generated = any(isinstance(earlier, UniformSegment) for earlier in sealing.earlier)
+        rank = self.generated_rank if generated else self.rank
+        keys, values = [], []
+        for n in range(segment.layout.streams):
+            rows = segment.layout.rows(n)
+            if rows.stop > rows.start:
+                keys.append(self._side(segment.keys[rows], self.key_bits, 0, rank))
+                values.append(self._side(segment.values[rows], self.value_bits, 1, rank))
+        return UniformSegment(Packed.concatenate(keys), Packed.concatenate(values), segment.layout)
+
+    def _side(self, x: Tensor, bits: int, axis: int, rank: int) -> Packed:
+        """Encode one chunk `[n, D]` of one stream; quantisation groups and outlier vectors run along `axis`."""
+        length, dim = x.shape
+        group = self.channels if self.channels is not None else length if axis == 0 else dim
+        outlying = extremes(x.float(), self.outliers, axis)
+        inliers = torch.where(outlying, _mean(x.float(), ~outlying, axis), x.float())
+        packed = Packed.encode(inliers.to(x.dtype), bits, (group, 1) if axis == 0 else (1, min(group, dim)))
+        if self.channels is None and axis == 0:
+            packed.runs = Runs.of_lengths([length], x.device)
+        error = x.float() - packed.read(slice(None)).float()
+        residual = Residual(Runs.of_lengths([length], x.device))
+        parameters = packed.scale.dtype
+        if rank:
+            factor, basis = low_rank(error.masked_fill(outlying, 0.0), min(rank, length, dim), self.passes)
+            residual.factor, residual.basis = factor.to(parameters), basis.to(parameters)[None]
+            error -= residual.factor.float() @ residual.basis[0].float()
+        if self.outliers:
+            at, channel = outlying.nonzero(as_tuple=True)
+            residual.outliers = outlying.sum(dim=1).to(torch.uint8 if dim < 256 else torch.int16)
+            residual.channel, residual.delta = channel.to(torch.uint8), error[at, channel].to(parameters)
+        return replace(packed, residual=residual) if rank or self.outliers else packed
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        parameter = parameter_bytes(dtype)
+        blocks = 1.0 if self.channels is None else dim / self.channels + dim / min(self.channels, dim)
+        sparse = 0.0
+        if self.outliers:
+            counts = self.outliers * dim + 2 * max(1, round(self.outliers / 2 * dim))
+            sparse = 2 * (1 if dim < 256 else 2) + counts * (1 + parameter)
+        return dim * (self.key_bits + self.value_bits) / 8 + parameter * (2 * blocks + 2 * self.rank) + sparse
+
+    def fixed_bytes(self, dim: int) -> float:
+        keys = 2 * dim if self.channels is None else 0
+        return 2 * (keys + 2 * self.rank * dim)
+
+
+def extremes(x: Tensor, share: float, axis: int) -> Tensor:
+    """Mark, in every vector of `x [n, D]` along `axis`, the largest and the smallest `share / 2` of its entries."""
+    marked = torch.zeros_like(x, dtype=torch.bool)
+    if share == 0:
+        return marked
+    length = x.shape[axis]
+    count = min(length, max(1, round(share / 2 * length)))
+    for largest in (True, False):
+        marked.scatter_(axis, x.topk(count, dim=axis, largest=largest).indices, True)
+    return marked
+
+
+def _mean(x: Tensor, counted: Tensor, axis: int) -> Tensor:
+    """Mean of the counted entries along `axis`, kept as a dimension; 0 where there are none."""
+    return (x * counted).sum(dim=axis, keepdim=True) / counted.sum(dim=axis, keepdim=True).clamp_min(1)
+
+
+def low_rank(error: Tensor, rank: int, passes: int) -> tuple[Tensor, Tensor]:
+    """Approximate `error [n, D]` by ``factor [n, rank] @ basis [rank, D]``, by `passes` rounds of power iteration."""
+    start = torch.Generator().manual_seed(0)
+    right = torch.randn(error.shape[1], rank, generator=start).to(error.device)
+    left = error @ right
+    for _ in range(passes):
+        left = torch.linalg.qr(error @ torch.linalg.qr(right).Q).Q
+        right = error.T @ left
+    return left, right.T.contiguous()

@@ -1,0 +1,80 @@
+"""Weighted k-means of many small problems at once: how codebooks are fitted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**24
+"""Most distances held at once."""
+SAMPLE = 16
+"""Points per centroid that the start is drawn from; more make no better start, only a slower one."""
+
+
+def kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int, seed: int) -> tuple[Tensor, list[float]]:
+    """Fit `entries` centroids to each of P sets of points: minimise ``sum weight * |point - centroid|**2``.
+
+    Starts from k-means++ on a sample, and stops early once the sum improves by less than a ten-thousandth. Centroids that
+    lose all their points move to the points that are worst off.
+
+    Args:
+        points: float32 [P, n, c].
+        weights: non-negative, float32 [P, n].
+        entries: number of centroids; points are repeated where there are fewer distinct ones.
+        iterations: most rounds of Lloyd's algorithm.
+        seed: of the random starts.
+
+    Returns:
+        Centroids, float32 [P, entries, c], and the objective summed over all sets before each round.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randperm(points.shape[1], generator=generator)[: SAMPLE * entries].to(points.device)
+    centroids = _spread(points[:, sample], weights[:, sample], entries, generator)
+    history: list[float] = []
+    for _ in range(iterations):
+        nearest, distance = assign(points, centroids)
+        history.append(float((weights * distance).sum()))
+        if len(history) > 1 and history[-1] > history[-2] * (1 - 1e-4):
+            break
+        centroids = _update(points, weights, nearest, distance, centroids)
+    return centroids, history
+
+
+def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest centroid of each point, int64 [P, n], and its squared distance, float32 [P, n]."""
+    codes, distances = [], []
+    norms = centroids.square().sum(dim=-1)[:, None]
+    step = max(1, BLOCK // (len(points) * centroids.shape[1]))
+    for part in points.split(step, dim=1):
+        found, at = torch.baddbmm(norms, part, centroids.transpose(1, 2), alpha=-2).min(dim=-1)
+        codes.append(at)
+        distances.append((found + part.square().sum(dim=-1)).clamp_min(0))
+    return torch.cat(codes, dim=1), torch.cat(distances, dim=1)
+
+
+def _spread(points: Tensor, weights: Tensor, entries: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each further centroid is a point drawn in proportion to its weighted distance to those so far."""
+    sets = torch.arange(len(points), device=points.device)
+    chances = weights.clone()
+    nearest = torch.full_like(weights, torch.inf)
+    chosen = []
+    for _ in range(entries):
+        # A set whose points are all covered, or weigh nothing, draws any of them.
+        chances = torch.where(chances.sum(dim=1, keepdim=True) > 0, chances, torch.ones_like(chances))
+        at = torch.multinomial(chances.cpu(), 1, generator=generator).flatten().to(points.device)
+        chosen.append(points[sets, at])
+        nearest = torch.minimum(nearest, (points - chosen[-1][:, None]).square().sum(dim=-1))
+        chances = weights * nearest
+    return torch.stack(chosen, dim=1)
+
+
+def _update(points: Tensor, weights: Tensor, nearest: Tensor, distance: Tensor, old: Tensor) -> Tensor:
+    """Weighted means of the points of each centroid."""
+    index = nearest[..., None].expand_as(points)
+    total = torch.zeros_like(old).scatter_add_(1, index, points * weights[..., None])
+    mass = old.new_zeros(old.shape[:2]).scatter_add_(1, nearest, weights)
+    means = torch.where(mass[..., None] > 0, total / mass.clamp_min(torch.finfo(mass.dtype).tiny)[..., None], old)
+    for p in (mass == 0).any(dim=1).nonzero().flatten().tolist():
+        empty = (mass[p] == 0).nonzero().flatten()[: points.shape[1]]
+        means[p, empty] = points[p, (weights[p] * distance[p]).topk(len(empty)).indices]
+    return means

@@ -1,0 +1,76 @@
+"""What presses that quantise share: bit widths, groups, the dense tail, and their checks against a model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from kvpress.checks import check_count
+from kvpress.kernels.packed import BITS, check_packing
+from kvpress.presses.base import BasePress
+from kvpress.quant.base import Codec
+from kvpress.quant.bits import Bits, LayerBits, freeze
+from kvpress.shapes import LayerShape, layer_shapes
+
+
+class QuantisingPress(BasePress):
+    """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`."""
+
+    bits: Bits
+    residual_length: int
+    skip_layers: tuple[int, ...]
+    sinks: int
+
+    encodes: ClassVar[bool] = True
+    allowed_bits: ClassVar[Sequence[int]] = BITS
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            setattr(self, name, freeze(value))
+        self.skip_layers = (self.skip_layers,) if isinstance(self.skip_layers, int) else self.skip_layers
+        self.validate()
+
+    def validate(self) -> None:
+        self.layer_bits()
+        check_count("residual_length", self.residual_length, least=0)
+        check_count("sinks", self.sinks, least=0)
+
+    def layer_bits(self, name: str = "bits") -> LayerBits:
+        """Read the setting `name` as bits per layer."""
+        return LayerBits.parse(name, getattr(self, name), self.allowed_bits)
+
+    def post_init_from_model(self, model: Any) -> None:
+        shapes = layer_shapes(model.config.get_text_config(decoder=True))
+        self.layer_bits().check_layers("bits", len(shapes))
+        for layer, shape in enumerate(shapes):
+            if layer not in self.skip_layers:
+                self.check_shape(layer, shape)
+
+    def check_shape(self, layer: int, shape: LayerShape) -> None:
+        """Refuse a layer whose head dim does not suit the settings."""
+        for bits in self.layer_bits().at(layer):
+            check_packing(shape.head_dim, bits)
+
+    @abstractmethod
+    def layer_codec(self, layer: int) -> Codec:
+        """Return the codec of one layer."""
+
+    def codec_at(self, layer: int) -> Codec | None:
+        return None if layer in self.skip_layers else self.layer_codec(layer)
+
+
+def pair(name: str, value: int | tuple[int, ...]) -> tuple[int, int]:
+    """Read one number for both keys and values, or one for each."""
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one number or a pair (keys, values), got {value!r}")
+    return value[0], value[1]
+
+
+def check_channel_group(dim: int, channels: int) -> None:
+    """Refuse groups of channels that do not divide a head."""
+    if dim % min(channels, dim):
+        allowed = [size for size in (16, 32, 64, 128, 256) if dim % size == 0]
+        raise ValueError(f"group_size must divide the head dim {dim} of the model: one of {allowed}, got {channels}")

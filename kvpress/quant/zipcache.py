@@ -1,0 +1,153 @@
+"""ZipCache: more bits for the tokens that attention picks out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.layout import Layout
+from kvpress.cache.mixed import MixedSegment
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.store import Sealing
+from kvpress.checks import check_count
+from kvpress.kernels.packed import check_packing
+from kvpress.observe import ProbeAttention
+from kvpress.presses.base import Observers
+from kvpress.quant.base import Codec
+from kvpress.quant.bits import Bits
+from kvpress.quant.press import QuantisingPress
+from kvpress.quant.runs import Runs
+from kvpress.quant.uniform import Packed, UniformSegment, parameter_bytes
+from kvpress.registry import register
+from kvpress.shapes import LayerShape
+
+
+@register("zipcache", "quantise", "He et al., 2024, arXiv:2405.14256")
+@dataclass
+class ZipCachePress(QuantisingPress):
+    """Store the `salient_ratio` of pairs with the most normalised attention in `bits`, the others in `low_bits`.
+
+        saliency[t] = mean over the probe queries that see t of softmax(q . k)[t], summed over the group
+
+    Probes are `probe_ratio` of the queries of a prompt, half of them its newest and half spread at random; 1 takes all.
+    Keys are quantised per channel over all pairs of a head and class; values per token after every channel was divided by
+    c = sqrt(max |v|). Every `interval` generated tokens are judged by their own attention, encoded, and never touched
+    again. `bits` and `low_bits` are one number, a pair (keys, values), or a list with either for every layer.
+
+    Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
+    arXiv:2405.14256.
+    Differs from the paper: the mean is over the probes that see a token, where the authors' code divides by all queries
+    that would; values have a scale per token and head; rows of a batch do not influence each other; generated tokens
+    keep the channel scales of the prompt, and every generated query is a probe for the tokens that wait to be encoded.
+    """
+
+    bits: Bits = 4
+    low_bits: Bits = 2
+    salient_ratio: float = 0.6
+    probe_ratio: float = 0.1
+    interval: int = 100
+    residual_length: int = 0
+    skip_layers: tuple[int, ...] = ()
+    sinks: int = 0
+
+    def validate(self) -> None:
+        super().validate()
+        self.layer_bits("low_bits")
+        check_count("interval", self.interval)
+        if not 0 <= self.salient_ratio <= 1:
+            raise ValueError(f"salient_ratio must be in [0, 1], got {self.salient_ratio}")
+        if not 0 < self.probe_ratio <= 1:
+            raise ValueError(f"probe_ratio must be in (0, 1], got {self.probe_ratio}")
+
+    def check_shape(self, layer: int, shape: LayerShape) -> None:
+        super().check_shape(layer, shape)
+        for bits in self.layer_bits("low_bits").at(layer):
+            check_packing(shape.head_dim, bits)
+
+    def observers(self) -> Observers:
+        return {"saliency": partial(ProbeAttention, self.probe_ratio)}
+
+    def decoding_observers(self) -> Observers:
+        return self.observers()
+
+    def layer_codec(self, layer: int) -> ZipCacheCodec:
+        high, low = self.layer_bits().at(layer), self.layer_bits("low_bits").at(layer)
+        return ZipCacheCodec(high, low, self.salient_ratio, self.interval, self.residual_length, self.sinks)
+
+
+@dataclass
+class ZipCacheCodec(Codec):
+    """Encodes salient pairs and the others as the two parts of a mixed segment; see `ZipCachePress`."""
+
+    high: tuple[int, int]
+    low: tuple[int, int]
+    salient_ratio: float
+    group: int
+    residual: int
+    sinks: int = 0
+
+    reads_side: ClassVar[tuple[str, ...]] = ProbeAttention.sides
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        saliency = segment.side_array("saliency") / segment.side_array("probes").clamp_min(1)
+        salient = top_per_stream(saliency, segment.layout, self.salient_ratio)
+        column = self._columns(segment, sealing)
+        parts = []
+        for bits, mine in ((self.low, ~salient), (self.high, salient)):
+            rows = mine.nonzero().flatten()
+            lengths = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
+            parts.append(self._encode(segment._take(rows, Layout(lengths.tolist())), bits, column))
+        return MixedSegment(parts[0], parts[1], salient, segment.layout)
+
+    def _columns(self, segment: DenseSegment, sealing: Sealing) -> Tensor:
+        """Square roots of the largest value of every channel, float32 [N, Dv]; streams keep those of their first pairs."""
+        layout = segment.layout
+        stream = layout.streams_of(torch.arange(layout.total, device=segment.device))
+        largest = torch.zeros(layout.streams, segment.value_dim, device=segment.device)
+        index = stream[:, None].expand(-1, segment.value_dim)
+        largest.scatter_reduce_(0, index, segment.values.float().abs(), "amax", include_self=False)
+        column = torch.where(largest == 0, 1.0, largest.sqrt())
+        for earlier in reversed(sealing.earlier):
+            if isinstance(earlier, MixedSegment):
+                for part in earlier.parts:
+                    known = torch.tensor([length > 0 for length in part.layout.lengths], device=column.device)
+                    column = torch.where(known[:, None], part.column, column)  # type: ignore[attr-defined]
+        return column
+
+    def _encode(self, pairs: DenseSegment, bits: tuple[int, int], column: Tensor) -> UniformSegment:
+        layout, dim = pairs.layout, pairs.value_dim
+        stream = layout.streams_of(torch.arange(layout.total, device=pairs.device))
+        scaled = pairs.values.float() / column[stream]
+        values = Packed.encode(scaled, bits[1], (1, dim), pairs.values.dtype)
+        keys = [
+            Packed.encode(pairs.keys[layout.rows(n)], bits[0], (length, 1))
+            for n, length in enumerate(layout.lengths)
+            if length
+        ]
+        runs = Runs.of_lengths(layout.lengths, pairs.device)
+        joined = Packed.concatenate(keys) if keys else Packed.encode(pairs.keys, bits[0], (1, 1))
+        return UniformSegment(replace(joined, runs=runs), values, layout, column)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        share = self.salient_ratio
+        bits = share * sum(self.high) + (1 - share) * sum(self.low)
+        return dim * bits / 8 + 2 * parameter_bytes(dtype) + 1 / 8
+
+    def fixed_bytes(self, dim: int) -> float:
+        # Scale, zero and run of the keys in both classes, and the channel scales of the values.
+        return 2 * (4 * dim + 4) + 4 * dim
+
+
+def top_per_stream(scores: Tensor, layout: Layout, share: float) -> Tensor:
+    """Mark the `round(share * n)` largest scores of every stream of n pairs, bool [total]; of equal ones the newest."""
+    stream = layout.streams_of(torch.arange(layout.total, device=scores.device))
+    order = scores.flip(0).argsort(descending=True, stable=True)
+    order = layout.total - 1 - order
+    order = order[stream[order].argsort(stable=True)]
+    quota = torch.tensor([round(share * length) for length in layout.lengths], device=scores.device)
+    rank = torch.arange(layout.total, device=scores.device) - layout.on(scores.device)[0][stream]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, rank < quota[stream])

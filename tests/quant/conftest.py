@@ -1,0 +1,22 @@
+"""Books for the tiny models, so that coupled quantisation can be tested on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpress.calibrate import CoupledSettings, calibrate
+from tests.models import tiny_model, tokens
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration files by model family: two channels in a code of four bits."""
+    folder = tmp_path_factory.mktemp("books")
+    made = {}
+    for family in ("llama", "qwen3", "phi3"):
+        made[family] = folder / f"{family}.safetensors"
+        settings = CoupledSettings((2, 2), (4, 4), fisher=family == "llama", iterations=5)
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
+    return made

@@ -1,0 +1,107 @@
+"""Angles of keys that are coded before their rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
+from kvpress.kernels.coded import Rotary
+from kvpress.quant.codebook import Angles, Turning
+
+CPU = torch.device("cpu")
+FREQUENCY = 1e4 ** -torch.arange(0, 1, 1 / 16, dtype=torch.float64)
+
+Embedding = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def embedding(
+    factor: float = 1.0, dtype: torch.dtype = torch.float32, product: torch.dtype = torch.float64
+) -> Embedding:
+    """Angles as a model computes them: positions times frequencies in one type, cosines and sines in another."""
+
+    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = (positions[..., None].to(product) * FREQUENCY.to(product)).repeat(1, 1, 2)
+        return (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
+
+    return compute
+
+
+def grown(positions: int, compute: Embedding) -> Angles:
+    angles = Angles()
+    angles.grow(positions, compute, CPU, "Attention")
+    return angles
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_every_position_has_the_angles_and_the_length_of_the_model(factor: float) -> None:
+    at = torch.tensor([0, 63, 64, 65, 131071])
+    angles = grown(131072, embedding(factor))
+    found = Rotary(angles.coarse, angles.fine, shift=at).angles(at)
+    exact = at[:, None] * FREQUENCY
+    for part, expected in zip(found, (exact.cos(), exact.sin()), strict=True):
+        assert (part - factor * expected).abs().max() < 1e-6 * factor
+
+
+def test_tables_grow_by_the_positions_that_are_missing() -> None:
+    angles, asked = Angles(), []
+
+    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(int(positions.max()))
+        return embedding()(positions)
+
+    for positions in (10, 64, 65, 300, 200):
+        angles.grow(positions, compute, CPU, "Attention")
+    whole = grown(300, embedding())
+    assert torch.equal(angles.coarse, whole.coarse)
+    assert torch.equal(angles.fine, whole.fine)
+    assert asked == [63, 64, 299]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [300, 131072])
+def test_rounded_angles_are_linear_enough(dtype: torch.dtype, positions: int) -> None:
+    assert len(grown(positions, embedding(1.2, dtype, torch.float32)).coarse) == -(-positions // 64)
+
+
+def test_frequencies_that_change_with_the_length_are_refused() -> None:
+    def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return embedding()(positions if positions.max() < 500 else positions / 1.1)
+
+    assert len(grown(700, compute).coarse) == 11
+    angles = grown(400, compute)
+    before = angles.coarse
+    with pytest.raises(NotImplementedError, match="embedding of Attention is not linear in the position"):
+        angles.grow(700, compute, CPU, "Attention")
+    assert angles.coarse is before
+    with pytest.raises(NotImplementedError, match="not linear"):
+        grown(400, lambda positions: embedding()(positions.double().sqrt()))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_keys_survive_turning_back_and_forth(dtype: torch.dtype, error: float, padded: bool, evicted: bool) -> None:
+    lengths, keys = torch.tensor([100, 0, 70]), torch.randn(170, 40)  # 8 of the 40 channels are not rotated
+    columns = torch.cat([torch.arange(9, 109), torch.arange(20, 90)]).int()
+    if evicted:
+        columns += torch.cat([torch.randint(0, 3, (size,)).cumsum(0) for size in (100, 70)]).int()
+    segment = DenseSegment(keys, keys, Layout(lengths.tolist()), columns if evicted else None, [9, 0, 20])
+    pads = torch.tensor([5, 0, 20]) if padded else torch.zeros(3, dtype=torch.int64)
+    position = columns - pads.repeat_interleave(lengths)
+    turning = Turning(grown(400, embedding(1.3, dtype)), pads if padded else None)
+    back = turning.turn_back(segment)
+
+    cos, sin = (part[0, :, :16].float() for part in embedding(1.3, dtype)(position[None]))
+    low, high = back[:, :16], back[:, 16:32]
+    forth = torch.cat([low * cos - high * sin, high * cos + low * sin, back[:, 32:]], dim=1)
+    assert (forth - keys).abs().max() < error  # the model's own angles, as far as it rounds them
+
+    rotary = turning.rotary(turning.shift(segment), segment.positions)
+    stream, rows = torch.arange(3).repeat_interleave(lengths), torch.arange(170)
+    assert torch.equal(rotary.at(stream, rows), position.long())
+    torch.testing.assert_close(rotary.turn(back, position.long()), keys, atol=2e-6, rtol=1e-5)

@@ -1,0 +1,185 @@
+"""What holds for every codec, inside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.cache.mixed import MixedSegment
+from kvpress.cache.segment import Segment
+from tests.models import padded_batch, tiny_model, tokens
+from tests.test_memory import cached_layouts, held
+
+CODECS = {
+    "kivi": "kivi:bits={bits},group_size=16,residual_length=8",
+    "kivi_sinks": "kivi:bits={bits},group_size=16,residual_length=8,sinks=3",
+    "adaquant": "adaquant:bits=({bits},{low}),group_size=16,residual_length=8",
+    "gear": "gear:bits={bits},group_size=16,buffer_length=16,outliers=0.1",
+    "gear_l": "gear_l:bits={bits},group_size=16,buffer_length=16",
+    "kcvt": "gear:bits={bits},backbone=kcvt,buffer_length=16",
+    "zipcache": "zipcache:bits={bits},low_bits={low},interval=10",
+    "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
+    "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{books}'",
+}
+FAMILIES = ["llama", "qwen3", "phi3"]
+every_codec = pytest.mark.parametrize("name", CODECS)
+
+
+def press_of(
+    name: str, books: dict[str, Path], family: str = "llama", bits: int = 4, low: int = 2
+) -> kvpress.BasePress:
+    return kvpress.get_press(CODECS[name].format(bits=bits, low=low, books=books[family]))
+
+
+def read(press: kvpress.BasePress, ids: Tensor, mask: Tensor | None = None, family: str = "llama") -> DynamicCache:
+    model = tiny_model(family)
+    cache = DynamicCache(config=model.config)
+    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    with press(model):
+        model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
+    return cache
+
+
+def contents(segment: Segment, stream: int) -> list[Tensor]:
+    return list(segment.read(segment.layout.rows(stream)))
+
+
+@every_codec
+def test_the_prompt_is_read_as_without_a_press(name: str, books: dict[str, Path]) -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([90, 41])
+    expected = model(ids, attention_mask=mask).logits
+    with press_of(name, books)(model):
+        assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@every_codec
+def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str, books: dict[str, Path]) -> None:
+    model = tiny_model(family)
+    ids, steps = tokens(2, 75), tokens(2, 50, seed=3)
+    with press_of(name, books, family)(model):
+        cache = model(ids, use_cache=True).past_key_values
+        for step in range(steps.shape[1]):
+            new = steps[:, step : step + 1]
+            decoded = DynamicCache()
+            for index, layer in enumerate(cache.layers):
+                decoded.update(layer.keys, layer.values, index)
+            found = model(new, past_key_values=cache).logits
+            if step % 12 == 0:
+                expected = model(new, past_key_values=decoded).logits
+                torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    assert all(layer.store.segments for layer in cache.layers)
+
+
+@every_codec
+def test_rows_do_not_influence_each_other(name: str, books: dict[str, Path]) -> None:
+    ids, mask = padded_batch([120, 75])
+    together, alone = read(press_of(name, books), ids, mask), read(press_of(name, books), ids[1:, -75:])
+    # The first layer's pairs do not depend on what attention returned.
+    pairs = zip(together.layers[0].store.segments, alone.layers[0].store.segments, strict=True)
+    for whole, single in pairs:
+        for head in range(2):
+            for found, expected in zip(contents(whole, 2 + head), contents(single, head), strict=True):
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_codec
+def test_encoded_pairs_never_change(name: str, books: dict[str, Path]) -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with press_of(name, books)(model):
+        out = model.generate(tokens(1, 60), max_new_tokens=20, min_new_tokens=20, past_key_values=cache)
+        first = cache.layers[1].store.segments[0]
+        before = contents(first, 0)
+        model.generate(
+            torch.cat([out, tokens(1, 5)], dim=1), max_new_tokens=150, min_new_tokens=150, past_key_values=cache
+        )
+    after = contents(cache.layers[1].store.segments[0], 0)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[: len(old)], old)
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "cq"])
+def test_more_bits_are_closer(name: str, books: dict[str, Path]) -> None:
+    model = tiny_model("llama")
+    ids = tokens(2, 100)
+    exact = model(ids, use_cache=True).past_key_values.layers[0].values
+    errors = []
+    for bits, low in ((8, 8), (4, 4), (3, 3), (2, 2), (1, 1)):
+        layer = read(press_of(name, books, bits=bits, low=low), ids).layers[0]
+        errors.append(float((layer.values - exact).square().mean()))
+    assert errors == sorted(errors)
+    assert errors[0] < errors[-1] / 100
+
+
+@every_codec
+def test_held_bytes_are_those_of_the_formula(name: str, books: dict[str, Path]) -> None:
+    press = press_of(name, books)
+    cache = read(press, tokens(2, 500))
+    for index, layer in enumerate(cache.layers):
+        codec, store = press.codec_at(index), layer.store
+        sealed = sum(segment.layout.total for segment in store.segments) - 4 * codec.sinks
+        parts = [part for segment in store.segments for part in segment.storage().values()]
+        size = sum({t.data_ptr(): t.nbytes for part in parts for t in part}.values())
+        dense = 4 * codec.sinks * 2 * 32 * 4
+        tables = 4 * codec.fixed_bytes(32) if name != "cq" else 0
+        shared = sum(t.nbytes for segment in store.segments for t in segment.storage().get("tables", []))
+        expected = sealed * codec.pair_bytes(32, torch.float32) + dense + tables + shared
+        # Indexes of blocks and bits that do not fill a byte.
+        assert size == pytest.approx(expected, rel=0.02)
+
+
+@every_codec
+def test_eviction_comes_first_even_head_wise(name: str, books: dict[str, Path]) -> None:
+    press = kvpress.get_press("adakv(snapkv:0.4,window_size=4)") + press_of(name, books)
+    ids, mask = padded_batch([120, 75])
+    store = read(press, ids, mask).layers[0].store
+    assert sum(store.stored()) == 2 * int(120 * 0.6) + 2 * int(75 * 0.6)
+    assert len(set(store.segments[-1].layout.lengths)) > 1
+    dense = [contents(segment, n) for segment in store.segments for n in range(4)]
+    assert all(torch.isfinite(part).all() for pair in dense for part in pair)
+
+
+@every_codec
+def test_constant_and_huge_values_stay_finite(name: str, books: dict[str, Path]) -> None:
+    codec = press_of(name, books).codec_at(0)
+    from kvpress.cache.layout import Layout
+    from kvpress.cache.segment import DenseSegment
+    from kvpress.cache.store import Sealing
+
+    rows = 80
+    keys, values = torch.zeros(2 * rows, 32), torch.full((2 * rows, 32), -3.25)
+    keys[:, 5] = 1e4
+    values[7] = 1e3
+    values[100:110] = 0
+    segment = DenseSegment(keys, values, Layout([rows, rows]), first=[0, 0])
+    found_keys, found_values = codec.encode(segment, Sealing(2)).read(slice(None))
+    assert torch.isfinite(found_keys).all()
+    assert torch.isfinite(found_values).all()
+    if name != "cq":
+        torch.testing.assert_close(found_keys, keys, atol=1e-2, rtol=1e-3)
+
+
+def test_the_salient_pairs_have_the_smaller_error(books: dict[str, Path]) -> None:
+    ids = tokens(2, 200)
+    exact = tiny_model("llama")(ids, use_cache=True).past_key_values.layers[0]
+    segment = read(press_of("zipcache_all", books), ids).layers[0].store.segments[0]
+    assert isinstance(segment, MixedSegment)
+    salient = segment.in_second.view(4, -1)
+    assert salient.sum(dim=1).tolist() == [60] * 4
+    for found, expected in zip(segment.read(slice(None)), (exact.keys, exact.values), strict=True):
+        error = (found.view(4, 200, -1) - expected.flatten(0, 1)).square().mean(-1)
+        assert error[salient].mean() < error[~salient].mean() / 4
+
+
+def test_the_report_counts_tables_that_layers_share_once(books: dict[str, Path]) -> None:
+    cache = read(press_of("cq", books), *padded_batch([120, 75]))
+    report = kvpress.memory_report(cache)
+    assert report.total_bytes == held(cache) - cached_layouts(cache)
+    assert report.layers[0].components["tables"] > report.layers[1].components["tables"] > 0

@@ -1,0 +1,109 @@
+"""ZipCache: which pairs count as salient, and how their values are scaled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
+from kvpress.cache.store import Sealing
+from kvpress.observe import hashed
+from kvpress.quant.zipcache import ZipCacheCodec, top_per_stream
+from tests.models import padded_batch, tiny_model, tokens
+
+
+class Watching(kvpress.ZipCachePress):
+    """Records saliency and encodes nothing."""
+
+    def codec_at(self, layer: int) -> None:
+        return None
+
+
+def saliency(ids: torch.Tensor, mask: torch.Tensor | None, share: float, family: str = "llama") -> list[torch.Tensor]:
+    model = tiny_model(family, "eager")
+    cache = DynamicCache(config=model.config)
+    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    with Watching(probe_ratio=share)(model):
+        model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
+    side = cache.layers[0].store.window.side
+    return [side["saliency"], side["probes"]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_all_probes_give_the_normalised_column_sums_of_the_model(family: str) -> None:
+    ids = tokens(2, 40)
+    found, probes = saliency(ids, None, 1.0, family)
+    attention = tiny_model(family, "eager")(ids, output_attentions=True).attentions[0]
+    torch.testing.assert_close(found, attention.unflatten(1, (2, 2)).sum(dim=(2, 3)), atol=1e-4, rtol=1e-4)
+    assert torch.equal(probes, (40 - torch.arange(40.0)).expand(2, 2, 40))
+
+
+def test_ten_per_cent_of_the_queries_are_probes_half_of_them_the_newest() -> None:
+    ids = tokens(1, 400)
+    _, probes = saliency(ids, None, 0.1)
+    per_pair = probes[0, 0]
+    asked = per_pair - torch.cat([per_pair[1:], torch.zeros(1)])
+    assert asked[-20:].tolist() == [1.0] * 20
+    assert 10 <= int(asked[:-20].sum()) <= 32
+    assert set(asked.tolist()) == {0.0, 1.0}
+
+
+def test_probes_do_not_depend_on_the_batch() -> None:
+    ids, mask = padded_batch([90, 41])
+    together = saliency(ids, mask, 0.1)
+    alone = saliency(ids[1:, -41:], None, 0.1)
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found[1:, :, -41:], expected, atol=1e-5, rtol=1e-4)
+        assert not found[1, :, :-41].any()
+
+
+def test_hashes_spread_evenly() -> None:
+    found = hashed(torch.arange(20000))
+    assert torch.histc(found, 10, 0, 1).sub(2000).abs().max() < 200
+
+
+def test_the_most_salient_of_every_stream_are_marked() -> None:
+    layout = Layout([5, 0, 4])
+    scores = torch.tensor([3.0, 1, 4, 1, 5, 2, 2, 2, 2])
+    assert top_per_stream(scores, layout, 0.5).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
+    assert not top_per_stream(scores, layout, 0.0).any()
+    assert top_per_stream(scores, layout, 1.0).all()
+
+
+def encode(values: torch.Tensor, low: int = 2) -> torch.Tensor:
+    segment = DenseSegment(values.clone(), values, Layout([len(values)]), first=[0])
+    codec = ZipCacheCodec((4, 4), (low, low), 0.5, 10, 0)
+    return codec.encode(segment, Sealing(1)).read(slice(None))[1]
+
+
+def test_a_loud_channel_leaves_the_relative_error_of_the_others() -> None:
+    values = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    loud = values.clone()
+    loud[:, 3] *= 100
+    quiet = [channel for channel in range(32) if channel != 3]
+
+    def relative(x: torch.Tensor) -> float:
+        return float((encode(x, 4) - x)[:, quiet].norm() / x[:, quiet].norm())
+
+    # A tenth of the range after scaling by square roots; with one scale per token it would be the whole of it.
+    assert relative(loud) < 12 * relative(values)
+    plain = loud.amax(1, keepdim=True) - loud.amin(1, keepdim=True)
+    step = plain / 15
+    tokenwise = torch.round(loud / step) * step
+    assert relative(loud) < 0.25 * float((tokenwise - loud)[:, quiet].norm() / loud[:, quiet].norm())
+
+
+def test_generated_tokens_keep_the_channel_scales_of_the_prompt() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with kvpress.ZipCachePress(interval=10)(model):
+        model.generate(tokens(2, 30), max_new_tokens=60, min_new_tokens=60, past_key_values=cache)
+    (segment,) = {id(s): s for s in cache.layers[0].store.segments[:1]}.values()
+    prompt = model(tokens(2, 30), use_cache=True).past_key_values.layers[0].values
+    expected = prompt.abs().amax(dim=2).sqrt().flatten(0, 1)
+    for part in segment.parts:
+        torch.testing.assert_close(part.column, expected)
+    assert segment.layout.longest > 30

@@ -1,0 +1,199 @@
+"""The benchmarks' own logic on tiny sizes: figures mean what they say, and a failure costs only itself."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import kvpress
+from benchmarks import decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu
+from benchmarks.gpu_parts import Budget
+from benchmarks.gpu_speed import CACHES
+from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform, random_correction
+from kvpress.kernels.cpu import launch
+
+needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> kernels_gpu.Report:
+    report = kernels_gpu.Report(tmp_path_factory.mktemp("gpu") / "gpu.json", Budget(480))
+    assert kernels_gpu.run(kernels_gpu.DRY, report)
+    return report
+
+
+def test_dry_run_finds_everything(dry_run: kernels_gpu.Report) -> None:
+    record = dry_run.record
+    assert not record["ended early"]
+    assert all(check["passed"] and check["complete"] for check in record["parity"].values())
+    timed = {row["name"]: row for row in record["speed"] if "name" in row}
+    assert set(CACHES) <= set(timed)
+    assert not [row for row in timed.values() if "failed" in row]
+    generated = {row["name"]: row for row in record["generate"] if "median_ms" in row}
+    assert {"no press", "off", "kivi 4", "kivi 2", "snapkv", "quest"} <= set(generated)
+    assert generated["off"]["same_tokens"]
+    assert {name for name, _, _ in record["ratios"]} >= set(kernels_gpu.GOALS)
+    assert dry_run.out is not None
+    assert json.loads(dry_run.out.read_text()) == json.loads(json.dumps(record))
+
+
+def test_dry_run_prints_a_table(dry_run: kernels_gpu.Report, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels_gpu.print_table(dry_run.record)
+    printed = capsys.readouterr().out
+    for name in [*CACHES, *kernels_gpu.GOALS, *gpu_parity.CHECKS]:
+        assert f"  {name}" in printed
+
+
+def finding(check: str, passed: bool = True) -> dict[str, Any]:
+    return {
+        "check": check,
+        "case": "one",
+        "error": 0.1 if passed else "RuntimeError: no",
+        "limit": 0.2,
+        "passed": passed,
+    }
+
+
+def test_a_check_that_fails_or_dies_stops_the_timing_of_what_needs_it() -> None:
+    assert {*CACHES, "compression"} == set(kernels_gpu.NEEDS)
+    findings = [finding(name) for name in gpu_parity.CHECKS if name != "pages"]
+    findings += [
+        {"check": name, "complete": True} for name in gpu_parity.CHECKS if name not in ("pages", "int2", "lookup")
+    ]
+    findings += [
+        finding("int4", passed=False),
+        finding("quantise", passed=False),
+        {"check": "lookup", "complete": False},
+    ]
+    parity = kernels_gpu.parity_of(findings)
+    assert [name for name, found in parity.items() if not found["passed"]] == ["int2", "int4", "pages", "quantise"]
+    assert not parity["lookup"]["complete"]
+    assert parity["int4"]["failures"] == {"one": "RuntimeError: no"}
+    assert kernels_gpu.untimed(parity) == ["int4", "int2", "select 1/16", "compression"]
+
+
+def test_ratios_compare_minima_at_one_shape() -> None:
+    def row(name: str, ms: float, context: int = 8, **more: float) -> dict[str, Any]:
+        return {"part": "speed", "context": context, "batch": 1, "name": name, "min_ms": ms, **more}
+
+    findings = [
+        row("dense", 2.0, bandwidth=0.5), row("int4", 1.0), row("torch sdpa", 3.0), row("flash-attn", 1.5),
+        row("kivi 4 bit", 0.1), row("int4", 1.0, context=16),
+        {"part": "speed", "context": 8, "batch": 1, "name": "int2", "failed": "no memory"},
+        {"part": "compression", "context": 8, "prefill_ms": 100.0, "score_ms": 1.0, "quantise_ms": 2.0},
+        {"part": "compression", "context": 9, "failed": "no memory"},
+        {"part": "machine", "read_gb_per_s": 1.0},
+    ]  # fmt: skip
+    assert list(kernels_gpu.ratios(findings)) == [
+        ("dense: share of read bandwidth", "8 x 1", 0.5),
+        ("dense vs best full-precision peer", "8 x 1", 0.75),
+        ("int4 vs dense", "8 x 1", 2.0),
+        ("score and quantise, share of prefill", "8 x 1", 0.03),
+    ]
+
+
+def test_a_part_that_dies_or_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_parts, "GRACE", 0.0)
+    findings, ended = gpu_parts.run_parts([("gpu_parity", ["--checks", "unknown"])], 60)
+    assert findings == []
+    assert ended == {"gpu_parity --checks unknown": "exit code 1: KeyError: 'unknown'"}
+    _, ended = gpu_parts.run_parts([("gpu_speed", ["--small"])], 0)
+    assert ended["gpu_speed --small"].startswith("took too long")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 4.0], 0.5),
+        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
+        ([1.0, 0.0], [1.0, -torch.inf], torch.inf),
+        ([1.0], [1.0, 2.0], torch.inf),
+        ([torch.nan, 1.0], [1.0, 1.0], None),
+        ([], [], 0.0),
+    ],
+)
+def test_error(found: list[float], expected: list[float], error: float | None) -> None:
+    got = gpu_parity.error(torch.tensor(found), torch.tensor(expected))
+    assert got == error if error is not None else got != got
+
+
+def test_a_case_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> Any:
+        raise RuntimeError("does not compile\nbecause")
+
+    def unwritten() -> Any:
+        return [torch.tensor([torch.nan])], [torch.zeros(1)]
+
+    cases = [gpu_parity.Case("first", 1.0, fail), gpu_parity.Case("second", 1.0, unwritten)]
+    monkeypatch.setitem(gpu_parity.CHECKS, "dense", lambda sizes, device: iter(cases))
+    gpu_parity.check("dense", gpu_parity.SMALL, "cpu", Budget(60))
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["case"], row["passed"]) for row in findings[:-1]] == [("first", False), ("second", False)]
+    assert findings[0]["error"] == "RuntimeError: does not compile"
+    assert findings[-1] == {"check": "dense", "complete": True}
+    gpu_parity.check("dense", gpu_parity.SMALL, "cpu", Budget(0))
+    assert json.loads(capsys.readouterr().out) == {"check": "dense", "complete": False}
+
+
+STREAMS = Streams.random([33, 0, 200], 4, 64, torch.bfloat16, gap=5)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [Dense(STREAMS), Uniform(STREAMS, 3, 4), Corrected(STREAMS, 2, chunk=50), Coupled(STREAMS, rotary=True)],
+    ids=lambda cache: type(cache).__name__,
+)
+def test_caches_meet_their_reference(cache: Cache) -> None:
+    rows, counts = STREAMS.sample(4)
+    assert counts.tolist() == [9, 0, 50]
+    listed = [row[:count].long() for row, count in zip(rows, counts.tolist(), strict=True)]
+    for found, expected in (
+        (cache.attend(), cache.reference()),
+        (cache.attend_rows(rows, counts), cache.reference(listed)),
+    ):
+        assert max(gpu_parity.error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3
+
+
+def test_selection_reads_the_rows_with_the_best_labels() -> None:
+    streams = Streams.random([160] * 2, 4, 64, torch.float32)
+    cache = Selected(Dense(streams))
+    labels = streams.q[:, :, :16] @ cache.dense.keys.view(2, 160, 64)[:, :, :16].transpose(1, 2)
+    best = labels.amax(1).topk(10).indices + torch.tensor([[0], [160]])
+    assert torch.equal(cache.select(cache.score()).sort().values, best.sort().values)
+    assert cache.read_bytes() == 320 * 16 * 4 + 20 * 2 * 64 * 4
+
+
+def test_a_row_names_an_outlier_channel_once() -> None:
+    correction = random_correction(STREAMS, 4, None, torch.Generator().manual_seed(0))
+    first, channel, _ = correction.outliers
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        assert len(channel[begin:end].unique()) == end - begin
+    assert abs(len(channel) / (STREAMS.rows * STREAMS.dim) - 0.02) < 0.005
+
+
+@needs_compiler
+def test_cpu_benchmark_reports_every_contender() -> None:
+    ratios, rows = kernels_cpu.run(512, 1, flushed=2**20)
+    names = {row["name"] for row in rows}
+    assert {"dense", *kernels_cpu.RATIOS.values()} <= names
+    assert {f"{name}_vs_dense" for name in kernels_cpu.RATIOS} | {"dense_bandwidth", "dense_vs_torch"} <= set(ratios)
+    assert 0 < ratios["max_error"] < 1e-3
+    assert all(row["min_ms"] <= row["median_ms"] for row in rows)
+
+
+def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "QuantizedCache", lambda **_: (_ for _ in ()).throw(ImportError("not installed")))
+    model = SimpleNamespace(
+        config=LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=8)
+    )
+    spec = "snapkv:0.5 + kivi:bits=2"
+    table = decode.contenders(model, 1024, [spec])
+    assert set(decode.OURS) | {spec} <= set(table)
+    report = kvpress.memory_report(table[spec][0])
+    assert report.kept == report.seen / 2
+    assert report.bits_per_value < kvpress.memory_report(table["ours kivi 2 bit"][0]).bits_per_value

@@ -1,0 +1,171 @@
+"""Fitting to a model: deterministic, resumable, with its origin on record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import kvpress
+from kvpress import calibrate as module
+from kvpress import calibration
+from kvpress.calibrate import CoupledSettings, balance, calibrate, collect
+from kvpress.cli import app
+from kvpress.corpus import documents, pack
+from tests.models import tiny_model, tokens
+
+SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)
+
+
+def ignore(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
+def test_keys_are_those_before_rotation_and_gradients_those_of_the_loss(family: str) -> None:
+    model, ids = tiny_model(family), tokens(1, 30)
+    layers = [1, 2]
+    records = collect(model, ids, layers, True, ignore)
+    outputs: dict[int, torch.Tensor] = {}
+    hooks = []
+    for layer in layers:
+        attention = model.get_decoder().layers[layer].self_attn
+        projection = attention.v_proj if hasattr(attention, "v_proj") else attention.qkv_proj
+
+        def keep(_: Any, __: Any, out: torch.Tensor, layer: int = layer) -> None:
+            out.retain_grad()
+            outputs[layer] = out
+
+        hooks.append(projection.register_forward_hook(keep))
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    for layer, out in outputs.items():
+        size = 2 * records[layer].values[0].shape[-1]
+        expected = out[0, 4:, -size:].unflatten(-1, (2, -1))
+        gradient = out.grad[0, 4:, -size:].unflatten(-1, (2, -1))
+        torch.testing.assert_close(records[layer].values[0], expected.detach())
+        torch.testing.assert_close(records[layer].value_weights[0], gradient.square(), rtol=1e-3, atol=1e-12)
+        # Turning keys back makes the same token's key independent of where it stands, in the first layer.
+    first = collect(model, torch.full((1, 20), 7), [next(iter(model_layers(model)))], False, ignore)
+    keys = next(iter(first.values())).keys
+    if family != "gemma3_text":
+        torch.testing.assert_close(keys[0][3], keys[0][12], atol=1e-4, rtol=1e-4)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def model_layers(model: Any) -> list[int]:
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+def test_a_run_repeats_and_records_where_it_comes_from(tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), tokens(2, 40)
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for path in (first, second):
+        calibrate(model, ids, SETTINGS, path, source="random")
+    assert first.read_bytes() == second.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+    found = calibration.read(first)
+    assert found.provenance["data"]["source"] == "random"
+    assert found.provenance["settings"]["coupled"] == [4, 4]
+    assert found.provenance["model"]["architecture"] == "LlamaForCausalLM"
+    assert found.tensors["2.keys"].shape == (2, 8, 4, 4)
+    with safe_open(first, framework="pt") as file:
+        json.loads(file.metadata()["provenance"])
+
+
+def test_a_stopped_run_goes_on_with_the_layers_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, out = tiny_model("llama"), tokens(2, 40), tmp_path / "books.safetensors"
+    whole = calibrate(model, ids, SETTINGS, tmp_path / "whole.safetensors")
+    fit, fitted = module.fit_books, []
+
+    def stop_after_one(record: Any, settings: Any) -> Any:
+        if fitted:
+            raise KeyboardInterrupt
+        fitted.append(1)
+        return fit(record, settings)
+
+    monkeypatch.setattr(module, "fit_books", stop_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, ids, SETTINGS, out)
+    assert not out.exists()
+    again: list[int] = []
+    monkeypatch.setattr(module, "fit_books", lambda record, settings: again.append(1) or fit(record, settings))
+    with pytest.raises(ValueError, match="holds layers of a run with another model, data or settings"):
+        calibrate(model, tokens(2, 40, seed=9), SETTINGS, out)
+    resumed = calibrate(model, ids, SETTINGS, out)
+    assert len(again) == 2
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(resumed.tensors[name], tensor)
+
+
+def test_weights_are_cut_and_scaled() -> None:
+    found = balance(torch.cat([torch.ones(1999), torch.tensor([1e9])]))
+    torch.testing.assert_close(found, torch.ones(2000))
+    torch.testing.assert_close(balance(torch.zeros(1, 5)), torch.ones(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [(CoupledSettings((3, 4)), "coupled must divide the head dim 32"), (CoupledSettings(bits=(8, 7)), "bits must be one of"),
+     (CoupledSettings(iterations=0), "iterations")],
+)  # fmt: skip
+def test_bad_settings_are_refused_before_any_work(settings: CoupledSettings, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate(tiny_model("llama"), tokens(2, 40), settings, tmp_path / "books")
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_is_cut_joined_and_counted(tmp_path: Path) -> None:
+    def words(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    texts = ["1 2", "3 4 5 6 7 8 9", "10 11", "12"]
+    assert pack(words, texts, 3, 3).tolist() == [[3, 4, 5], [6, 7, 8], [1, 2, 10]]
+    with pytest.raises(ValueError, match="the data give 3 sequences of 3 tokens, not 4"):
+        pack(words, texts, 3, 4)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(documents(str(lines))) == ["one", "two"]
+    lines.write_text('{"text": "one"}\n{"txt": "two"}\n')
+    with pytest.raises(ValueError, match="line 2: expected a JSON object with a `text`"):
+        list(documents(str(lines)))
+
+
+def test_a_dataset_is_read_by_its_column(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(documents(str(tmp_path))) == ["one", "two"]
+    assert list(documents(f"{tmp_path}::train")) == ["one", "two"]
+    (tmp_path / "train.jsonl").write_text('{"body": "one"}\n')
+    with pytest.raises(ValueError, match=r"no column `text`, only \['body'\]"):
+        list(documents(str(tmp_path)))
+
+
+def test_the_command_makes_a_file_that_a_press_can_use(tmp_path: Path) -> None:
+    out = tmp_path / "books.safetensors"
+    data = str(Path(kvpress.reference_path()) / "calibration.jsonl")
+    arguments = ["calibrate", "--model", "reference", "--data", data, "--out", str(out), "--sequences", "1", "--tokens", "64",
+                 "--coupled", "8,4", "--bits", "4", "--iterations", "2"]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    model, _ = kvpress.load_model("reference")
+    with kvpress.get_press(f"cq:bits=4,coupled=(8,4),calibration='{out}'")(model):
+        assert model.generate(torch.tensor([[1, *range(20, 60)]]), max_new_tokens=2).shape == (1, 43)
+    changes = {
+        "--tokens": ("9000", "9000 tokens are over the 4096 positions"),
+        "--coupled": ("x", "coupled must be a number"),
+    }
+    for option, (value, message) in changes.items():
+        refused = CliRunner().invoke(app, [*arguments, option, value])
+        assert refused.exit_code == 2
+        assert message in refused.output
