@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 import kvpress
 from kvpress.cache.report import storage_bytes
 from kvpress.cache.store import KVStore
+from kvpress.calibration import Calibration
 from kvpress.hf import PressLayer
+from kvpress.quant.codebook import Angles, CodedSegment, Turning
+from kvpress.quant.press import pair
 
 STEPS = 4
 OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
@@ -43,9 +47,33 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "ours kivi 4 bit": ("kivi:bits=4,group_size=(128,64),residual_length=0", None),
     "ours kivi 4 bit, g 32": ("kivi:bits=4", None),
     "ours kivi 2 bit": ("kivi:bits=2", None),
+    "ours adaquant 4/2 bit": ("adaquant", None),
+    "ours gear_l 2 bit": ("gear_l", None),
+    "ours gear 2 bit": ("gear", None),
+    "ours zipcache 4/2 bit": ("zipcache", None),
+    "ours cq 4c8b": ("cq:coupled=4", None),
+    "ours cq 8c8b": ("cq:coupled=8", None),
     "ours quest 1024": ("quest:budget=1024", None),
 }
 """Name -> spec, and the share of its pairs that each head keeps, where pairs are evicted."""
+
+
+class RandomBooks(kvpress.CoupledQuantPress):
+    """Coupled quantisation with books drawn at random: reading costs the same whatever is in them."""
+
+    def books(self) -> Calibration:
+        channels = pair("coupled", self.coupled)[0]
+        book = torch.randn(4, 64 // channels, 256, channels, generator=torch.Generator().manual_seed(0)).half()
+        return Calibration({f"{layer}.{side}": book for layer in range(8) for side in ("keys", "values")}, {})
+
+    def post_init_from_model(self, model: Any) -> None:
+        """There is no file to check."""
+
+
+def press_of(spec: str) -> Any:
+    """Build a press; coupled quantisation needs books, and this model has none."""
+    press = kvpress.get_press(spec)
+    return RandomBooks(**vars(press)) if isinstance(press, kvpress.CoupledQuantPress) else press
 
 
 def build_model() -> LlamaForCausalLM:
@@ -86,9 +114,11 @@ def keep_half(store: KVStore, shares: tuple[float, ...]) -> None:
     store.evict(masks, None)
 
 
-def ours(press: Any, context: int, shares: tuple[float, ...] | None = None) -> DynamicCache:
+def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None = None) -> DynamicCache:
     """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave it."""
     layers = []
+    angles = Angles()
+    angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
     for index in range(8):
         layer = PressLayer()
         layer.update(*random_pairs(context, index))
@@ -97,6 +127,9 @@ def ours(press: Any, context: int, shares: tuple[float, ...] | None = None) -> D
         codec = press.codec_for(index)
         if codec is not None:
             layer.store.settle(codec, None)
+        for segment in layer.store.segments:
+            if isinstance(segment, CodedSegment):
+                segment.turning = Turning(angles)
         layers.append(layer)
     cache = DynamicCache()
     cache.layers = layers
@@ -144,11 +177,11 @@ def contenders(
     except ImportError as missing:
         print(f"quanto is left out: {missing}")
     for name, (spec, shares) in (OURS | {spec: (spec, None) for spec in methods}).items():
-        press = kvpress.get_press(spec)
+        press = press_of(spec)
         kept = press.planned_pairs(context)
         if shares is None and kept < context:
             shares = (kept / context,) * 4
-        found[name] = (ours(press, context, shares), press, plain)
+        found[name] = (ours(model, press, context, shares), press, plain)
     return found
 
 

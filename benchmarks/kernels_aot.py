@@ -116,9 +116,10 @@ def uniform_variant(
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
-        "K_RANK": rank, "K_RP": uniform.padded_rank(rank), "V_RANK": rank, "V_RP": uniform.padded_rank(rank),
+        "HIGH": uniform.outlier_tiles(D),
     }  # fmt: skip
-    constants["HIGH"] = uniform.outlier_tiles(D)
+    for side in "KV":
+        constants |= {f"{side}_RANK": rank, f"{side}_RP": uniform.padded_rank(rank)}
     terms = ("*fp16", "*fp16", "*i32") if rank else (None,) * 3
     terms += ("*i32", "*u8", "*fp16") if outliers else (None,) * 3
     corrected = f" rank {rank}" if rank else ""

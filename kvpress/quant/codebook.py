@@ -219,7 +219,7 @@ class CodedSegment(Segment):
         held = {"codes": [self.keys.codes, self.values.codes], "tables": [self.keys.book, self.values.book]}
         if self.turning is not None:
             held["tables"] += [self.turning.angles.coarse, self.turning.angles.fine]
-            held["indexes"] = [] if self.turning.pads is None else [self.turning.pads]
+            held["indexes"] = [tensor for tensor in (self.turning.pads, self._shift) if tensor is not None]
         return held
 
     def _to(self, device: torch.device | str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
 from torch import Tensor
 
 from kvpress.kernels import checks
@@ -19,6 +20,8 @@ from kvpress.kernels.triton.merge import merged, partials
 from kvpress.kernels.triton.uniform_kernel import decode_kernel
 from kvpress.kernels.uniform import check
 from kvpress.kernels.uniform import reference as reference
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 LEAST_ROWS = 4
 """Query rows of a tile, padded to a power of two: each costs registers and work on scales, unlike with dense rows."""
@@ -78,8 +81,8 @@ def rank(terms: Correction) -> int:
 
 
 def padded_rank(rank: int) -> int:
-    """Least size of what is summed in a product of float32 on tensor cores."""
-    return padded(rank, 8)
+    """Rank padded to the least sum that triton accepts in a product of float32."""
+    return padded(rank, 8 if TRITON >= (3, 8) else 16)
 
 
 def outlier_tiles(channels: int) -> int:

@@ -30,8 +30,7 @@ def decode_kernel(
     DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
     VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr,
-    HIGH: tl.constexpr,
+    K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries to one share of a stream; sides are described by `uniform.Columns`."""
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
