@@ -86,6 +86,8 @@ def calibrate(
         source: where the data come from, for the record.
         report: called with (what, done, total) as work goes on.
     """
+    from kvpress.hf import growing_layers
+
     settings.check(model)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and sequences.shape[1] > limit:
@@ -105,15 +107,15 @@ def calibrate(
         "torch": torch.__version__,
     }
     parts = Parts(out.with_name(out.name + ".parts"), provenance)
-    layers = len(layer_shapes(model.config.get_text_config(decoder=True)))
-    missing = [layer for layer in range(layers) if not parts.has(layer)]
-    report("layers", layers - len(missing), layers)
+    layers = growing_layers(model)
+    missing = [layer for layer in layers if not parts.has(layer)]
+    report("layers", len(layers) - len(missing), len(layers))
     for start in range(0, len(missing), LAYERS_AT_ONCE):
         chosen = missing[start : start + LAYERS_AT_ONCE]
         for layer, record in collect(model, sequences, chosen, settings.fisher, report).items():
             parts.write(layer, fit_books(record, settings))
-            report("layers", layers - len(missing) + missing.index(layer) + 1, layers)
-    found = Calibration({name: t for layer in range(layers) for name, t in parts.read(layer).items()}, provenance)
+            report("layers", len(layers) - len(missing) + missing.index(layer) + 1, len(layers))
+    found = Calibration({name: t for layer in layers for name, t in parts.read(layer).items()}, provenance)
     found.write(out)
     parts.remove()
     return found

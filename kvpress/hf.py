@@ -639,6 +639,13 @@ def is_attention(module: nn.Module) -> bool:
     )
 
 
+def growing_layers(model: PreTrainedModel) -> list[int]:
+    """Return which attention layers, counted among attention layers only, have a cache that grows with the context."""
+    kinds = layer_types(model.config.get_text_config(decoder=True))
+    modules = [module for module in model.modules() if is_attention(module)]
+    return [i for i, module in enumerate(modules) if kinds[module.layer_idx] == "full_attention"]
+
+
 def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Return the model's own rotary function as `(vectors, cos, sin) -> vectors`, whatever its layout of channels."""
     own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)

@@ -70,11 +70,15 @@ def plan(press: BasePress, geometry: Geometry, context: int, batch: int = 1) -> 
     for layer, shape in enumerate(geometry.full):
         codec, encoded, per_head = press.codec_for(layer), 0.0, 0.0
         if codec is not None:
-            encoded = max(0, (pairs - codec.residual) // codec.group * codec.group)
+            free = pairs - codec.residual - codec.sinks
+            encoded = max(0, free // codec.group * codec.group)
             if press.is_head_wise and encoded:
                 # Heads of all lengths leave, on average, half a tile over.
-                encoded = max(0.0, pairs - codec.residual - (codec.group - 1) / 2)
-            per_head += encoded * codec.pair_bytes(shape.head_dim, geometry.dtype)
+                encoded = max(0.0, free - (codec.group - 1) / 2)
+            if encoded:
+                per_head += encoded * codec.pair_bytes(shape.head_dim, geometry.dtype)
+                per_head += codec.fixed_bytes(shape.head_dim)
+                total += codec.table_bytes()
         per_head += (pairs - encoded) * geometry.pair_bytes(shape) + positions
         if press.selector is not None and press.selector.reads(layer):
             per_head += press.selector.index_bytes(int(encoded), shape.head_dim, geometry.dtype)

@@ -49,6 +49,12 @@ SPECS = [
     "snapkv:0.5 + kivi:bits=4",
     "adakv(snapkv:0.5) + kivi:bits=2",
     "snapkv:0.5 + quest:budget=128",
+    "adaquant",
+    "gear",
+    "gear_l:backbone=kcvt",
+    "zipcache",
+    "cq:coupled=8",
+    "kivi:bits=2,sinks=4",
     "kivi:bits=2 + quest:budget=128,skip_layers=0",
     "snapkv:0.5 + kivi:bits=2 + quest:budget=128",
 ]

@@ -35,8 +35,12 @@ class Codec(ABC):
         """Bytes per encoded pair of head dim `dim`, scales included; what is held once per stream is left out."""
 
     def fixed_bytes(self, dim: int) -> float:
-        """Bytes that every stream holds once, whatever its length, such as codebooks."""
+        """Bytes that every stream holds once, whatever its length."""
         del dim
+        return 0
+
+    def table_bytes(self) -> int:
+        """Bytes that the layer holds once, whatever its batch, such as codebooks."""
         return 0
 
 

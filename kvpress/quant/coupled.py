@@ -92,6 +92,10 @@ class CoupledQuantPress(QuantisingPress):
                 raise ValueError(f"coupled must divide the head dim {shape.head_dim} of the model, got {coupled}")
             check_packing(shape.head_dim // coupled, bits)
 
+    def codec_at(self, layer: int) -> Codec | None:
+        # Sliding-window layers have no books, and need none.
+        return super().codec_at(layer) if f"{layer}.keys" in self.books().tensors else None
+
     def layer_codec(self, layer: int) -> CoupledCodec:
         bits = self.layer_bits().at(layer)
         tensors = self.books().tensors
@@ -135,9 +139,8 @@ class CoupledCodec(Codec):
         del dtype
         return sum(dim / coupled * bits / 8 for coupled, bits in zip(self.coupled, self.bits, strict=True))
 
-    def fixed_bytes(self, dim: int) -> float:
-        del dim
-        return sum(book[0].nbytes for book in (self.key_book, self.value_book))
+    def table_bytes(self) -> int:
+        return self.key_book.nbytes + self.value_book.nbytes
 
 
 def _turning(sealing: Sealing, streams: int) -> Turning | None:

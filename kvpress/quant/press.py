@@ -41,8 +41,10 @@ class QuantisingPress(BasePress):
         return LayerBits.parse(name, getattr(self, name), self.allowed_bits)
 
     def post_init_from_model(self, model: Any) -> None:
+        from kvpress.hf import is_attention
+
         shapes = layer_shapes(model.config.get_text_config(decoder=True))
-        self.layer_bits().check_layers("bits", len(shapes))
+        self.layer_bits().check_layers("bits", sum(map(is_attention, model.modules())))
         for layer, shape in enumerate(shapes):
             if layer not in self.skip_layers:
                 self.check_shape(layer, shape)

@@ -12,9 +12,10 @@ import kvpress
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import Sealing
+from kvpress.calibrate import CoupledSettings, calibrate
 from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.kmeans import assign, kmeans
-from tests.models import tiny_model
+from tests.models import tiny_model, tokens
 
 
 def correlated(rows: int, dim: int, mix: float) -> torch.Tensor:
@@ -142,3 +143,15 @@ def test_generation_with_the_shipped_books_stays_close() -> None:
         out = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(" 4837.")
     assert any(type(segment).__name__ == "CodedSegment" for segment in session.cache.layers[0].store.segments)
+
+
+def test_only_layers_that_grow_have_books(tmp_path: Path) -> None:
+    model, out = tiny_model("gemma3_text"), tmp_path / "books.safetensors"
+    found = calibrate(model, tokens(2, 60), CoupledSettings((2, 2), (4, 4), iterations=2), out)
+    assert {name.split(".")[0] for name in found.tensors} == {"1", "2"}
+    press = kvpress.CoupledQuantPress(4, 2, str(out), residual_length=8, sinks=0)
+    with press(model) as session:
+        model.generate(tokens(2, 60), max_new_tokens=40, min_new_tokens=40)
+    kinds = [type(layer).__name__ for layer in session.cache.layers]
+    assert kinds[0] != "PressLayer"
+    assert all(layer.store.segments for layer in session.cache.layers[1:])
