@@ -46,7 +46,8 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     # Groups as large as quanto's, so that both spend about as much on scales.
     "ours kivi 4 bit": ("kivi:bits=4,group_size=(128,64),residual_length=0", None),
     "ours kivi 4 bit, g 32": ("kivi:bits=4", None),
-    "ours kivi 2 bit": ("kivi:bits=2", None),
+    "ours kivi 2 bit": ("kivi:bits=2,group_size=(128,64),residual_length=0", None),
+    "ours kivi 2 bit, g 32": ("kivi:bits=2", None),
     "ours adaquant 4/2 bit": ("adaquant", None),
     "ours gear_l 2 bit": ("gear_l", None),
     "ours gear 2 bit": ("gear", None),
