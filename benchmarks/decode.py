@@ -119,7 +119,6 @@ def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None 
     """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave it."""
     layers = []
     angles = Angles()
-    angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
     for index in range(8):
         layer = PressLayer()
         layer.update(*random_pairs(context, index))
@@ -130,6 +129,7 @@ def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None 
             layer.store.settle(codec, None)
         for segment in layer.store.segments:
             if isinstance(segment, CodedSegment):
+                angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
                 segment.turning = Turning(angles)
         layers.append(layer)
     cache = DynamicCache()
