@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpress
 from benchmarks import decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu
@@ -188,9 +189,8 @@ def test_cpu_benchmark_reports_every_contender() -> None:
 
 def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "QuantizedCache", lambda **_: (_ for _ in ()).throw(ImportError("not installed")))
-    model = SimpleNamespace(
-        config=LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=8)
-    )
+    config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=8)
+    model = SimpleNamespace(config=config, model=SimpleNamespace(rotary_emb=LlamaRotaryEmbedding(config)))
     spec = "snapkv:0.5 + kivi:bits=2"
     table = decode.contenders(model, 1024, [spec])
     assert set(decode.OURS) | {spec} <= set(table)
