@@ -17,10 +17,9 @@ from kvpress import calibration
 from kvpress.calibration import Calibration, identify
 from kvpress.checks import check_count
 from kvpress.context import LayerCall
-from kvpress.kernels.packed import CODE_BITS, check_packing
 from kvpress.observe import Observer
 from kvpress.presses.base import BasePress, Observers
-from kvpress.quant.coupled import METHOD
+from kvpress.quant.coupled import METHOD, check_coupling
 from kvpress.quant.kmeans import kmeans
 from kvpress.shapes import layer_shapes
 
@@ -48,14 +47,8 @@ class CoupledSettings:
     def check(self, model: Any) -> None:
         """Refuse settings that do not suit the model, before any work."""
         check_count("iterations", self.iterations)
-        for bits in self.bits:
-            if bits not in CODE_BITS:
-                raise ValueError(f"bits must be one of {list(CODE_BITS)}, got {bits}")
         for shape in layer_shapes(model.config.get_text_config(decoder=True)):
-            for coupled, bits in zip(self.coupled, self.bits, strict=True):
-                if coupled < 1 or shape.head_dim % coupled:
-                    raise ValueError(f"coupled must divide the head dim {shape.head_dim} of the model, got {coupled}")
-                check_packing(shape.head_dim // coupled, bits)
+            check_coupling(shape.head_dim, self.coupled, self.bits)
 
 
 @dataclass

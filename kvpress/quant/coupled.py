@@ -87,10 +87,7 @@ class CoupledQuantPress(QuantisingPress):
         check_halves_rotate(model)
 
     def check_shape(self, layer: int, shape: LayerShape) -> None:
-        for bits, coupled in zip(self.layer_bits().at(layer), pair("coupled", self.coupled), strict=True):
-            if shape.head_dim % coupled:
-                raise ValueError(f"coupled must divide the head dim {shape.head_dim} of the model, got {coupled}")
-            check_packing(shape.head_dim // coupled, bits)
+        check_coupling(shape.head_dim, pair("coupled", self.coupled), self.layer_bits().at(layer))
 
     def codec_at(self, layer: int) -> Codec | None:
         # Sliding-window layers have no books, and need none.
@@ -103,6 +100,14 @@ class CoupledQuantPress(QuantisingPress):
             tensors[f"{layer}.keys"], tensors[f"{layer}.values"], bits, pair("coupled", self.coupled),
             self.residual_length, self.sinks,
         )  # fmt: skip
+
+
+def check_coupling(dim: int, coupled: tuple[int, int], bits: tuple[int, int]) -> None:
+    """Refuse channels per code and bits per code, of keys and of values, that do not suit a head dim."""
+    for channels, width in zip(coupled, bits, strict=True):
+        if channels < 1 or dim % channels:
+            raise ValueError(f"coupled must divide the head dim {dim} of the model, got {channels}")
+        check_packing(dim // channels, width)
 
 
 def name_of(bits: tuple[int, int], coupled: tuple[int, int]) -> str:

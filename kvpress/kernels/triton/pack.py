@@ -1,9 +1,6 @@
-"""Quantise rows and pack their codes; layout and decoding are those of `kvpress.kernels.packed`.
+"""Quantise rows and pack their codes; contract and float32 reference are those of `kvpress.kernels.quantise`.
 
-    zero = round16(min),   scale = round16((max - zero) / (2 ** bits - 1)),   code = round((x - zero) / scale)
-
-with minimum and maximum over the group. Codes are computed from the *rounded* scale and zero, to the nearest, halves to even,
-so they equal those of the reference bit by bit. A group of equal values has scale 0 and codes 0.
+Codes equal those of the reference bit by bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,35 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpress.kernels import checks
-from kvpress.kernels.packed import BITS, Packed
+from kvpress.kernels.packed import Packed
+from kvpress.kernels.quantise import check
 from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded
 
 TILE = 4096
 """Elements of one tile: 32 registers of each thread of a program."""
-
-
-def reference(x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dtype = torch.float16) -> Packed:
-    """Ground truth in float32."""
-    rows, channels = x.shape
-    blocks = torch.cat([x, x[-1:].expand(-rows % group[0], channels)]).float()
-    blocks = blocks.view(-1, group[0], channels // group[1], group[1])
-    zero = blocks.amin((1, 3)).to(parameters)
-    scale = ((blocks.amax((1, 3)) - zero.float()) / (2**bits - 1)).clamp_min(0).to(parameters)
-    step = torch.where(scale == 0, 1.0, scale.float())[:, None, :, None]
-    codes = ((blocks - zero.float()[:, None, :, None]) / step).clamp(0, 2**bits - 1).round()
-    codes = codes.to(torch.uint8).view(-1, channels)[:rows]
-    if bits == 3:
-        packed = torch.cat([_pack(codes & 3, 2), _pack(codes >> 2, 1)], dim=-1)
-    else:
-        packed = _pack(codes, bits)
-    return Packed(packed, scale, zero, bits, group)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    parts = codes.chunk(8 // bits, dim=-1)
-    return torch.stack([part << (bits * p) for p, part in enumerate(parts)]).sum(0).to(torch.uint8)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -123,17 +98,8 @@ def quantise(x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dty
     Returns:
         Codes uint8 [R, C * bits / 8], scale and zero [ceil(R / rows), C / channels].
     """
-    checks.shape("x", x, ("R", "C"), *checks.FLOATS)
-    checks.rows_layout("x", x)
-    rows, channels = x.shape
-    if bits not in BITS:
-        raise ValueError(f"bits must be one of {BITS}, got {bits}")
-    step = 8 if bits == 3 else 8 // bits
-    if channels % step:
-        raise ValueError(f"channels must be a multiple of {step} for {bits} bits, got {channels}")
-    GR, GC = group
-    if GR < 1 or GC < 1 or channels % GC:
-        raise ValueError(f"group must be (rows >= 1, a divisor of {channels} channels), got {tuple(group)}")
+    check(x, bits, group)
+    (rows, channels), (GR, GC) = x.shape, group
     if parameters not in (torch.float16, torch.float32):
         raise ValueError(f"parameters must be float16 or float32, got {parameters}")
     groups, row_groups = channels // GC, -(-rows // GR)

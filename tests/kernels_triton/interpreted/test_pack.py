@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvpress.kernels.packed import BITS, dequantise
-from kvpress.kernels.triton.pack import quantise, reference
+from kvpress.kernels.quantise import reference
+from kvpress.kernels.triton.pack import quantise
 
 GROUPS = [(64, 1), (1, 96), (5, 4), (128, 1), (8, 8)]
 
@@ -22,8 +23,8 @@ def test_codes_and_scales_are_those_of_the_reference(bits: int, group: tuple[int
     x[7] = x[:, 5] = 0.25
     for dtype in (torch.float16, torch.float32):
         ours, expected = quantise(x.to(dtype), bits, group, dtype), reference(x.to(dtype), bits, group, dtype)
-        for field in ("codes", "scale", "zero"):
-            assert torch.equal(getattr(ours, field), getattr(expected, field)), field
+        for field, wanted in zip(("codes", "scale", "zero"), expected, strict=False):
+            assert torch.equal(getattr(ours, field), wanted), field
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -37,7 +38,7 @@ def test_values_come_back_within_half_a_step(bits: int) -> None:
 def test_strided_rows_and_few_rows() -> None:
     wide = torch.randn(3, 160)
     ours, expected = quantise(wide[:, :128], 4, (32, 1)), reference(wide[:, :128], 4, (32, 1))
-    assert torch.equal(ours.codes, expected.codes)
+    assert torch.equal(ours.codes, expected[0])
     assert quantise(wide[:0, :128], 4, (32, 1)).codes.shape == (0, 64)
 
 
