@@ -43,19 +43,19 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     """Check the arguments of `generate`; return the prompt length if the prefill will come in chunks, else 0."""
     settings = (generation_config, model.generation_config)
     ids = kwargs.get("input_ids", inputs)
-    if kwargs.get("assistant_model") is not None or _setting("prompt_lookup_num_tokens", kwargs, settings):
+    if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens", kwargs, settings):
         raise NotImplementedError(
             "assisted decoding is not supported: it takes back tokens that a press has already consumed"
         )
-    if _setting("output_attentions", kwargs, settings):
+    if setting("output_attentions", kwargs, settings):
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
-    if _setting("use_cache", kwargs, settings) is False:
+    if setting("use_cache", kwargs, settings) is False:
         raise ValueError("use_cache=False leaves no cache to compress; leave it out inside a press")
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
         check_mask(mask)
     cache = kwargs.get("past_key_values")
-    implementation = _setting("cache_implementation", kwargs, settings)
+    implementation = setting("cache_implementation", kwargs, settings)
     if cache is None and implementation not in GROWING_CACHES:
         raise NotImplementedError(
             f"cache_implementation={implementation!r} is not supported inside a press, which stores pairs in its own way; "
@@ -70,12 +70,12 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
         check_turn(ids, mask, seen)
     if mask is not None:
         check_padding(mask)
-    if not _setting("prefill_chunk_size", kwargs, settings):
+    if not setting("prefill_chunk_size", kwargs, settings):
         return 0
     return ids.shape[1] if mask is None else mask.shape[1]
 
 
-def _setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:
+def setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:
     """What `generate` will use: its own argument, else the first configuration that says something."""
     given = (kwargs.get(name), *(getattr(config, name, None) for config in settings))
     return next((value for value in given if value is not None), None)

@@ -43,7 +43,7 @@ from kvpress.attention import Logits, ungroup
 from kvpress.cache.store import KVStore
 from kvpress.cache.window import Columns, Cursor
 from kvpress.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
-from kvpress.checks import _setting, check_finite, check_forward, check_generate, check_model
+from kvpress.checks import check_finite, check_forward, check_generate, check_model, setting
 from kvpress.context import LayerCall, Phase
 from kvpress.kernels.coded import per_pair, turn_halves
 
@@ -577,7 +577,7 @@ def check_capture(session: Session) -> None:
 def check_captured_generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> None:
     """Refuse ways of generating that rearrange the cache at every token."""
     del inputs
-    beams = _setting("num_beams", kwargs, (generation_config, model.generation_config))
+    beams = setting("num_beams", kwargs, (generation_config, model.generation_config))
     if beams is not None and beams > 1:
         raise ValueError(
             f"num_beams={beams} rearranges the cache at every token, so no step can be replayed; use num_beams=1 or "

@@ -96,3 +96,8 @@ def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
     ]
     lengths = [sum(layout.lengths[n] for layout in layouts) for n in range(layouts[0].streams)]
     return torch.cat(rows), Layout(lengths)
+
+
+def row_numbers(rows: Tensor | slice, total: int, device: torch.device) -> Tensor:
+    """Flat rows of storage with `total` rows as numbers, int64, where they may be given as a slice."""
+    return torch.arange(*rows.indices(total), device=device) if isinstance(rows, slice) else rows

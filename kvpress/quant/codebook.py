@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.attention import Logits, Partial
-from kvpress.cache.layout import Layout
+from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.kernels.coded import STEP, Coded, Rotary, per_pair, turn_halves
 from kvpress.kernels.packed import pack
@@ -144,8 +144,7 @@ class CodedSegment(Segment):
         return self.turning.rotary(self._shift, self.positions)
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        if isinstance(rows, slice):
-            rows = torch.arange(*rows.indices(self.layout.total), device=self.device)
+        rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
         head = streams % self.heads
         keys = torch.empty(len(rows), self.keys.channels, device=self.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.attention import Logits, Partial
-from kvpress.cache.layout import Layout
+from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.store import Sealing
 from kvpress.kernels.packed import unpack
@@ -56,8 +56,7 @@ class Packed:
 
     def read(self, rows: Tensor | slice) -> Tensor:
         """Return dense rows `[n, D]` in the dtype that was encoded."""
-        if isinstance(rows, slice):
-            rows = torch.arange(*rows.indices(len(self.codes)), device=self.codes.device)
+        rows = row_numbers(rows, len(self.codes), self.codes.device)
         block = self.runs.of(rows)
         codes = unpack(self.codes[rows], self.bits).unflatten(-1, (-1, self.columns)).float()
         values = (codes * self.scale[block].float()[..., None] + self.zero[block].float()[..., None]).flatten(-2)
@@ -128,8 +127,7 @@ class UniformSegment(Segment):
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         values = self.values.read(rows)
         if self.column is not None:
-            if isinstance(rows, slice):
-                rows = torch.arange(*rows.indices(self.layout.total), device=self.device)
+            rows = row_numbers(rows, self.layout.total, self.device)
             values = values * self.column[self.layout.streams_of(rows)].to(values.dtype)
         return self.keys.read(rows), values
 
