@@ -14,12 +14,16 @@ _EXPORTS = {
     "kvpress.registry": ["register"],
     "kvpress.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
     "kvpress.presses": [
-        "AdaKVPress", "BasePress", "ComposedPress", "DecodingPress", "ExpectedAttentionPress", "H2OPress", "KnormPress",
-        "NonePress", "ObservedAttentionPress", "PrefillDecodingPress", "PyramidKVPress", "RandomPress", "ScorerPress",
+        "BlockPress", "ChunkPress", "ChunkKVPress", "CompactorPress", "CriticalAdaKVPress", "CriticalKVPress",
+        "KeyRerotationPress", "KeyDiffPress", "LeverageScorePress", "NonCausalAttnPress", "PerLayerCompressionPress",
+        "AdaKVPress", "BasePress", "ComposedPress", "DecodingPress", "ExpectedAttentionPress",
+        "ExpectedAttentionStatsPress", "H2OPress", "DuoAttentionPress", "KVzipPress", "RLKVPress",
+        "KnormPress", "NonePress", "ObservedAttentionPress", "PrefillDecodingPress", "PyramidKVPress", "RandomPress",
+        "ScorerPress",
         "SnapKVPress", "StreamingLLMPress", "TOVAPress",
     ],
     "kvpress.quant": ["AdaQuantPress", "CoupledQuantPress", "GEARLPress", "GEARPress", "KIVIPress", "ZipCachePress"],
-    "kvpress.sparse": ["QuestPress"],
+    "kvpress.sparse": ["DoubleSparsityPress", "QuestPress", "TidalDecodePress"],
 }  # fmt: skip
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted([*_MODULES, "__version__"])
@@ -46,5 +50,5 @@ if TYPE_CHECKING:
     from kvpress.presses import *  # noqa: F403
     from kvpress.quant import *  # noqa: F403
     from kvpress.registry import register
-    from kvpress.sparse import QuestPress
+    from kvpress.sparse import *  # noqa: F403
     from kvpress.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec

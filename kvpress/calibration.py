@@ -49,12 +49,17 @@ class Calibration:
         """Write the file in one step, so that a crash leaves the old one or none."""
         metadata = {"format": str(FORMAT), "provenance": json.dumps(self.provenance, sort_keys=True)}
         content = save({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, metadata)
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that a crash leaves the old one or none."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
 
 
 def read(path: str | Path) -> Calibration:
@@ -104,8 +109,9 @@ def identify(model: nn.Module) -> dict[str, Any]:
         if is_attention(module):
             weight = next(module.parameters()).detach().flatten()[:4096].to(torch.bfloat16)
             digest.update(weight.cpu().view(torch.uint8).numpy().tobytes())
+    name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
     return {
-        "name": str(getattr(config, "_name_or_path", "") or type(model).__name__),
+        "name": Path(name).name if Path(name).is_dir() else name,
         "revision": getattr(config, "_commit_hash", None),
         "architecture": type(model).__name__,
         "layers": len(shapes),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.table import Table
 
 from kvpress.cache.report import format_bytes
 from kvpress.spec import get_press, list_presses
+
+if TYPE_CHECKING:
+    from kvpress.calibrate import Settings
 
 app = typer.Typer(
     name="kvpress",
@@ -71,26 +75,41 @@ def calibrate_command(
     data: Annotated[
         list[str], typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated.")
     ],
-    out: Annotated[Path, typer.Option(help="The calibration file to write.")],
-    method: Annotated[Literal["cq"], typer.Option(help="What to fit: `cq`, books for coupled quantisation.")] = "cq",
-    coupled: Annotated[str, typer.Option(help="Channels in a code: one number, or keys,values.")] = "4",
-    bits: Annotated[str, typer.Option(help="Bits of a code: one number, or keys,values.")] = "8",
-    fisher: Annotated[bool, typer.Option(help="Weigh vectors by their squared gradients.")] = True,
+    out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
+    method: Annotated[
+        Literal["cq", "double_sparsity", "expected_attention"],
+        typer.Option(
+            help="What to fit: books for coupled quantisation, channels for double sparsity, or query statistics for "
+            "expected_attention_stats."
+        ),
+    ] = "cq",
+    coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
+    bits: Annotated[str | None, typer.Option(help="cq: bits of a code, one number or keys,values (8).")] = None,
+    fisher: Annotated[
+        bool | None, typer.Option("--fisher/--no-fisher", help="cq: weigh vectors by their squared gradients (yes).")
+    ] = None,
+    iterations: Annotated[int | None, typer.Option(help="cq: most rounds of k-means (100).")] = None,
+    seed: Annotated[int | None, typer.Option(help="cq: of the random starts (0).")] = None,
+    n_sink: Annotated[
+        int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
-    iterations: Annotated[int, typer.Option(help="Most rounds of k-means.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the random starts.")] = 0,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
-    del method
     from kvpress.api import load_model
-    from kvpress.calibrate import CoupledSettings, calibrate
+    from kvpress.calibrate import calibrate
     from kvpress.corpus import documents, pack
 
     console = Console(stderr=True)
     try:
-        settings = CoupledSettings(_sides("coupled", coupled), _sides("bits", bits), fisher, iterations, seed)
+        given = {
+            "coupled": None if coupled is None else _sides("coupled", coupled),
+            "bits": None if bits is None else _sides("bits", bits),
+            "fisher": fisher, "iterations": iterations, "seed": seed, "n_sink": n_sink,
+        }  # fmt: skip
+        settings = _settings(method, {name: value for name, value in given.items() if value is not None})
         loaded, tokenizer = load_model(model)
         ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
         with Progress(console=console) as progress:
@@ -106,6 +125,22 @@ def calibrate_command(
         console.print(f"[red]error:[/] {error}", markup=True, highlight=False)
         raise typer.Exit(2) from error
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
+
+
+def _settings(method: str, given: dict[str, Any]) -> Settings:
+    """Make the settings of a method; options of other methods are refused."""
+    from kvpress.calibrate import METHODS
+
+    taken = [field.name for field in fields(METHODS[method])]
+    for name in given:
+        if name not in taken:
+            options = ", ".join(_option(own) for own in taken) or "no options of its own"
+            raise ValueError(f"{_option(name)} does not belong to {method}, which takes {options}")
+    return METHODS[method](**given)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _sides(name: str, text: str) -> tuple[int, int]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvpress.attention import Logits
+from kvpress.cache.layout import interleave
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
-
-SCALED = 0.02
-"""Deviation of cos^2 + sin^2 from 1 past which a rotary embedding counts as scaled; 16-bit rounding stays below."""
 
 Phase = Literal["prefill", "decode"]
 
@@ -54,15 +52,26 @@ class LayerCall:
             raise ValueError("the model's own attention ran, which returns no log-sum-exp")
         return self.lse
 
+    @property
+    def rotates(self) -> bool:
+        """Whether this layer turns keys and queries by their positions; some models have layers that do not."""
+        return bool(getattr(self.module, "use_rope", True))
+
     def unrotate(self, queries: Tensor) -> Tensor:
         """Return this pass's queries as they were before the rotary embedding."""
         cos, sin = self.kwargs.get("position_embeddings") or (None, None)
-        if cos is None or sin is None or not getattr(self.module, "use_rope", True):
+        if cos is None or sin is None or not self.rotates:
             return queries
-        turned = self.turn(queries, cos, -sin)
-        # Scaled embeddings (YaRN) carry a factor in cos and sin, which turning back applies once more.
-        factor = float((cos.float() ** 2 + sin.float() ** 2).mean())
-        return turned if abs(factor - 1) < SCALED else turned / factor
+        return self.turn_back(queries, cos, sin)
+
+    def turn_back(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo the rotation of `vectors [B, heads, n, D]` by `cos` and `sin [B, n, d]`, in float32.
+
+        Exact for cos and sin that carry a factor (YaRN) or were rounded to 16 bits.
+        """
+        cos, sin = cos.float(), sin.float()
+        square = cos**2 + sin**2
+        return self.turn(vectors.float(), cos / square, -sin / square)
 
     def turn(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `vectors [B, heads, n, D]` with the model's own rotary function; linear in `cos` and `sin [B, n, d]`."""
@@ -149,21 +158,42 @@ class View:
         extra = sinks[None, :, :, None, None].expand(batch, -1, -1, width, 1)
         return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
+    def unrotated_keys(self) -> Tensor:
+        """Return the keys as they were before the rotary embedding, `[b, h, n, D]`, float32."""
+        keys = self.keys.float()
+        if not self.call.rotates:
+            return keys
+        at = self.positions + self.side["shift"].long() if "shift" in self.side else self.positions
+        heads = [self.call.turn_back(keys[:, h : h + 1], *self.call.angles(at[:, h])) for h in range(keys.shape[1])]
+        return torch.cat(heads, dim=1)
+
+    def pairs(self, index: Tensor) -> View:
+        """Return a view of some pairs only: those at `index [b, h, m]`, ascending, in what every head stores."""
+
+        def vectors(source: Tensor) -> Tensor:
+            return source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
+
+        return replace(
+            self,
+            keys=vectors(self.keys),
+            values=vectors(self.values),
+            positions=self.positions.gather(2, index),
+            side={name: array.gather(2, index) for name, array in self.side.items()},
+        )
+
     def per_head(self) -> list[View]:
         """Split into views of one kv head each, to bound the memory of a scorer."""
-        start, stop, _ = self.heads.indices(self.call.store.heads)
+        start = self.heads.indices(self.call.store.heads)[0]
         return [
-            View(
-                self.call,
-                self.rows,
-                slice(start + h, start + h + 1),
-                self.keys[:, h : h + 1],
-                self.values[:, h : h + 1],
-                self.positions[:, h : h + 1],
-                self.seen,
-                {name: array[:, h : h + 1] for name, array in self.side.items()},
+            replace(
+                self,
+                heads=slice(start + h, start + h + 1),
+                keys=self.keys[:, h : h + 1],
+                values=self.values[:, h : h + 1],
+                positions=self.positions[:, h : h + 1],
+                side={name: array[:, h : h + 1] for name, array in self.side.items()},
             )
-            for h in range(stop - start)
+            for h in range(self.keys.shape[1])
         ]
 
 
@@ -207,28 +237,23 @@ def _gather(
     call: LayerCall, parts: list[Segment], pads: Tensor | None, rows: list[int], heads: slice, seen: int
 ) -> View:
     span = range(*heads.indices(call.store.heads))
+    taken = [
+        part.layout.take_streams([row * call.store.heads + head for row in rows for head in span]) for part in parts
+    ]
+    order, layout = interleave([found for _, found in taken])
+    chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, taken, strict=True)]
+    shape = (len(rows), len(span), layout.longest)
+
+    def gathered(arrays: list[Tensor]) -> Tensor:
+        return torch.cat(arrays)[order.to(arrays[0].device)].unflatten(0, shape)
+
+    keys, values = (gathered(list(side)) for side in zip(*[part.read(index) for part, index in chosen], strict=True))
+    positions = gathered([part.columns()[index] for part, index in chosen]).long()
+    if pads is not None:
+        positions = positions - pads[rows][:, None].expand(-1, len(span), -1).gather(2, positions)
     names = {name for part in parts for name in part.side}
-    keys, values, positions = [], [], []
-    side: dict[str, list[Tensor]] = {name: [] for name in names}
-    for row in rows:
-        for head in span:
-            n = row * call.store.heads + head
-            read = [part.read(part.layout.rows(n)) for part in parts]
-            keys.append(torch.cat([pair[0] for pair in read]))
-            values.append(torch.cat([pair[1] for pair in read]))
-            at = torch.cat([part.columns()[part.layout.rows(n)] for part in parts]).long()
-            positions.append(at if pads is None else at - pads[row][at])
-            for name in names:
-                side[name].append(torch.cat([part.side_array(name)[part.layout.rows(n)] for part in parts]))
-    shape = (len(rows), len(span))
-
-    def stack(items: list[Tensor]) -> Tensor:
-        return torch.stack(items).unflatten(0, shape)
-
-    return View(
-        call, rows, heads, stack(keys), stack(values), stack(positions), seen,
-        {name: stack(items) for name, items in side.items()},
-    )  # fmt: skip
+    side = {name: gathered([part.side_array(name)[index] for part, index in chosen]) for name in names}
+    return View(call, rows, heads, keys, values, positions, seen, side)
 
 
 def view_of(kwargs: dict[str, Any]) -> View:

@@ -6,7 +6,8 @@ How a forward pass goes inside `with press(model)`:
 2. `PressLayer.update` stores the new keys and values;
 3. `attention` runs the model's own implementation while everything is still in the window, and reads all parts of the
    store otherwise;
-4. a hook after the module lets the press evict, and the codec encode.
+4. a hook after the module lets the press evict, and the codec encode;
+5. a hook after the decoder does the same for presses that look at all layers together (`kvpress.passes`).
 
 Where decode steps are replayed (`capture=True`), the whole forward pass is static: 2. writes the token at the window's cursor,
 and 4. follows for all layers once the pass is over.
@@ -15,11 +16,12 @@ and 4. follows for all layers once the pass is over.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial, update_wrapper
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,16 +41,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from kvpress.api import reference_path
-from kvpress.attention import Logits, ungroup
-from kvpress.cache.store import KVStore
+from kvpress.attention import Logits, group_queries, ungroup
+from kvpress.cache.store import KVStore, Reader
 from kvpress.cache.window import Columns, Cursor
 from kvpress.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
 from kvpress.checks import check_finite, check_forward, check_generate, check_model, setting
 from kvpress.context import LayerCall, Phase
 from kvpress.kernels.coded import per_pair, turn_halves
+from kvpress.passes import TOKENS, Pass, ReadTokens, Watch
 
 if TYPE_CHECKING:
     from kvpress.presses.base import BasePress
+    from kvpress.sparse.base import Selector
 
 __all__ = [
     "PIPELINE_REGISTRY", "AutoModelForCausalLM", "Cache", "Pipeline", "PressLayer", "Session", "load", "new_cache", "session",
@@ -59,6 +63,7 @@ KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
 """Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
 
 _CALL = "_kvpress_call"
+_ASKED = "_kvpress_asked"
 _sessions: dict[int, Session] = {}
 """Active sessions by the id of every configuration they switched (configurations are not hashable)."""
 
@@ -218,6 +223,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
+    if _ASKED in module.__dict__:
+        raise _QueriesFoundError(query)
     call: LayerCall | None = module.__dict__.get(_CALL)
     session = _sessions[id(module.config)]
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
@@ -247,21 +254,48 @@ def attention(
         length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
     )
     if own:
-        out, call.lse = store.attend(query, call.logits, columns, call.sinks, session.layers[id(module)].selector)
+        plan = session.layers[id(module)]
+        whole = session.watch is not None
+        out, call.lse = store.attend(query, call.logits, columns, call.sinks, None if whole else plan.reader(call))
         result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
+        if plan.selector is not None and length == 1 and store.segments and not whole:
+            plan.selector.after(call)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
         result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
-    if static is None:
+    if static is None and session.watch is None:
         session.observe(call)
     return result, call.attentions
+
+
+class _QueriesFoundError(Exception):
+    """Ends the forward pass of an attention module that was only asked for its queries."""
+
+    def __init__(self, queries: Tensor) -> None:
+        super().__init__()
+        self.queries = queries
+
+
+def queries_of(module: nn.Module, call: LayerCall) -> Tensor:
+    """Return the queries `[B, Hq, Q, D]` that an attention module under a press would make of the input of a call."""
+    # Models may let layers leave things for each other in a dictionary.
+    arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in call.kwargs.items()}
+    arguments |= {"hidden_states": call.hidden_states, "attention_mask": None, "past_key_values": None}
+    module.__dict__[_ASKED] = True
+    try:
+        module.forward(**arguments)
+    except _QueriesFoundError as found:
+        return found.queries
+    finally:
+        del module.__dict__[_ASKED]
+    raise NotImplementedError(f"{type(module).__name__} did not call its attention function")
 
 
 class Session:
     """One `with press(model)` block: installs the hooks, restores everything on exit.
 
     `cache` is the cache last used inside the block; `evict=False` reads compressed caches without evicting at prefill. With a
-    `recorder`, decode steps are recorded and replayed.
+    `recorder`, decode steps are recorded and replayed. `watch` is set while the session itself reads behind a cache.
     """
 
     def __init__(
@@ -272,9 +306,14 @@ class Session:
         self.evict = evict
         self.cache: Cache | None = None
         self.prefill_until = 0
+        self.follows = {phase for phase in press.follows if evict or phase == "decode"}
+        self.passed: list[LayerCall] = []
+        self.watch: Watch | None = None
         self.native_name = model.config._attn_implementation
         self.modules = [m for m in model.modules() if is_attention(m)]
         self.layers: dict[int, LayerPlan] = {}
+        self.selectors: dict[int, Selector] = {}
+        self.following: dict[int, nn.Module] = {}
         text = model.config.get_text_config(decoder=True)
         self.kinds = layer_types(text) if self.modules else []
         self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
@@ -294,6 +333,13 @@ class Session:
         if self.captured is not None:
             check_capture(self)
         self.press.post_init_from_model(self.model)
+        growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
+        self.selectors = self.press.selectors(self.model, growing)
+        self.following = {
+            layer: self.modules[later]
+            for layer, later in itertools.pairwise(growing)
+            if later in self.selectors and self.selectors[later].looks_ahead
+        }
         try:
             self._install()
         except BaseException:
@@ -331,6 +377,8 @@ class Session:
                 module.__dict__["rotary_emb"] = rotary
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
         self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
+        if self.follows:
+            self._undo.append(self.decoder.register_forward_hook(self._pass_over, with_kwargs=True).remove)
         if hasattr(self.model, "generate"):
             self._replace("generate", self._generate(self.model.generate))
         if self.captured is not None:
@@ -368,7 +416,9 @@ class Session:
 
     def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        check_forward(self.press, args, kwargs, self.model.config, self.prefill_until if self.evict else None)
+        self.passed = []
+        if self.watch is None:
+            check_forward(self.press, args, kwargs, self.model.config, self.prefill_until if self.evict else None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -397,6 +447,17 @@ class Session:
         call.phase = self._phase(call.seen_before, length)
         layer.call = call
         module.__dict__[_CALL] = call
+        if plan.following is not None and call.phase == "decode" and self.watch is None:
+            self._look_ahead(plan.following, call)
+
+    def _look_ahead(self, following: nn.Module, call: LayerCall) -> None:
+        """Tell the next layer's selector what that layer will ask, as far as this layer's input says."""
+        layer = call.kwargs["past_key_values"].layers[following.layer_idx]
+        selector = self.layers[id(following)].selector
+        if selector is None or not isinstance(layer, PressLayer) or layer.store is None:
+            return
+        queries = queries_of(following, call)
+        selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
 
     def _phase(self, seen_before: int, length: int) -> Phase:
         fresh = seen_before == 0 or length > 1 or seen_before < self.prefill_until
@@ -412,14 +473,20 @@ class Session:
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs, output
         call = self._release(module)
-        if call is not None and self.static is not None:
+        if call is None:
+            return
+        if self.static is not None:
             self.static.calls.append(call)
-        elif call is not None:
+        elif self.watch is not None:
+            self.watch(call)
+        else:
             self.follow(call)
+            if self.follows:
+                self.passed.append(self._kept_of(call))
 
     def follow(self, call: LayerCall) -> None:
         """Let the press evict, and the codec encode, once a layer's pass is over."""
-        store, plan = call.store, self.layers[id(call.module)]
+        store = call.store
         if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
             return
         if call.phase == "decode":
@@ -427,7 +494,14 @@ class Session:
             self.press.after_decode(call)
         elif self.evict:
             self.press.after_prefill(call)
-            store.forget(self.watched)
+        if call.phase not in self.follows:
+            self._seal(call)
+
+    def _seal(self, call: LayerCall) -> None:
+        """Drop what only this pass's eviction needed and encode what is ready, once a layer holds what it will keep."""
+        store, plan = call.store, self.layers[id(call.module)]
+        if call.phase == "prefill" and self.evict:
+            store.forget([*self.watched, TOKENS] if self.follows else self.watched)
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
@@ -435,6 +509,100 @@ class Session:
         if plan.selector is not None:
             for segment in store.segments:
                 plan.selector.prepare(segment)
+
+    def _kept_of(self, call: LayerCall) -> LayerCall:
+        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""
+        rotary, empty = self.layers[id(call.module)].rotary, call.queries.new_zeros(1, 1, 1)
+        return replace(
+            call,
+            kwargs={},
+            hidden_states=empty[:, :0],
+            queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
+            lse=None,
+            attentions=None,
+            rotary=None if rotary is None else partial(rotary, empty),
+        )
+
+    def _pass_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del module, output
+        calls, self.passed = [call for call in self.passed if call.store is not None], []
+        if calls:
+            self.finish(calls, kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids"))
+
+    def finish(self, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
+        """Remember what a pass read, and let the press act on all layers together where it follows such passes."""
+        store, phase = calls[0].store, calls[0].phase
+        tokens = store.observers.setdefault(TOKENS, ReadTokens())
+        assert isinstance(tokens, ReadTokens)  # noqa: S101 - for type checkers
+        tokens.add(ids, calls[0].seen_before, store.seen - calls[0].seen_before)
+        if store.seen < self.prefill_until:
+            return
+        if phase in self.follows:
+            position = (
+                torch.full((1, 1), store.seen - 1, device=store.window.keys.device) if positions is None else positions
+            )
+            self.press.after_pass(Pass(self.cache, calls, tokens.ids, position[..., -1:] + 1, self))
+            for call in calls:
+                self._seal(call)
+        if phase == "prefill":
+            tokens.forget()
+
+    # -- reading behind a cache ------------------------------------------------------------------------------
+
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
+        """Read `ids [B, m]` behind the cache of a pass and take them back."""
+        others = [(layer, _copied(layer.__dict__)) for layer in done.cache.layers if not isinstance(layer, PressLayer)]
+        held = [
+            (call.store, call.store.seen, call.store.window.length, dict(call.store.window.side)) for call in done.calls
+        ]
+        try:
+            self._run(done, ids, done.position + torch.arange(ids.shape[1], device=done.position.device), watch)
+        finally:
+            for store, seen, length, side in held:
+                store.window.crop(store.window.length - length)
+                store.seen, store.window.side = seen, side
+            for layer, state in others:
+                layer.__dict__.update(state)
+
+    def reread(self, done: Pass, tokens: int) -> None:
+        """Read the newest tokens of a pass once more at their positions; the new pairs take the place of the old."""
+        stores = [call.store for call in done.calls]
+        most = min(0 if done.ids is None else done.ids.shape[1], done.open_tokens)
+        if done.ids is None or not 1 <= tokens <= most:
+            raise ValueError(
+                f"can read 1 to {most} of the newest tokens once more, got {tokens}: older ones are sealed"
+            )
+        if len(stores) != len(done.cache.layers):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so none can be read again"
+            )
+        sides = [dict(store.window.side) for store in stores]
+        since = [store.since_eviction for store in stores]
+        for store in stores:
+            store.take_back(tokens)
+        self._run(
+            done, done.ids[:, -tokens:], done.position + torch.arange(-tokens, 0, device=done.position.device), None
+        )
+        for store, side, generated in zip(stores, sides, since, strict=True):
+            store.window.side, store.since_eviction = side, generated
+
+    def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
+        """Run the decoder alone: every hook of the session stands back, but for `watch`."""
+        mask, seen = done.mask, done.seen
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(ids.shape)], dim=1)[:, : seen + ids.shape[1]]
+        self.watch = watch or (lambda call: None)
+        try:
+            with torch.no_grad():
+                self.decoder(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=done.cache,
+                    use_cache=True,
+                )
+        finally:
+            self.watch = None
 
     def _release(self, module: nn.Module) -> LayerCall | None:
         """Take the call off a module and its cache layer, so that neither keeps the other alive."""
@@ -456,10 +624,14 @@ class LayerPlan:
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.index = session.modules.index(module)
         self.codec = session.press.codec_for(self.index)
-        selector = session.press.selector
-        self.selector = selector if selector is not None and selector.reads(self.index) else None
+        self.selector = session.selectors.get(self.index)
+        self.following = session.following.get(self.index)
         self.rotate = find_rotate(module)
         self.rotary = find_rotary(module, session.decoder)
+
+    def reader(self, call: LayerCall) -> Reader | None:
+        """Return what a decode step reads sealed pairs with; None reads them all."""
+        return None if self.selector is None else partial(self.selector.attend, call)
 
 
 @dataclass
@@ -512,6 +684,8 @@ class CapturedForward:
         for call in self.calls:
             call.columns, call.seen_before = None if columns is None else columns.real, call.store.seen - 1
             self.session.follow(call)
+        if self.session.follows:
+            self.session.finish(self.calls, ids, arguments["position_ids"])
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
@@ -566,8 +740,14 @@ def check_capture(session: Session) -> None:
             f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
             "token; use capture=False"
         )
+    if session.press.reads_host:
+        raise ValueError(
+            f"{press} fetches pairs from host memory for every token, which a replayed step cannot; use capture=False"
+        )
     if session.press.decoding_observers():
         raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")
+    if "decode" in session.follows:
+        raise ValueError(f"{press} acts on whole passes while tokens are generated; use capture=False")
     if "dynamic" in str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", "")):
         raise ValueError(f"the rotary embedding of {name} changes with the length on the host; use capture=False")
     if "position_ids" not in inspect.signature(session.model.forward).parameters:
@@ -692,6 +872,23 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 def _restore(before: dict[int, tuple[Any, str]]) -> None:
     for config, name in before.values():
         config._attn_implementation_internal = name
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a cache layer's state, tensors that are written in place included."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return _copied(value) if isinstance(value, dict) else value
+
+    return {name: own(value) for name, value in state.items()}
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a folder or hub name, once."""
+    return AutoTokenizer.from_pretrained(path)
 
 
 def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:

@@ -7,7 +7,10 @@ they score; all of their state lives in the cache.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -81,53 +84,75 @@ class ColumnMass(Observer):
     """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
 
     Summed over the query heads of the group; `queries` counts the tokens whose attention was added. No matrix of queries x
-    keys is ever held: queries are taken in blocks.
+    keys is ever held: queries are taken in blocks. Every query multiplies what earlier ones gave by `decay`.
     """
 
     sides = ("mass",)
+    decay = 1.0
 
     def __init__(self) -> None:
         self.queries = 0
 
     def observe(self, call: LayerCall) -> None:
-        self.queries += call.queries.shape[2]
-        store = call.store
-        rows = group_queries(call.queries, store.heads)
-        if store.sealed:
-            for segment in store.sealed:
-                segment.side["mass"] = segment.side_array("mass") + segment.mass(rows, call.logits, call.whole_lse)
+        (name,), store, length = self.sides, call.store, call.queries.shape[2]
+        self.queries += length
+        # A token on its own is never padding.
+        real = None if call.columns is None or length == 1 else call.columns[:, -length:].to(call.queries.device)
+        lse = call.lse
+        if lse is None and self.decay < 1:
+            lse = store.attend(call.queries, call.logits, call.columns, call.sinks)[1]
+        if lse is not None:
+            lse = self._weigh(lse.view(store.batch, store.heads, -1, length), real).view(lse.shape)
+        device = call.queries.device
+        fade = torch.full((1,), self.decay**length, device=device) if real is None else self.decay ** real.sum(dim=1)
+        for segment in store.sealed:
+            row = segment.layout.stream_of_row // store.heads if len(fade) > 1 else slice(None)
+            # A pass over sealed pairs always leaves its log-sum-exp.
+            received = segment.mass(group_queries(call.queries, store.heads), call.logits, lse)  # type: ignore[arg-type]
+            segment.side[name] = segment.side_array(name) * fade[row] + received
         window = store.window
-        before = window.side.get("mass")
-        mass = self._window_mass(call)
-        window.side["mass"] = mass if before is None else mass + before
+        mass = self._window_mass(call, lse)
+        window.side[name] = mass + window.side[name] * fade[:, None, None] if name in window.side else mass
 
-    def _window_mass(self, call: LayerCall) -> Tensor:
+    def _weigh(self, lse: Tensor, real: Tensor | None) -> Tensor:
+        """Fold the weight w of every query into its log-sum-exp `[B, H, G, n]`: w * exp(x - lse) = exp(x - (lse - log w)).
+
+        Queries weigh decay ** later, with `later` real queries of the pass behind them; padding weighs nothing.
+        """
+        length = lse.shape[3]
+        if real is None:
+            return lse - math.log(self.decay) * torch.arange(length - 1, -1, -1, device=lse.device)
+        later = real.flip(1).cumsum(dim=1).flip(1) - 1
+        weighed = lse - math.log(self.decay) * later[:, None, None]
+        return weighed.masked_fill(~real[:, None, None], torch.inf)
+
+    def _window_mass(self, call: LayerCall, lse: Tensor | None) -> Tensor:
         window = call.store.window
         real = None if call.columns is None else call.columns[:, window.first : window.first + window.length]
         pads = None if real is None else left_padding(real)
         if (real is None or pads is not None) and kernels.available(window.keys):
-            return self._flat_mass(call, pads)
-        return self._blocked_mass(call)
+            return self._flat_mass(call, pads, lse)
+        return self._blocked_mass(call, lse)
 
-    def _flat_mass(self, call: LayerCall, pads: Tensor | None) -> Tensor:
+    def _flat_mass(self, call: LayerCall, pads: Tensor | None, lse: Tensor | None) -> Tensor:
         """The window as flat rows; padded queries see nothing, because padding is not part of a stream."""
         store, window, length = call.store, call.store.window, call.queries.shape[2]
         sinks = None
-        if call.lse is None and call.sinks is not None:
+        if lse is None and call.sinks is not None:
             sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
         mass = kernels.column_mass(
             group_queries(call.queries, store.heads),
             window.keys.flatten(0, 2),
             *window.streams(pads),
             call.logits.scale,
-            lse=call.lse,
+            lse=lse,
             softcap=call.logits.softcap,
             causal=length,
             sinks=sinks,
         )
         return mass.view(store.batch, store.heads, -1)[..., : window.length]
 
-    def _blocked_mass(self, call: LayerCall) -> Tensor:
+    def _blocked_mass(self, call: LayerCall, lse: Tensor | None) -> Tensor:
         window, length = call.store.window, call.queries.shape[2]
         streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
         block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
@@ -135,7 +160,7 @@ class ColumnMass(Observer):
         keys = window.filled_keys.flatten(0, 1)
         real = None if call.columns is None else call.columns.to(received.device)
         newest = window.length - length
-        lse = None if call.lse is None else call.lse.view(streams, groups, length)
+        lse = None if lse is None else lse.view(streams, groups, length)
         for start in range(0, length, block):
             part = call.queries[:, :, start : start + block]
             count = part.shape[2]
@@ -166,6 +191,16 @@ class ColumnMass(Observer):
 
     def to(self, device: torch.device | str) -> None:
         """The side arrays move with the pairs."""
+
+
+class DecayedMass(ColumnMass):
+    """As `ColumnMass` with a decay, side array `decayed_mass`: a query counts decay ** (number of later queries)."""
+
+    sides = ("decayed_mass",)
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
 
 
 class ProbeAttention(Observer):
@@ -245,50 +280,89 @@ def hashed(numbers: Tensor) -> Tensor:
 class QueryStats(Observer):
     """Mean and covariance of the queries before rotation, per query head, over all real tokens but the first `skip`.
 
-    Running sums: `count [B]`, `total [B, Hq, D]`, `outer [B, Hq, D, D]`, float32.
+    Running moments, float32: `count [B]`, `mean [B, Hq, D]` and `spread [B, Hq, D, D]`, the sum of centred products.
+    Centred, because the mean of queries is often far larger than their deviation.
     """
 
     def __init__(self, skip: int) -> None:
         self.skip = skip
-        self.count: Tensor | None = None
-        self.total: Tensor | None = None
-        self.outer: Tensor | None = None
+        self.held: tuple[Tensor, Tensor, Tensor] | None = None
 
     def observe(self, call: LayerCall) -> None:
-        queries = call.unrotate(call.queries).float()
-        batch, _, length, _ = queries.shape
-        order = torch.arange(call.seen_before, call.seen_before + length, device=queries.device).expand(batch, -1)
-        counted = order >= self.skip
-        if call.columns is not None:
-            real = call.columns.to(queries.device)
-            counted = real[:, -length:] & (real.cumsum(dim=1)[:, -length:] > self.skip)
-        weight = counted.to(queries.dtype)
-        queries = queries * weight[:, None, :, None]
-        count, total, outer = weight.sum(dim=1), queries.sum(dim=2), queries.transpose(-1, -2) @ queries
-        if self.count is not None and self.total is not None and self.outer is not None:
-            count, total, outer = count + self.count, total + self.total, outer + self.outer
-        self.count, self.total, self.outer = count, total, outer
+        block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
+        for part in passes(call, block):
+            new = _moments(part.unrotate(part.queries.float()), self._counted(part))
+            self.held = new if self.held is None else _pool(self.held, new)
+
+    def _counted(self, call: LayerCall) -> Tensor:
+        """Mark the queries of a pass that count, float32 `[B, n]`."""
+        batch, _, length, _ = call.queries.shape
+        device = call.queries.device
+        if call.columns is None:
+            order = torch.arange(call.seen_before, call.seen_before + length, device=device)
+            return (order >= self.skip).float().expand(batch, -1)
+        real = call.columns.to(device)
+        return (real & (real.cumsum(dim=1) > self.skip))[:, -length:].float()
 
     def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of the given batch rows."""
-        if self.count is None or self.total is None or self.outer is None:
+        if self.held is None:
             raise ValueError("no queries have been observed yet")
-        count = self.count[rows].clamp_min(1.0)[:, None, None]
-        mean = self.total[rows] / count
-        covariance = self.outer[rows] / count[..., None] - mean[..., :, None] * mean[..., None, :]
-        return mean, covariance
+        count, mean, spread = (tensor[rows] for tensor in self.held)
+        return mean, spread / count.clamp_min(1.0)[:, None, None, None]
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.count, self.total, self.outer) if tensor is not None]
+        return [] if self.held is None else list(self.held)
 
     def select_rows(self, rows: Tensor) -> None:
-        if self.count is not None and self.total is not None and self.outer is not None:
-            rows = rows.to(self.count.device)
-            self.count, self.total, self.outer = self.count[rows], self.total[rows], self.outer[rows]
+        if self.held is not None:
+            count, mean, spread = (tensor.index_select(0, rows.to(tensor.device)) for tensor in self.held)
+            self.held = count, mean, spread
 
     def to(self, device: torch.device | str) -> None:
-        if self.count is not None and self.total is not None and self.outer is not None:
-            self.count, self.total, self.outer = (x.to(device) for x in (self.count, self.total, self.outer))
+        if self.held is not None:
+            count, mean, spread = (tensor.to(device) for tensor in self.held)
+            self.held = count, mean, spread
+
+
+def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
+    """Cut a pass into passes of at most `size` tokens, for observers that need queries turned back or in float32."""
+    length = call.queries.shape[2]
+    if length <= size:
+        yield call
+        return
+    embeddings = call.kwargs.get("position_embeddings")
+    for start in range(0, length, size):
+        tokens = slice(start, min(start + size, length))
+        kwargs = dict(call.kwargs)
+        if embeddings is not None:
+            kwargs["position_embeddings"] = tuple(part[:, tokens] for part in embeddings)
+        seen = call.seen_before + tokens.stop
+        yield replace(
+            call,
+            queries=call.queries[:, :, tokens],
+            kwargs=kwargs,
+            seen_before=call.seen_before + start,
+            columns=None if call.columns is None else call.columns[:, :seen],
+        )
+
+
+def _moments(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and summed centred products of `vectors [B, Hq, n, D]` under `weights [B, n]` of 0 and 1."""
+    count, weights = weights.sum(dim=1), weights[:, None, :, None]
+    mean = (vectors * weights).sum(dim=2) / count.clamp_min(1.0)[:, None, None]
+    centred = (vectors - mean[:, :, None]) * weights
+    return count, mean, centred.transpose(-1, -2) @ centred
+
+
+def _pool(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of two disjoint sets as one."""
+    count = old[0] + new[0]
+    share = (new[0] / count.clamp_min(1.0))[:, None, None]
+    step = new[1] - old[1]
+    mean = old[1] + share * step
+    between = (old[0][:, None, None] * share)[..., None] * step[..., :, None] * step[..., None, :]
+    return count, mean, old[2] + new[2] + between
 
 
 class HiddenStates(Observer):

@@ -80,8 +80,9 @@ def plan(press: BasePress, geometry: Geometry, context: int, batch: int = 1) -> 
                 per_head += codec.fixed_bytes(shape.head_dim)
                 total += codec.table_bytes()
         per_head += (pairs - encoded) * geometry.pair_bytes(shape) + positions
-        if press.selector is not None and press.selector.reads(layer):
-            per_head += press.selector.index_bytes(int(encoded), shape.head_dim, geometry.dtype)
+        selector = press.selector_at(layer)
+        if selector is not None:
+            per_head += selector.index_bytes(int(encoded), shape.head_dim, geometry.dtype)
         total += shape.kv_heads * batch * per_head
         uncompressed += shape.kv_heads * batch * context * geometry.pair_bytes(shape)
     tokens = batch * min(context, geometry.window)

@@ -378,7 +378,7 @@ GROUPS = [
     ("quest:budget=4", ValueError, ["budget must be >= 16, got 4"]),
     ("snapkv:kernel_size=4", ValueError, ["kernel_size must be odd, got 4"]),
     ("h2o:recent_ratio=2", ValueError, ["recent_ratio must be in [0, 1], got 2"]),
-    ("h2o:normalize=mean", ValueError, ["normalize must be 'none' or 'count', got 'mean'"]),
+    ("h2o:normalize=mean", ValueError, ["normalize must be 'none', 'count' or 'decay', got 'mean'"]),
     ("adakv(knorm:0.5):alpha_safeguard=-1", ValueError, ["alpha_safeguard must be in [0, 1], got -1"]),
     ("decoding(knorm):target_size=0", ValueError, ["target_size must be >= 1, got 0"]),
     ("decoding(kivi)", TypeError, ["DecodingPress needs a press that scores", "KIVIPress"]),

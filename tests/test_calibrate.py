@@ -12,9 +12,10 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import kvpress
-from kvpress import calibrate as module
 from kvpress import calibration
-from kvpress.calibrate import CoupledSettings, balance, calibrate, collect
+from kvpress.calibrate import CoupledSettings, calibrate, coupled
+from kvpress.calibrate.coupled import PairRecorder, balance
+from kvpress.calibrate.run import collect
 from kvpress.cli import app
 from kvpress.corpus import documents, pack
 from tests.models import tiny_model, tokens
@@ -22,15 +23,15 @@ from tests.models import tiny_model, tokens
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)
 
 
-def ignore(what: str, done: int, total: int) -> None:
-    del what, done, total
+def watched(model: Any, ids: torch.Tensor, layers: list[int], settings: CoupledSettings) -> dict[int, PairRecorder]:
+    return collect(model, ids, layers, settings, lambda what, done, total: None)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
 def test_keys_are_those_before_rotation_and_gradients_those_of_the_loss(family: str) -> None:
     model, ids = tiny_model(family), tokens(1, 30)
     layers = [1, 2]
-    records = collect(model, ids, layers, True, ignore)
+    records = watched(model, ids, layers, CoupledSettings())
     outputs: dict[int, torch.Tensor] = {}
     hooks = []
     for layer in layers:
@@ -54,7 +55,7 @@ def test_keys_are_those_before_rotation_and_gradients_those_of_the_loss(family: 
         torch.testing.assert_close(records[layer].values[0], expected.detach())
         torch.testing.assert_close(records[layer].value_weights[0], gradient.square(), rtol=1e-3, atol=1e-12)
         # Turning keys back makes the same token's key independent of where it stands, in the first layer.
-    first = collect(model, torch.full((1, 20), 7), [next(iter(model_layers(model)))], False, ignore)
+    first = watched(model, torch.full((1, 20), 7), model_layers(model)[:1], CoupledSettings(fisher=False))
     keys = next(iter(first.values())).keys
     if family != "gemma3_text":
         torch.testing.assert_close(keys[0][3], keys[0][12], atol=1e-4, rtol=1e-4)
@@ -96,7 +97,7 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_missing(
 ) -> None:
     model, ids, out = tiny_model("llama"), tokens(2, 40), tmp_path / "books.safetensors"
     whole = calibrate(model, ids, SETTINGS, tmp_path / "whole.safetensors")
-    fit, fitted = module.fit_books, []
+    fit, fitted = coupled.fit_books, []
 
     def stop_after_one(record: Any, settings: Any) -> Any:
         if fitted:
@@ -104,12 +105,12 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_missing(
         fitted.append(1)
         return fit(record, settings)
 
-    monkeypatch.setattr(module, "fit_books", stop_after_one)
+    monkeypatch.setattr(coupled, "fit_books", stop_after_one)
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, ids, SETTINGS, out)
     assert not out.exists()
     again: list[int] = []
-    monkeypatch.setattr(module, "fit_books", lambda record, settings: again.append(1) or fit(record, settings))
+    monkeypatch.setattr(coupled, "fit_books", lambda record, settings: again.append(1) or fit(record, settings))
     with pytest.raises(ValueError, match="holds layers of a run with another model, data or settings"):
         calibrate(model, tokens(2, 40, seed=9), SETTINGS, out)
     resumed = calibrate(model, ids, SETTINGS, out)
@@ -177,3 +178,18 @@ def test_the_command_makes_a_file_that_a_press_can_use(tmp_path: Path) -> None:
         refused = CliRunner().invoke(app, [*arguments, option, value])
         assert refused.exit_code == 2
         assert message in refused.output
+
+
+def test_options_of_another_method_are_refused(tmp_path: Path) -> None:
+    arguments = ["calibrate", "--model", "reference", "--data", "x", "--out", str(tmp_path / "x")]
+    for extra, message in {
+        ("--method", "expected_attention", "--bits", "4"): "--bits does not belong to expected_attention, which takes",
+        (
+            "--n-sink",
+            "4",
+        ): "--n-sink does not belong to cq, which takes --coupled, --bits, --fisher, --iterations, --seed",
+    }.items():
+        refused = CliRunner().invoke(app, [*arguments, *extra])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())
+    assert not list(tmp_path.iterdir())

@@ -10,22 +10,8 @@ import torch
 import kvpress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
+from tests.presses.evicting import EVICTING
 
-EVICTING = [
-    "random:0.5,seed=3",
-    "knorm:0.5",
-    "streaming_llm:0.5",
-    "snapkv:0.5,window_size=4",
-    "tova:0.5",
-    "observed_attention:0.5",
-    "h2o:0.5,interval=1000",
-    "expected_attention:0.5",
-    "pyramidkv:0.5,window_size=4",
-    "adakv(snapkv:0.5,window_size=4)",
-    "adakv(expected_attention:0.7)",
-    "knorm:budget=9",
-    "knorm:0.3 + tova:0.3",
-]
 EAGER_ONLY = {"gemma2", "gpt_oss"}
 
 
@@ -39,7 +25,7 @@ def check(family: str, spec: str, padded: bool) -> Any:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("spec", [*EVICTING, "knorm:0.3 + tova:0.3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_every_evicting_press(family: str, spec: str, padded: bool) -> None:
     cache = check(family, spec, padded)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from kvpress import KIVIPress, KnormPress, QuestPress, SnapKVPress
 from kvpress.presses import ComposedPress
 from kvpress.registry import Entry, find
 
+TABLE = Path(mkdtemp()) / "heads.tsv"
+TABLE.write_text("0.5\t1.0\n0.25\t0.0\n")
 NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.NonePress(),
     KnormPress(0.25),
@@ -28,6 +32,22 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.ExpectedAttentionPress(
         0.6, n_future_positions=9, n_sink=0, use_covariance=False, use_vnorm=False, epsilon=1e-05
     ),
+    kvpress.ExpectedAttentionStatsPress(0.6, 9, 0, False, False, 1e-5, stats_folder="x"),
+    kvpress.H2OPress(0.5, normalize="decay", decay=0.9),
+    kvpress.KeyDiffPress(0.5),
+    kvpress.LeverageScorePress(0.5, sketch_dimension=16),
+    kvpress.NonCausalAttnPress(0.5, chunk_size=64),
+    kvpress.CompactorPress(0.5, sink_size_start=2, sink_size_end=3, chunk_size=32, sketch_dimension=16, blending=0.3),
+    kvpress.KVzipPress(0.5, layerwise=True, n_sink=2, kvzip_plus_normalization=True, repeat_prompt="Again"),
+    kvpress.DuoAttentionPress(0.5, on_the_fly_scoring=True, sink_size=4, recent_size=32, interval=16),
+    kvpress.RLKVPress(0.5, table=str(TABLE), sink_size=4, recent_size=32),
+    kvpress.CriticalKVPress(SnapKVPress(0.5), epsilon=1e-3, first_stage_ratio=0.25),
+    kvpress.CriticalAdaKVPress(KnormPress(0.5), alpha_safeguard=0.1, epsilon=1e-3, first_stage_ratio=0.25),
+    kvpress.ChunkPress(KnormPress(0.5), chunk_length=64),
+    kvpress.ChunkKVPress(SnapKVPress(0.5), chunk_length=10),
+    kvpress.BlockPress(kvpress.KeyDiffPress(0.5), block_size=64),
+    kvpress.KeyRerotationPress(KnormPress(0.5)),
+    kvpress.PerLayerCompressionPress(KnormPress(), compression_ratios=[0.25, 0.5]),
     kvpress.PyramidKVPress(0.9, window_size=4, beta=5),
     kvpress.AdaKVPress(SnapKVPress(0.5, window_size=4), alpha_safeguard=0.1),
     kvpress.DecodingPress(kvpress.AdaKVPress(KnormPress()), compression_interval=3, target_size=5),
@@ -47,6 +67,11 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.ZipCachePress((8, 4), (2, 1), salient_ratio=0.25, probe_ratio=1.0, interval=7, residual_length=3, sinks=2),
     kvpress.CoupledQuantPress((10, 8), (8, 4), "books.safetensors", residual_length=0, sinks=0),
     QuestPress(64, page_size=8, skip_layers=0),
+    QuestPress(0.125, n_sink=4, n_recent=16),
+    kvpress.DoubleSparsityPress(
+        0.25, channels=8, label_bits=16, skip_layers=1, calibration="c.json", statistic="k", reduce="sum", offload=True
+    ),
+    kvpress.TidalDecodePress(128, skip_layers=1, reselect_layer=9, heads="query", correction=16, n_sink=4),
     ComposedPress([KnormPress(0.5), KIVIPress(4), QuestPress(128)]),
     kvpress.PrefillDecodingPress(
         ComposedPress([KnormPress(0.5), KIVIPress(2)]), kvpress.DecodingPress(kvpress.TOVAPress())
@@ -240,7 +265,7 @@ def test_composing_leaves_the_parts_alone() -> None:
 def test_roles_of_a_sum() -> None:
     press = KnormPress(0.5) + KIVIPress(4) + QuestPress(64)
     assert press.codec_at(0) == KIVIPress(4).codec_at(0)
-    assert press.selector.budget == 64
+    assert press.selector_at(2).budget.size == 64
     assert not press.acts_in_decoding
     assert not press.is_identity
     assert (kvpress.NonePress() + kvpress.NonePress()).is_identity

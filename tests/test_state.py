@@ -17,22 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvpress
 from tests.models import COMMON, padded_batch, tiny_model, tokens
 from tests.oracle import Oracle
+from tests.presses.evicting import EVICTING
 from tests.test_bad_input import fingerprint
 
-EVICTING = [
-    "random:0.5,seed=3",
-    "knorm:0.5",
-    "streaming_llm:0.5",
-    "snapkv:0.5,window_size=4",
-    "tova:0.5",
-    "observed_attention:0.5",
-    "h2o:0.5",
-    "expected_attention:0.5",
-    "pyramidkv:0.5,window_size=4",
-    "adakv(snapkv:0.5,window_size=4)",
-    "adakv(expected_attention:0.7)",
-    "knorm:budget=9",
-]
 CODEC = "kivi:bits=4,group_size=4,residual_length=4"
 STORAGES = {
     "window": "none",

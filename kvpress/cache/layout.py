@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -63,6 +64,15 @@ class Layout:
             self._on_device[device] = (self.starts_tensor.to(device), self.lengths_tensor.to(device))
         return self._on_device[device]
 
+    def pad(self, flat: Tensor, fill: float) -> Tensor:
+        """View `flat [total]` as `[N, longest]`, with `fill` past the end of shorter streams."""
+        if self.uniform:
+            return flat.view(self.streams, self.longest)
+        starts, lengths = self.on(flat.device)
+        ranks = torch.arange(self.longest, device=flat.device)
+        rows = (starts[:, None] + ranks).clamp_max(self.total - 1)
+        return flat[rows].masked_fill_(ranks >= lengths[:, None], fill)
+
     def streams_of(self, rows: Tensor) -> Tensor:
         """Stream of each of the given flat rows, int64."""
         return torch.searchsorted(self.on(rows.device)[0], rows, right=True) - 1
@@ -79,22 +89,31 @@ class Layout:
 
     def take_streams(self, streams: Sequence[int]) -> tuple[Tensor, Layout]:
         """Rows and layout of a storage made of the given streams, in that order; repeats are allowed."""
-        rows = [torch.arange(self.offsets[n], self.offsets[n + 1]) for n in streams]
-        index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        if self.uniform:
+            index = (
+                torch.tensor(streams, dtype=torch.int64)[:, None] * self.longest + torch.arange(self.longest)
+            ).flatten()
+        else:
+            rows = [torch.arange(self.offsets[n], self.offsets[n + 1]) for n in streams]
+            index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
         return index, Layout(self.lengths[n] for n in streams)
 
 
 def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
     """Rows that bring back-to-back storages into stream order: stream 0 of each, then stream 1 of each, ..."""
-    bases = [0]
-    for layout in layouts:
-        bases.append(bases[-1] + layout.total)
+    bases = [0, *itertools.accumulate(layout.total for layout in layouts)]
+    lengths = [sum(own) for own in zip(*[layout.lengths for layout in layouts], strict=True)]
+    if all(layout.uniform for layout in layouts):
+        blocks = [
+            torch.arange(base, base + layout.total).view(layout.streams, layout.longest)
+            for base, layout in zip(bases, layouts, strict=False)
+        ]
+        return torch.cat(blocks, dim=1).flatten(), Layout(lengths)
     rows = [
         torch.arange(base + layout.offsets[n], base + layout.offsets[n + 1])
         for n in range(layouts[0].streams)
         for base, layout in zip(bases, layouts, strict=False)
     ]
-    lengths = [sum(layout.lengths[n] for layout in layouts) for n in range(layouts[0].streams)]
     return torch.cat(rows), Layout(lengths)
 
 

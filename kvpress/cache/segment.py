@@ -52,6 +52,7 @@ class Segment(ABC):
         self.first = tuple(first)
         self.side = side or {}
         self.index: dict[str, Any] = {}
+        self._first_on: tuple[Sequence[int], Tensor] | None = None
 
     # -- what a format provides ------------------------------------------------------------------------------
 
@@ -128,6 +129,12 @@ class Segment(ABC):
             return self.positions
         first = torch.tensor(self.first, dtype=torch.int64)[self.layout.stream_of_row]
         return (first + self.layout.rank_of_row).to(torch.int32).to(self.device)
+
+    def first_column(self) -> Tensor:
+        """Column of the first pair of every stream, int64 [N], where they are contiguous; copied to the device once."""
+        if self._first_on is None or self._first_on[0] is not self.first:
+            self._first_on = self.first, torch.tensor(self.first, dtype=torch.int64).to(self.device)
+        return self._first_on[1]
 
     def _set_positions(self, columns: Tensor) -> None:
         """Store columns, as a start per stream where they are contiguous (the common case without eviction)."""
@@ -220,6 +227,7 @@ class Segment(ABC):
         self.positions = None if self.positions is None else self.positions.to(device)
         self.side = {name: array.to(device) for name, array in self.side.items()}
         self.index = {}
+        self._first_on = None
 
 
 class DenseSegment(Segment):

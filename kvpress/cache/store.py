@@ -7,7 +7,7 @@ store behind a cache layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpress.attention import Logits, Partial, group_queries, merge
-from kvpress.cache.layout import Layout
+from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import DenseSegment, Segment, SegmentT
 from kvpress.cache.window import Columns, Cursor, Window
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from kvpress.context import LayerCall
     from kvpress.observe import Observer
     from kvpress.quant.base import Codec
-    from kvpress.sparse.base import Selector
+
+Reader = Callable[[Tensor], list[Partial]]
+"""Attends from `queries [N, G, D]` to some of the pairs of each encoded segment."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,12 @@ class KVStore:
         logits: Logits,
         columns: Columns | Tensor | None = None,
         sinks: Tensor | None = None,
-        selector: Selector | None = None,
+        reader: Reader | None = None,
     ) -> Partial:
         """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
 
-        Layers that share `columns` find out once what follows from it. `sinks [Hq]` are extra logits without a value.
+        Layers that share `columns` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
+        `reader` reads the segments in the place of all of them, where there is one query per row.
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
@@ -115,8 +118,8 @@ class KVStore:
         columns = Columns(columns) if isinstance(columns, Tensor) else columns
         hides = self._hides_sealed(columns)
         whole = self.sealed
-        if selector is not None and length == 1 and self.segments and not hides:
-            parts += selector.attend(rows, logits, self)
+        if reader is not None and length == 1 and self.segments and not hides:
+            parts += reader(rows)
             whole = [] if self.dense is None else [self.dense]
         for segment in whole:
             hidden = self._hidden(segment, columns.real) if hides and columns is not None else None
@@ -177,21 +180,16 @@ class KVStore:
 
     def evict(self, kept: Sequence[Tensor], columns: Tensor | None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others."""
-        bounds = [0] * len(kept)
-
-        def survivors(part: SegmentT) -> SegmentT:
-            masks = []
-            for n, length in enumerate(part.layout.lengths):
-                masks.append(kept[n][bounds[n] : bounds[n] + length].cpu())
-                bounds[n] += length
-            layout = Layout(int(mask.sum()) for mask in masks)
-            if layout.lengths == part.layout.lengths:
-                return part
-            return part.take(torch.cat(masks).nonzero().flatten(), layout)
-
-        encoded = [survivors(segment) for segment in self.segments]
-        self.segments = [segment for segment in encoded if segment.layout.total]
-        self.seal(survivors(self.open_segment(columns)), columns)
+        opened = self.open_segment(columns)
+        parts: list[Segment] = [*self.segments, opened]
+        marked = torch.cat(list(kept)).to(self.window.keys.device)
+        if self.segments:
+            rows, _ = interleave([part.layout for part in parts])
+            marked = torch.empty_like(marked).index_copy_(0, rows.to(marked.device), marked)
+        *encoded, dense = marked.split([part.layout.total for part in parts])
+        left = [survivors(segment, own) for segment, own in zip(self.segments, encoded, strict=True)]
+        self.segments = [segment for segment in left if segment.layout.total]
+        self.seal(survivors(opened, dense), columns)
         self.since_eviction = 0
 
     def settle(self, codec: Codec, columns: Tensor | None, wait: bool = False, call: LayerCall | None = None) -> None:
@@ -250,17 +248,40 @@ class KVStore:
         for observer in self.observers.values():
             observer.select_rows(rows)
 
+    @property
+    def open_tokens(self) -> int:
+        """How many of the newest tokens can be taken back: those in the window, and those left dense behind it."""
+        if self.dense is None or self.dense.side:
+            return self.window.length
+        tail = self.since_eviction - self.window.length
+        for n in range(self.dense.layout.streams):
+            newest = self.dense.columns()[self.dense.layout.rows(n)].flip(0)
+            expected = torch.arange(self.window.first, self.window.first - len(newest), -1, device=newest.device) - 1
+            tail = min(tail, int((newest == expected).long().cumprod(0).sum()))
+        return self.window.length + max(0, tail)
+
     def crop(self, tokens: int) -> None:
-        """Forget the newest `tokens` tokens, which must still lie in the window."""
-        if tokens > self.window.length:
+        """Forget the newest `tokens` tokens, of which nothing may have been evicted or encoded."""
+        if tokens > self.window.length and tokens > self.open_tokens:
             raise ValueError(
-                f"cannot remove {tokens} tokens: only the newest {self.window.length} are still open, older ones were "
+                f"cannot remove {tokens} tokens: only the newest {self.open_tokens} are still open, older ones were "
                 "evicted from or encoded; copy the cache (copy.deepcopy) before the tokens that you want to take back"
             )
         for observer in self.observers.values():
             observer.crop(tokens)
-        self.window.crop(tokens)
+        self.take_back(tokens)
+
+    def take_back(self, tokens: int) -> None:
+        """Drop the pairs of the newest `tokens` tokens, at most `open_tokens`; what observers saw stays."""
+        sealed = max(0, tokens - self.window.length)
+        self.window.crop(tokens - sealed)
         self.seen -= tokens
+        self.since_eviction = max(0, self.since_eviction - tokens)
+        if sealed and self.dense is not None:
+            held, _ = self.dense.cut([length - sealed for length in self.dense.layout.lengths])
+            self.dense = held if held.layout.total else None
+            self.window.clear(self.seen)
+            self.sealed_tokens = [count - sealed for count in self.sealed_tokens or []]
 
     def forget(self, needed: Collection[str]) -> None:
         """Drop the observers that are not needed any more, and the per-pair arrays that they recorded."""
@@ -311,3 +332,9 @@ class KVStore:
         twin.window = copy.deepcopy(self.window, memo)
         twin.observers = copy.deepcopy(self.observers, memo)
         return twin
+
+
+def survivors(part: SegmentT, marked: Tensor) -> SegmentT:
+    """Return the segment made of the marked (bool [total]) pairs."""
+    layout = Layout(part.layout.pad(marked, False).sum(dim=1).tolist())
+    return part if layout.lengths == part.layout.lengths else part.take(marked.nonzero().flatten(), layout)

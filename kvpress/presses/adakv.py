@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.context import LayerCall, View
+from kvpress.context import View
 from kvpress.presses.base import ScorerPress
 from kvpress.presses.evict import top
 from kvpress.presses.wrapper import WrapperPress
@@ -28,6 +28,7 @@ class AdaKVPress(WrapperPress):
     """
 
     is_head_wise: ClassVar[bool] = True
+    by_scores: ClassVar[bool] = True
 
     press: ScorerPress
     alpha_safeguard: float = 0.20
@@ -38,17 +39,15 @@ class AdaKVPress(WrapperPress):
             raise ValueError(f"alpha_safeguard must be in [0, 1], got {self.alpha_safeguard}")
 
     def keep(self, group: list[View], kept: int) -> list[Tensor]:
+        return self.compete([self.press.scores(view) for view in group], kept)
+
+    def compete(self, scores: list[Tensor], kept: int) -> list[Tensor]:
+        """Mark the best pairs of all heads together, given `scores [b, h, n]` of the views of a group."""
         safe = int(kept * self.alpha_safeguard)
-        scores = []
-        for view in group:
-            score = self.press.scores(view)
-            scores.append(score.masked_fill(top(score, min(safe, view.length)), torch.inf))
+        scores = [score.masked_fill(top(score, min(safe, score.shape[2])), torch.inf) for score in scores]
         rows = scores[0].shape[0]
         total = kept * sum(score.shape[1] for score in scores)
         flat = torch.cat([score.reshape(rows, -1) for score in scores], dim=1)
         mask = top(flat, min(total, flat.shape[1]))
         split = mask.split([score[0].numel() for score in scores], dim=1)
         return [part.view(score.shape) for part, score in zip(split, scores, strict=True)]
-
-    def after_prefill(self, call: LayerCall) -> None:
-        self.evict(call, lambda view: self.press.kept(call, view.seen))

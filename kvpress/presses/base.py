@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from kvpress.checks import check_count, check_ratio
-from kvpress.context import LayerCall, View, score_arguments, view_of
+from kvpress.context import LayerCall, Phase, View, score_arguments, view_of
 from kvpress.observe import HiddenStates
+from kvpress.passes import Pass
 from kvpress.presses.evict import Moved, evict, rewrite, top
 
 if TYPE_CHECKING:
     from kvpress.quant.base import Codec
     from kvpress.sparse.base import Selector
 
-__all__ = ["BasePress", "Observers", "ScorerPress", "view_of"]
+__all__ = ["BasePress", "BudgetPress", "Observers", "ScorerPress", "view_of"]
 
 Observers = dict[str, "partial[Any]"]
 
@@ -30,7 +31,7 @@ class BasePress:
     """A compression method, and nothing else: configuration only, all state of a request lives in the cache.
 
     `with press(model):` installs it. Subclasses written for NVIDIA kvpress override `compress`; methods of this library
-    override `after_prefill` and `after_decode`, or provide a `codec` or a `selector`.
+    override `after_prefill`, `after_decode` or `after_pass`, or provide codecs or selectors.
     """
 
     acts_in_decoding: ClassVar[bool] = False
@@ -41,30 +42,44 @@ class BasePress:
     """Whether heads of a layer may end up with different numbers of pairs."""
     encodes: ClassVar[bool] = False
     """Whether the press stores pairs in another format."""
+    selects: ClassVar[bool] = False
+    """Whether the press chooses which stored pairs are read."""
+    reads_host: ClassVar[bool] = False
+    """Whether the press keeps pairs in host memory."""
 
     @property
     def last_cache(self) -> Any:
         """The cache of the last `with` block, for callers of `generate` that do not get it back."""
         return self.__dict__.get("_last_cache")
 
-    @property
-    def selector(self) -> Selector | None:
-        """Which sealed pairs a query reads; None reads all of them."""
-        return None
-
     def codec_at(self, layer: int) -> Codec | None:
         """Return how one layer's sealed pairs are stored; None keeps them as they are."""
         del layer
         return None
+
+    def selector_at(self, layer: int) -> Selector | None:
+        """Return how one layer chooses which sealed pairs a query reads; None reads all of them."""
+        del layer
+        return None
+
+    def selectors(self, model: Any, layers: Sequence[int]) -> dict[int, Selector]:
+        """Return the selectors of a model's layers, with what they need to know about the model."""
+        del model
+        found = {layer: self.selector_at(layer) for layer in layers}
+        return {layer: selector for layer, selector in found.items() if selector is not None}
 
     def codec_for(self, layer: int) -> Codec | None:
         """Return the codec of one layer; a selector without codec seals pairs densely so that it can index them."""
         codec = self.codec_at(layer)
         if codec is not None:
             return codec
-        if self.selector is not None and self.selector.reads(layer):
-            return self.selector.sealing
-        return None
+        selector = self.selector_at(layer)
+        return None if selector is None else selector.sealing
+
+    @property
+    def follows(self) -> tuple[Phase, ...]:
+        """After passes of which phases `after_pass` is called; where it is not overridden, passes are not recorded."""
+        return () if type(self).after_pass is BasePress.after_pass else ("prefill", "decode")
 
     def validate(self) -> None:
         """Check the configuration; called at construction and again when a `with` block is entered."""
@@ -91,6 +106,9 @@ class BasePress:
 
     def after_decode(self, call: LayerCall) -> None:
         """Compress one layer after a generated token."""
+
+    def after_pass(self, done: Pass) -> None:
+        """Act on all layers together, once each has been followed; of a prompt that comes in chunks, after the last."""
 
     def compress(
         self,
@@ -127,11 +145,11 @@ class BasePress:
 
 
 @dataclass
-class ScorerPress(BasePress):
-    """Keeps, per kv head, the pairs with the largest `score`.
+class BudgetPress(BasePress):
+    """A press that is told how much to keep.
 
     `compression_ratio` is the fraction of pairs removed: `int(n * (1 - ratio))` of n stay. `budget` keeps that many pairs
-    per head instead, whatever the length. Padding, batches, grouped queries, storage and positions are handled here.
+    per head instead, whatever the length.
     """
 
     compression_ratio: float = 0.0
@@ -155,22 +173,10 @@ class ScorerPress(BasePress):
         """Pairs that are always kept, such as sinks and a recent window; shorter prompts are left whole."""
         return 0
 
-    @abstractmethod
-    def score(
-        self,
-        module: nn.Module,
-        hidden_states: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attentions: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Return how much each pair matters, `[B, H, n]`; larger is kept first. Methods here read `view_of(kwargs)`."""
-
-    def kept(self, call: LayerCall, seen: int) -> int:
-        """Return how many pairs a head of this layer keeps once `seen` real tokens were read."""
-        del call
-        return self.kept_of(seen)
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is to be removed."""
+        return self.compression_ratio == 0 and self.budget is None
 
     def kept_of(self, seen: int) -> int:
         """Return how many of `seen` pairs the configured ratio or budget keeps."""
@@ -192,6 +198,31 @@ class ScorerPress(BasePress):
                 f"ratio of at most {most:.4f} or budget=1"
             )
 
+
+@dataclass
+class ScorerPress(BudgetPress):
+    """Keeps, per kv head, the pairs with the largest `score`.
+
+    Padding, batches, grouped queries, storage and positions are handled here.
+    """
+
+    @abstractmethod
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return how much each pair matters, `[B, H, n]`; larger is kept first. Methods here read `view_of(kwargs)`."""
+
+    def kept(self, call: LayerCall, seen: int) -> int:
+        """Return how many pairs a head of this layer keeps once `seen` real tokens were read."""
+        del call
+        return self.kept_of(seen)
+
     def observers(self) -> Observers:
         own = type(self).score.__module__.startswith("kvpress.") and type(self).compress is ScorerPress.compress
         return {} if own else {"hidden": partial(HiddenStates)}
@@ -209,9 +240,9 @@ class ScorerPress(BasePress):
             )
         return scores.float()
 
-    def moved(self, view: View, mask: Tensor, kept: int) -> Moved | None:
+    def moved(self, view: View, mask: Tensor) -> Moved | None:
         """Return the keys of a view turned to new positions once the marked pairs are kept, or None to leave them."""
-        del view, mask, kept
+        del view, mask
         return None
 
     def after_prefill(self, call: LayerCall) -> None:
@@ -229,7 +260,7 @@ class ScorerPress(BasePress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        if self.compression_ratio == 0 and self.budget is None:
+        if self.keeps_all:
             return keys, values
         scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
         count = min(keys.shape[2], self.kept_of(keys.shape[2]))

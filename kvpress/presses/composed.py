@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kvpress.context import LayerCall
+from kvpress.context import LayerCall, Phase
+from kvpress.passes import Pass
 from kvpress.presses.base import BasePress, Observers
 from kvpress.registry import register
 
@@ -44,7 +45,7 @@ class ComposedPress(BasePress):
             press.validate()
         for what, found in (
             ("codec", [p for p in self.presses if p.encodes]),
-            ("selector", [p for p in self.presses if p.selector is not None]),
+            ("selector", [p for p in self.presses if p.selects]),
             ("eviction while decoding", [p for p in self.presses if p.acts_in_decoding]),
         ):
             if len(found) > 1:
@@ -70,8 +71,20 @@ class ComposedPress(BasePress):
         return next((press.codec_at(layer) for press in self.presses if press.encodes), None)
 
     @property
-    def selector(self) -> Selector | None:
-        return next((press.selector for press in self.presses if press.selector is not None), None)
+    def selects(self) -> bool:  # type: ignore[override]
+        """Whether any part chooses which stored pairs are read."""
+        return any(press.selects for press in self.presses)
+
+    @property
+    def reads_host(self) -> bool:  # type: ignore[override]
+        """Whether any part keeps pairs in host memory."""
+        return any(press.reads_host for press in self.presses)
+
+    def selector_at(self, layer: int) -> Selector | None:
+        return next((press.selector_at(layer) for press in self.presses if press.selects), None)
+
+    def selectors(self, model: Any, layers: Sequence[int]) -> dict[int, Selector]:
+        return next((press.selectors(model, layers) for press in self.presses if press.selects), {})
 
     def observers(self) -> Observers:
         return union(press.observers() for press in self.presses)
@@ -102,6 +115,15 @@ class ComposedPress(BasePress):
     def after_decode(self, call: LayerCall) -> None:
         for press in self.presses:
             press.after_decode(call)
+
+    @property
+    def follows(self) -> tuple[Phase, ...]:
+        return tuple({phase: None for press in self.presses for phase in press.follows})
+
+    def after_pass(self, done: Pass) -> None:
+        for press in self.presses:
+            if done.phase in press.follows:
+                press.after_pass(done)
 
 
 def union(parts: Iterable[Observers]) -> Observers:

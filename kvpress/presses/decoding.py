@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from kvpress.checks import check_count, check_ratio
-from kvpress.context import LayerCall
+from kvpress.context import LayerCall, Phase
 from kvpress.observe import HiddenStates
+from kvpress.passes import Pass
 from kvpress.presses.base import BasePress, Observers, ScorerPress
 from kvpress.presses.evict import evict
 from kvpress.registry import register
@@ -135,3 +136,15 @@ class PrefillDecodingPress(BasePress):
     def after_decode(self, call: LayerCall) -> None:
         if self.decoding_press is not None:
             self.decoding_press.after_decode(call)
+
+    @property
+    def follows(self) -> tuple[Phase, ...]:
+        parts: list[tuple[BasePress | None, Phase]] = [
+            (self.prefilling_press, "prefill"), (self.decoding_press, "decode"),
+        ]  # fmt: skip
+        return tuple(phase for press, phase in parts if press is not None and phase in press.follows)
+
+    def after_pass(self, done: Pass) -> None:
+        press = self.prefilling_press if done.phase == "prefill" else self.decoding_press
+        if press is not None:
+            press.after_pass(done)

@@ -21,7 +21,7 @@ class Evictor(Protocol):
     def keep(self, group: list[View], kept: int) -> list[Tensor]:
         """Return a mask `[b, h, n]` of pairs to keep for every view of a group."""
 
-    def moved(self, view: View, mask: Tensor, kept: int) -> Moved | None:
+    def moved(self, view: View, mask: Tensor) -> Moved | None:
         """Return the keys of a view turned to new positions, or None to leave them."""
 
 
@@ -33,12 +33,16 @@ class Moved:
     shift: Tensor
 
 
-def top(scores: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest scores of the last axis; of equal ones the newest. NaN counts as smallest."""
+def top(scores: Tensor, count: int | Tensor) -> Tensor:
+    """Mark the `count` largest scores of the last axis; of equal ones the newest. NaN counts as smallest.
+
+    As a tensor, `count` has the shape of `scores` without the last axis.
+    """
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     length = scores.shape[-1]
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, True)
+    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(length, device=scores.device) < (count if isinstance(count, int) else count[..., None])
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, first.expand_as(order))
 
 
 def evict(call: LayerCall, press: Evictor, kept: Callable[[View], int]) -> None:
@@ -55,18 +59,18 @@ def evict(call: LayerCall, press: Evictor, kept: Callable[[View], int]) -> None:
         for row in group[0].rows:
             targets[row] = count
         if all(view.length <= count for view in group):
-            chosen = [torch.ones(view.keys.shape[:3], dtype=torch.bool) for view in group]
+            chosen = [torch.ones(view.keys.shape[:3], dtype=torch.bool, device=view.keys.device) for view in group]
         else:
             everything = False
             chosen = press.keep(group, count)
         for view, mask in zip(group, chosen, strict=True):
-            moved = None if everything else press.moved(view, mask, count)
+            moved = None if everything else press.moved(view, mask)
             if moved is not None:
                 moves.append((view, mask, moved))
-            start = view.heads.indices(store.heads)[0]
-            for i, row in enumerate(view.rows):
-                for j in range(mask.shape[1]):
-                    masks[row * store.heads + start + j] = mask[i, j].cpu()
+            heads = range(*view.heads.indices(store.heads))
+            streams = [row * store.heads + head for row in view.rows for head in heads]
+            for stream, marked in zip(streams, mask.flatten(0, 1).unbind(), strict=True):
+                masks[stream] = marked
     store.targets = targets
     store.since_eviction = 0
     if not everything:
@@ -87,15 +91,20 @@ def _move(dense: DenseSegment | None, view: View, mask: Tensor, moved: Moved) ->
             shifts[rows] = moved.shift[i, j][mask[i, j]].float()
 
 
-def close_gaps(view: View, mask: Tensor, kept: int) -> Moved:
+def close_gaps(view: View, mask: Tensor) -> Moved | None:
     """Turn keys so that, once only the marked pairs stay, their distances to the next query have no gaps.
+
+    Heads may keep different numbers of pairs. Layers without rotary embedding know no distances and are left as they are.
 
     Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
     from 0, while queries keep their true positions.
     """
     call = view.call
+    if not call.rotates:
+        return None
     before = view.side.get("shift", torch.zeros_like(view.positions)).to(view.positions.dtype)
     rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
+    kept = mask.sum(dim=-1, keepdim=True)
     shift = torch.where(mask, view.seen - kept + rank - view.positions, before)
     keys = view.keys.clone()
     for i in range(mask.shape[0]):

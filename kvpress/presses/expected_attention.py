@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kvpress import attention
 from kvpress.checks import check_count
 from kvpress.context import View
 from kvpress.observe import QueryStats
@@ -67,20 +68,24 @@ class ExpectedAttentionPress(ScorerPress):
             part = slice(h * groups, (h + 1) * groups)
             logits = self._logits(view, h, mean[:, part], covariance[:, part])
             sinks = view.positions[:, h, None] < self.n_sink
-            weights = torch.softmax(logits.masked_fill(sinks, -torch.inf), dim=-1).nan_to_num(0.0)
+            weights = torch.softmax(logits.masked_fill_(sinks, -torch.inf), dim=-1).nan_to_num(0.0)
             scores[:, h] = weights.mean(dim=1) + self.epsilon
         if self.use_vnorm:
-            scores *= values.float().norm(dim=-1)
+            scores *= torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
         return scores.masked_fill(view.positions < self.n_sink, torch.inf)
+
+    def statistics(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return mean `[b, hq, D]` and covariance `[b, hq, D, D]` of the queries before rotation."""
+        observer: QueryStats = view.call.store.observers["query_stats"]  # type: ignore[assignment]
+        mean, covariance = observer.moments(list(range(view.call.store.batch)))
+        return view.query_heads(mean), view.query_heads(covariance)
 
     def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """Return `(mu' [b, hq, D], S' [b, hq, D, D])` of the rotated future queries."""
-        observer: QueryStats = view.call.store.observers["query_stats"]  # type: ignore[assignment]
-        mean, covariance = observer.moments(list(range(view.call.store.batch)))
-        mean, covariance = view.query_heads(mean), view.query_heads(covariance)
-        future = torch.arange(view.seen, view.seen + self.n_future_positions, device=mean.device)
-        if not getattr(view.call.module, "use_rope", True):
+        mean, covariance = self.statistics(view)
+        if not view.call.rotates:
             return mean, covariance
+        future = torch.arange(view.seen, view.seen + self.n_future_positions, device=mean.device)
         cos, sin = (part.float().mean(dim=1, keepdim=True) for part in view.call.angles(future[None]))
 
         def rotate(vectors: Tensor) -> Tensor:
@@ -92,12 +97,14 @@ class ExpectedAttentionPress(ScorerPress):
         return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
 
     def _logits(self, view: View, head: int, mean: Tensor, covariance: Tensor) -> Tensor:
-        """Return `z [b, G, n]` for one kv head."""
-        keys = view.keys[:, head].float()
-        scale = view.call.logits.scale
-        logits = scale * mean @ keys.transpose(-1, -2)
-        if self.use_covariance:
-            for g in range(mean.shape[1]):
-                spread = keys @ covariance[:, g]
-                logits[:, g] += (spread * keys).sum(dim=-1) * (scale**2 / 2)
-        return logits
+        """Return `z [b, G, n]` for one kv head, in blocks of keys."""
+        keys, scale = view.keys[:, head, None], view.call.logits.scale
+        block = max(1, attention.BLOCK_BYTES // (4 * mean.numel()))
+        parts = []
+        for stored in keys.split(block, dim=2):
+            rows = stored.float()
+            logits = (rows @ mean[..., None])[..., 0]
+            if self.use_covariance:
+                logits += (rows @ covariance).mul_(rows).sum(dim=-1) * (scale / 2)
+            parts.append(logits * scale)
+        return torch.cat(parts, dim=-1)

@@ -54,9 +54,10 @@ class SnapKVPress(ScorerPress):
         """Return `[b, h, n]`, infinite in the window."""
         view = view_of(kwargs)
         width = min(self.window_size, view.length)
-        scores = [self._head_score(head, width) for head in view.per_head()]
+        older = view.per_head() if view.length > width else []
+        scores = [self._head_score(head, width) for head in older]
         window = keys.new_full((*keys.shape[:2], width), torch.inf, dtype=torch.float32)
-        return torch.cat([torch.cat(scores, dim=1), window], dim=-1)
+        return torch.cat([torch.cat(scores, dim=1), window], dim=-1) if scores else window
 
     def _head_score(self, view: View, width: int) -> Tensor:
         weights = view.attention(view.newest_queries(self.window_size))[..., : view.length - width]

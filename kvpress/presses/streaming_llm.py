@@ -46,5 +46,5 @@ class StreamingLLMPress(ScorerPress):
         positions = view_of(kwargs).positions.float()
         return positions.masked_fill(positions < self.n_sink, torch.inf)
 
-    def moved(self, view: View, mask: Tensor, kept: int) -> Moved | None:
-        return close_gaps(view, mask, kept) if self.reindex else None
+    def moved(self, view: View, mask: Tensor) -> Moved | None:
+        return close_gaps(view, mask) if self.reindex else None

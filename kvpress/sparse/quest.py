@@ -7,50 +7,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.attention import Logits, Partial
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
-from kvpress.cache.store import KVStore
 from kvpress.checks import check_count
+from kvpress.context import LayerCall
 from kvpress.kernels import page_bounds
-from kvpress.presses.base import BasePress
 from kvpress.quant.base import DenseCodec
 from kvpress.registry import register
-from kvpress.sparse.base import Selector
+from kvpress.sparse.base import Budget, Chosen, Selector, SelectorPress, Sets
 
 
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774")
 @dataclass
-class QuestPress(BasePress):
+class QuestPress(SelectorPress):
     """Keep every pair, but read only about `budget` of them per decode step: the best pages of `page_size` pairs.
+
+    `budget` is a number of pairs, or a fraction in (0, 1) of those held.
 
     Each page stores the channel-wise minimum and maximum of its keys, which bound every logit in it:
 
         bound[page] = sum over d of max(q[d] * min[d], q[d] * max[d])
 
-    Pages are chosen per kv head by the largest bound over its query heads. The newest pairs, up to 5 pages that are not sealed
-    yet, are read besides. The first `skip_layers` layers read everything.
+    Pages are chosen per kv head by the largest bound over its query heads; those of the oldest `n_sink` and newest `n_recent`
+    sealed pairs always are. The newest pairs, up to 5 pages that are not sealed yet, are read besides. The first
+    `skip_layers` layers read everything.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, 2024, arXiv:2406.10774.
     Differs from the paper: query heads of a group share pages, because they share keys; pages count stored pairs, so it
     works on evicted and on encoded caches.
     """
 
-    budget: int = 1024
     page_size: int = 16
     skip_layers: int = 2
 
-    def __post_init__(self) -> None:
-        self.validate()
-
     def validate(self) -> None:
+        super().validate()
         check_count("page_size", self.page_size)
-        check_count("budget", self.budget, least=self.page_size)
+        if isinstance(self.budget, int):
+            check_count("budget", self.budget, least=self.page_size)
         check_count("skip_layers", self.skip_layers, least=0)
 
-    @property
-    def selector(self) -> QuestSelector:
-        return QuestSelector(self.budget, self.page_size, self.skip_layers)
+    def selector_at(self, layer: int) -> QuestSelector | None:
+        return QuestSelector(self.limits, self.page_size) if layer >= self.skip_layers else None
 
 
 @dataclass
@@ -89,12 +87,9 @@ class PageIndex:
 class QuestSelector(Selector):
     """Selects pages; see `QuestPress`."""
 
-    def __init__(self, budget: int, page_size: int, skip_layers: int) -> None:
-        self.budget, self.page_size, self.skip_layers = budget, page_size, skip_layers
+    def __init__(self, budget: Budget, page_size: int) -> None:
+        self.budget, self.page_size = budget, page_size
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
-
-    def reads(self, layer: int) -> bool:
-        return layer >= self.skip_layers
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.page_size) * 2 * dim * dtype.itemsize
@@ -102,32 +97,25 @@ class QuestSelector(Selector):
     def prepare(self, segment: Segment) -> None:
         self._index(segment)
 
-    def attend(self, queries: Tensor, logits: Logits, store: KVStore) -> list[Partial]:
-        indexes = [self._index(segment) for segment in store.segments]
-        pages = self.budget // self.page_size
-        if pages >= max(sum(counts) for counts in zip(*(index.layout.lengths for index in indexes), strict=True)):
-            return [segment.attend(queries, logits) for segment in store.segments]
+    def choose(self, call: LayerCall, queries: Tensor) -> Sets:
+        segments = call.store.segments
+        indexes = [self._index(segment) for segment in segments]
         bounds = [index.bounds(queries) for index in indexes]
-        chosen = torch.cat(bounds, dim=1).topk(pages, dim=1).indices
-        parts = []
-        start = 0
-        for segment, bound in zip(store.segments, bounds, strict=True):
-            here = chosen - start
-            start += bound.shape[1]
-            rows, counts = self._rows(segment, here, (here >= 0) & (here < bound.shape[1]))
-            parts.append(segment.attend_rows(queries, logits, rows, counts))
-        return parts
+        pages = self.budget.best(bounds, [index.layout for index in indexes], self.page_size)
+        if pages is None:
+            return None
+        return [[self._rows(*found) for found in zip(segments, pages, indexes, strict=True)]]
 
-    def _rows(self, segment: Segment, pages: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat rows `[N, K]` of the chosen pages that lie in this segment, existing ones first, and their number."""
-        ranks = pages[..., None] * self.page_size + torch.arange(self.page_size, device=pages.device)
-        starts, lengths = (part[:, None, None] for part in segment.layout.on(pages.device))
-        exists = (inside[..., None] & (ranks < lengths)).flatten(1)
-        rows = (starts + ranks).flatten(1)
-        counts = exists.sum(dim=1)
-        # As wide as the choice can be: how wide it is would have to be waited for.
-        order = exists.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : segment.layout.longest]
-        return rows.masked_fill(~exists, 0).gather(1, order), counts
+    def _rows(self, segment: Segment, pages: Chosen, index: PageIndex) -> Chosen:
+        """The pairs of the chosen pages; only the last page of a stream may be short, so no gaps arise."""
+        first, _ = index.layout.on(pages.rows.device)
+        starts, lengths = segment.layout.on(pages.rows.device)
+        ranks = (pages.rows - first[:, None])[..., None] * self.page_size
+        ranks = ranks + torch.arange(self.page_size, device=ranks.device)
+        real = torch.arange(pages.rows.shape[1], device=ranks.device) < pages.counts[:, None]
+        exists = (real[..., None] & (ranks < lengths[:, None, None])).flatten(1)
+        rows = (starts[:, None] + ranks.flatten(1)).masked_fill(~exists, 0)
+        return Chosen(rows[:, : segment.layout.longest], exists.sum(dim=1))
 
     def _index(self, segment: Segment) -> PageIndex:
         key = f"pages{self.page_size}"

@@ -85,8 +85,20 @@ def test_every_level_chooses_the_largest(level: str, kind: str) -> None:
     starts, lengths = placed(LENGTHS)
     scores = drawn(kind, LENGTHS, 5001)
     for k, first, last in [(1, 0, 0), (300, 4, 9), (2000, 0, 0), (6000, 4, 0), *((40, *forced) for forced in FORCED)]:
-        ours = select._launch(scores, starts, lengths, k, first, last, level)
+        ours = select._launch(scores, starts, lengths, k, first, last, None, level)
         assert_chosen(ours, scores, starts, lengths, k, first, last)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_streams_may_choose_different_numbers(level: str | None) -> None:
+    starts, lengths = placed(LENGTHS)
+    scores, most = drawn("ties", LENGTHS, 5001), torch.tensor([40, 13, 39, 13, 40, 13, 20, 30, 40, 17])
+    args = (scores, starts, lengths, 40, 4, 9, most)
+    rows, counts = select._launch(*args, level) if level else select.reference(*args)
+    assert counts.tolist() == torch.minimum(lengths, most).tolist()
+    for n, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        assert rows[n, : counts[n]].tolist() == expected(scores[n], start, length, int(most[n]), 4, 9)
+        assert not rows[n, counts[n] :].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +161,7 @@ def test_fast_path_is_counted_and_can_be_turned_off(monkeypatch: pytest.MonkeyPa
 
 def test_opcheck() -> None:
     starts, lengths = placed([4, 0, 9])
-    torch.library.opcheck(torch.ops.kvpress.top_rows.default, (torch.randn(3, 9), starts, lengths, 5, 1, 2))
+    torch.library.opcheck(torch.ops.kvpress.top_rows.default, (torch.randn(3, 9), starts, lengths, 5, 1, 2, None))
 
 
 BAD = {
@@ -164,6 +176,9 @@ BAD = {
     "stream 0 must have 0 to 9 rows": {"lengths": torch.tensor([-1, 0])},
     "with numbers from 0 to 2147483647": {"starts": torch.tensor([0, 2**31 - 1]), "lengths": torch.tensor([0, 1])},
     "stream 0 must have .* with numbers from 0": {"starts": torch.tensor([-1, 0])},
+    "most must be int64 \\[2\\]": {"most": torch.tensor([3])},
+    "stream 1 .* choose from first \\+ last to k": {"most": torch.tensor([4, 5])},
+    "stream 0 .* choose from first": {"most": torch.tensor([1, 4]), "first": 2},
 }
 
 

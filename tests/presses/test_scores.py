@@ -73,6 +73,11 @@ def test_snapkv_uses_the_models_own_attention(family: str) -> None:
         assert_kept(cache, layer, [[torch.cat([head, recent]) for head in row] for row in old])
 
 
+def test_snapkv_keeps_the_newest_of_a_prompt_that_is_all_window() -> None:
+    cache = prefill(tiny_model("llama"), kvpress.SnapKVPress(budget=4, window_size=64), tokens(2, 10))
+    assert_kept(cache, 0, [[torch.arange(6, 10)] * 2] * 2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tova_uses_the_last_row(family: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)

@@ -11,6 +11,7 @@ struct Select {
   const float* scores;     // [N, stride]
   const int64_t* starts;   // [N]
   const int64_t* lengths;  // [N]
+  const int64_t* most;     // [N] rows to choose of each stream, at most width; null: width
   int32_t* rows;           // [N, width]
   int64_t* counts;         // [N]
   int64_t streams;
@@ -63,7 +64,8 @@ class Selector {
         places_(scratch<int32_t>()) {}
 
   void choose(int64_t stream) {
-    const int64_t length = p_.lengths[stream], count = std::min(length, p_.width);
+    const int64_t length = p_.lengths[stream];
+    const int64_t count = std::min(length, p_.most ? p_.most[stream] : p_.width);
     const int32_t start = int32_t(p_.starts[stream]);
     int32_t* rows = p_.rows + stream * p_.width;
     p_.counts[stream] = count;
@@ -164,7 +166,8 @@ class Selector {
 // Returns -1, or the number of a stream that makes the problem invalid.
 inline int select_all(const Select& p) {
   for (int64_t n = 0; n < p.streams; ++n)
-    if (p.starts[n] < 0 || p.lengths[n] < 0 || p.lengths[n] > p.capacity || p.starts[n] + p.lengths[n] > INT32_MAX)
+    if (p.starts[n] < 0 || p.lengths[n] < 0 || p.lengths[n] > p.capacity || p.starts[n] + p.lengths[n] > INT32_MAX ||
+        (p.most && (p.most[n] < std::min(p.first + p.last, p.lengths[n]) || std::min(p.most[n], p.lengths[n]) > p.width)))
       return int(n);
   parallel(p.streams, p.threads, [&] {
     return [&, selector = std::make_shared<Selector>(p)](int64_t n) { selector->choose(n); };

@@ -1,0 +1,189 @@
+"""Attention of one generated token behind a long cache: what selectors read of it, and how long that takes.
+
+    python benchmarks/selection.py [--context 32768] [--layers 32] [--rounds 9] [--threads 1]
+                                   [--out benchmarks/results/selection_cpu.json]
+
+All layers of a model are attended to, one after another, as a decode step does (4 kv heads of dim 64, 16 query heads, bfloat16,
+random pairs); nothing else of the model runs. The choice is part of the time: labels, page bounds, and in TidalDecode the
+layers that read everything and look at all keys once more. Contenders are interleaved, medians are compared. Bytes are counted
+for the step that is timed: pairs and their scales, indexes, and keys that are looked at to choose; pairs that are not
+sealed yet are left out, being read by all alike. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvpress
+from benchmarks.kernels_cpu import cpu_model
+from kvpress.attention import Logits
+from kvpress.cache.segment import Segment
+from kvpress.cache.store import KVStore
+from kvpress.cache.window import Window
+from kvpress.context import LayerCall
+from kvpress.presses.base import BasePress
+from kvpress.sparse.base import Selector
+from kvpress.sparse.double_sparsity import DoubleSparsitySelector
+
+HEADS, GROUPS, DIM = 4, 4, 64
+SPECS = {
+    "dense": "none",
+    "quest 1/16": "quest:budget=0.0625",
+    "double sparsity 1/16": "double_sparsity:budget=0.0625",
+    "double sparsity 1/16, 16-bit labels": "double_sparsity:budget=0.0625,label_bits=16",
+    "tidal decode 1/16": "tidal_decode:budget=0.0625",
+    "tidal decode 1/16, a set per query head": "tidal_decode:budget=0.0625,heads=query",
+    "kivi 4 bit": "kivi:bits=4",
+    "kivi 4 bit, double sparsity 1/16": "kivi:bits=4 + double_sparsity:budget=0.0625",
+}
+NO_MODULE = torch.nn.Identity()
+
+
+class Contender:
+    """The caches of all layers under one press, and how they are read."""
+
+    def __init__(self, spec: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        press = kvpress.get_press(spec)
+        self.stores: list[KVStore] = []
+        self.selectors: list[Selector | None] = []
+        self.shared: dict[str, Any] = {}
+        for layer, (keys, values) in enumerate(pairs):
+            store = KVStore(keys[:, :, :0], values[:, :, :0])
+            store.append(keys, values)
+            self.selectors.append(selector_of(press, layer))
+            codec = press.codec_for(layer)
+            if codec is not None:
+                store.settle(codec, None)
+            self.stores.append(store)
+            selector = self.selectors[-1]
+            for segment in store.segments if selector is not None else ():
+                selector.prepare(segment)
+
+    def call(self, layer: int, queries: Tensor) -> LayerCall:
+        """Return what a selector is told of one layer's step."""
+        store = self.stores[layer]
+        return LayerCall(
+            module=NO_MODULE, store=store, layer=layer, layers=len(self.stores), kwargs={}, hidden_states=queries,
+            seen_before=store.seen, phase="decode", queries=queries, logits=Logits(DIM**-0.5), shared=self.shared,
+        )  # fmt: skip
+
+    def token(self, queries: list[Tensor]) -> None:
+        """Attend in all layers, as one decode step does."""
+        for layer, (store, selector) in enumerate(zip(self.stores, self.selectors, strict=True)):
+            call = self.call(layer, queries[layer])
+            reader = None if selector is None else partial(selector.attend, call)
+            _, call.lse = store.attend(queries[layer], call.logits, reader=reader)
+            if selector is not None:
+                selector.after(call)
+
+    def bytes_read(self, queries: list[Tensor]) -> int:
+        """Bytes of sealed pairs, and of what is known about them, that a token reads."""
+        total = 0
+        for layer, (store, selector) in enumerate(zip(self.stores, self.selectors, strict=True)):
+            segments = store.segments if selector is not None else store.sealed or [store.window]
+            held = sum(t.nbytes for segment in segments for t in stored(segment))
+            if selector is None:
+                total += held
+                continue
+            call = self.call(layer, queries[layer])
+            sets = selector.choose(call, queries[layer].view(HEADS, GROUPS, DIM))
+            total += sum(t.nbytes for segment in segments for entry in segment.index.values() for t in entry.tensors())
+            if sets is None:
+                # A layer that chooses for others reads its pairs, and then all keys once more.
+                total += held + held // 2
+                call.lse = store.attend(queries[layer], call.logits)[1]
+                selector.after(call)
+            else:
+                chosen = sum(int(part.counts.sum()) for parts in sets for part in parts)
+                total += chosen * held // sum(segment.layout.total for segment in segments)
+        return total
+
+
+def stored(part: Segment | Window) -> list[Tensor]:
+    """Tensors that hold pairs."""
+    return part.tensors() if isinstance(part, Window) else [t for held in part.storage().values() for t in held]
+
+
+def selector_of(press: BasePress, layer: int) -> Selector | None:
+    """Return a selector; channels are drawn at random, which cost as much to read as any."""
+    selector = press.selector_at(layer)
+    if isinstance(selector, DoubleSparsitySelector):
+        generator = torch.Generator().manual_seed(layer)
+        selector.load(torch.stack([torch.randperm(DIM, generator=generator) for _ in range(HEADS)]))
+    return selector
+
+
+def random_pairs(context: int, layer: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(layer)
+    shape = (1, HEADS, context, DIM)
+    return torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape, generator=generator).bfloat16()
+
+
+@torch.no_grad()
+def measure(context: int, layers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Interleave all contenders; return medians and minima in milliseconds and what a token reads."""
+    pairs = [random_pairs(context, layer) for layer in range(layers)]
+    contenders = {name: Contender(spec, pairs) for name, spec in SPECS.items()}
+    generator = torch.Generator().manual_seed(1)
+    queries = [torch.randn(1, HEADS * GROUPS, 1, DIM, generator=generator).bfloat16() for _ in range(layers)]
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for counted in range(rounds + 1):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            contender.token(queries)
+            if counted:  # the first round compiles kernels
+                times[name].append((time.perf_counter() - start) * 1e3)
+    rows = {}
+    for name, contender in contenders.items():
+        rows[name] = {
+            "median_ms": statistics.median(times[name]),
+            "min_ms": min(times[name]),
+            "read_mib": contender.bytes_read(queries) / 2**20,
+        }
+        faster = rows["dense"]["median_ms"] / rows[name]["median_ms"]
+        less = rows["dense"]["read_mib"] / rows[name]["read_mib"]
+        print(
+            f"{name:42s} {rows[name]['median_ms']:8.1f} ms (min {rows[name]['min_ms']:8.1f})  {faster:5.2f} times faster"
+            f"   reads {rows[name]['read_mib']:8.1f} MiB, {less:5.2f} times less",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = measure(options.context, options.layers, options.rounds)
+    record = {
+        "date": date.today().isoformat(),
+        "machine": cpu_model(),
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "context": options.context,
+        "layers": options.layers,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Which channels of keys matter: mean magnitudes per channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvpress.calibrate.run import Recorder, Settings
+from kvpress.calibration import Calibration
+from kvpress.context import LayerCall
+from kvpress.sparse.channels import METHOD, write_official
+
+
+@dataclass(frozen=True)
+class ChannelSettings(Settings):
+    """Mean magnitude of every channel over all tokens, for choosing the channels that tell keys apart.
+
+    A layer gives, float32, `q [Hq, D]` and `k [H, D]`, the mean of |q| and |k| before their rotary embedding, and
+    `qk [Hq, D]`, that of |q * k| after it with each token's own key. A file named `.json` holds channels in descending order
+    instead, in the form of the authors' code.
+    """
+
+    method: ClassVar[str] = METHOD
+
+    def check(self, model: Any) -> None:
+        """There is nothing to choose."""
+
+    def observer(self) -> ChannelMeans:
+        return ChannelMeans()
+
+    def tensors(self, observed: ChannelMeans) -> dict[str, Tensor]:
+        return {name: total / observed.count for name, total in observed.totals.items()}
+
+    def write(self, found: Calibration, model: Any, out: Path) -> None:
+        if out.suffix == ".json":
+            write_official(found, model, out)
+        else:
+            super().write(found, model, out)
+
+
+class ChannelMeans(Recorder):
+    """Sums of magnitudes over `count` tokens, `totals` by name."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.totals: dict[str, Tensor] = {}
+
+    def observe(self, call: LayerCall) -> None:
+        queries, keys = call.queries, call.store.window.filled_keys
+        groups = queries.shape[1] // keys.shape[1]
+        seen = {
+            "q": call.unrotate(queries),
+            "k": call.unrotate(keys),
+            "qk": queries.float() * keys.float().repeat_interleave(groups, dim=1),
+        }
+        self.count += queries.shape[2]
+        for name, vectors in seen.items():
+            total = vectors[0].float().abs().sum(dim=1)
+            self.totals[name] = self.totals.get(name, 0) + total

@@ -1,0 +1,40 @@
+"""Mean and covariance of queries, from which attention of future queries is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvpress.calibrate.run import Settings
+from kvpress.checks import check_count
+from kvpress.observe import QueryStats
+from kvpress.presses.expected_attention_stats import METHOD
+
+
+@dataclass(frozen=True)
+class QuerySettings(Settings):
+    """Statistics of the queries before their rotary embedding, the first `n_sink` of each sequence left out.
+
+    A layer gives `mean [Hq, D]` and `covariance [Hq, D, D]`, float32, for `expected_attention_stats`.
+    """
+
+    n_sink: int = 4
+
+    method: ClassVar[str] = METHOD
+
+    @property
+    def shortest(self) -> int:
+        return self.n_sink + 1
+
+    def check(self, model: Any) -> None:
+        del model
+        check_count("n_sink", self.n_sink, least=0)
+
+    def observer(self) -> QueryStats:
+        return QueryStats(self.n_sink)
+
+    def tensors(self, observed: QueryStats) -> dict[str, Tensor]:
+        mean, covariance = observed.moments([0])
+        return {"mean": mean[0], "covariance": covariance[0]}

@@ -1,0 +1,150 @@
+"""What a pair would add to the output of the layer, not only how much attention it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kvpress import attention
+from kvpress.context import View
+from kvpress.presses.adakv import AdaKVPress
+from kvpress.presses.base import ScorerPress
+from kvpress.presses.evict import top
+from kvpress.presses.wrapper import WrapperPress
+from kvpress.registry import register
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
+"""Names that models give to the projection of the attention output."""
+
+
+@register("criticalkv", "evict", "Feng et al., 2025, arXiv:2502.03805")
+@dataclass
+class CriticalKVPress(WrapperPress):
+    """Weigh the scores of another press by how far each value reaches through the output projection.
+
+        w[b, h, t] = mean over the query heads g of h of ||W_o[g] v[b, h, t]||_1
+        1. the `first_stage_ratio` of the budget goes to the best scores;
+        2. the rest to the best (score + epsilon) * w.
+
+    W_o[g] are the columns of the output projection that read query head g. Scores that may be negative are first shifted so
+    that the smallest of a head is 0.
+
+    Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
+    arXiv:2502.03805.
+    Differs from the paper: query heads of a group share one choice, by the mean of their norms.
+    """
+
+    by_scores: ClassVar[bool] = True
+
+    press: ScorerPress
+    epsilon: float = 1e-4
+    first_stage_ratio: float = 0.5
+
+    def validate(self) -> None:
+        super().validate()
+        check_stages(self.epsilon, self.first_stage_ratio)
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        check_outputs(model)
+        super().post_init_from_model(model)
+
+    def keep(self, group: list[View], kept: int) -> list[Tensor]:
+        masks = []
+        for view in group:
+            scores = self.press.scores(view)
+            budget = torch.full(scores.shape[:2], min(kept, view.length), device=scores.device)
+            masks.append(two_stages(view, scores, budget, self.epsilon, self.first_stage_ratio))
+        return masks
+
+
+@register("critical_adakv", "budget", "Feng et al., 2025, arXiv:2502.03805")
+@dataclass
+class CriticalAdaKVPress(AdaKVPress):
+    """AdaKV's head budgets, spent by the two stages of `CriticalKVPress`.
+
+    Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
+    arXiv:2502.03805.
+    Differs from the paper: as `AdaKVPress` and `CriticalKVPress`.
+    """
+
+    epsilon: float = 1e-4
+    first_stage_ratio: float = 0.5
+
+    def validate(self) -> None:
+        super().validate()
+        check_stages(self.epsilon, self.first_stage_ratio)
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        check_outputs(model)
+        super().post_init_from_model(model)
+
+    def keep(self, group: list[View], kept: int) -> list[Tensor]:
+        scores = [self.press.scores(view) for view in group]
+        return [
+            two_stages(view, score, mask.sum(dim=2), self.epsilon, self.first_stage_ratio)
+            for view, score, mask in zip(group, scores, self.compete(scores, kept), strict=True)
+        ]
+
+
+def two_stages(view: View, scores: Tensor, budget: Tensor, epsilon: float, first: float) -> Tensor:
+    """Mark `budget [b, h]` pairs per head: the share `first` by `scores [b, h, n]`, the rest by weighted ones."""
+    finite = scores.isfinite()
+    least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
+    weighted = torch.where(finite, (scores - least + epsilon) * output_norms(view), scores)
+    chosen = top(scores, (budget * first).long())
+    return top(weighted.masked_fill(chosen, torch.inf), budget)
+
+
+def output_norms(view: View) -> Tensor:
+    """L1 norm of every value after the output projection, mean over the query heads of its group: `[b, h, n]`."""
+    batch, heads, length, dim = view.values.shape
+    kv_heads, groups = view.call.store.heads, view.groups
+    weight = output_weight(view.call.module)
+    if weight is None or weight.shape[1] != kv_heads * groups * dim:
+        raise no_output(view.call.module)
+    by_head = weight.detach().view(-1, kv_heads, groups, dim)[:, view.heads]
+    norms = torch.empty(batch, heads, length, device=view.values.device)
+    block = max(1, attention.BLOCK_BYTES // (4 * batch * by_head.shape[0] * groups))
+    for head in range(heads):
+        reach = by_head[:, head].flatten(0, 1).T
+        for start in range(0, length, block):
+            part = view.values[:, head, start : start + block].to(reach.dtype) @ reach
+            norms[:, head, start : start + block] = part.float().abs().sum(dim=2) / groups
+    return norms
+
+
+def output_weight(module: nn.Module) -> Tensor | None:
+    """Weight `[hidden, Hq * Dv]` of the projection behind an attention, None where it has none that can be read."""
+    for name in OUTPUTS:
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+            return weight
+    return None
+
+
+def no_output(module: nn.Module) -> NotImplementedError:
+    """Return the error for an attention without a readable output projection."""
+    return NotImplementedError(
+        f"{type(module).__name__} has no dense output projection of one column per query channel under any of the names "
+        f"{', '.join(OUTPUTS)}, which CriticalKV weighs values by"
+    )
+
+
+def check_outputs(model: nn.Module) -> None:
+    """Refuse models whose attention has no output projection that can be read."""
+    from kvpress.hf import is_attention
+
+    for module in model.modules():
+        if is_attention(module) and output_weight(module) is None:
+            raise no_output(module)
+
+
+def check_stages(epsilon: float, first_stage_ratio: float) -> None:
+    """Check the two settings of the stages."""
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be >= 0, got {epsilon}")
+    if not 0 <= first_stage_ratio <= 1:
+        raise ValueError(f"first_stage_ratio must be in [0, 1], got {first_stage_ratio}")

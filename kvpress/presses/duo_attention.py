@@ -1,0 +1,169 @@
+"""Retrieval heads keep everything, streaming heads sinks and a recent window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress import attention
+from kvpress.context import LayerCall, Phase
+from kvpress.observe import Observer, hashed
+from kvpress.passes import Pass
+from kvpress.presses.base import Observers
+from kvpress.presses.head_table import lowest
+from kvpress.presses.streaming_heads import StreamingHeadsPress
+from kvpress.registry import register
+
+SHARE = 1 / 8
+"""Of the queries of a prompt, those whose attention is measured."""
+OUTSIDE = "outside"
+"""Name of the observer that measures it."""
+
+
+@register("duo_attention", "budget", "Xiao et al., 2024, arXiv:2410.10819")
+@dataclass
+class DuoAttentionPress(StreamingHeadsPress):
+    """Let the heads that retrieve least keep a window only.
+
+    How much a head retrieves is read from a `table`. With `on_the_fly_scoring` it is measured on the prompt instead, while
+    it is read: for a sample of queries i, those at positions from `sink_size + recent_size` on,
+
+        score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size
+
+    The first prompt decides; later turns and generated tokens keep to it. See `StreamingHeadsPress`.
+
+    Paper: Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, 2024,
+    arXiv:2410.10819.
+    Differs from the paper: prompts are read with full attention and cut afterwards; the values of `on_the_fly_scoring` are
+    not learned. NVIDIA kvpress measures them on a book corpus instead of on the prompt.
+    """
+
+    sizes: ClassVar[tuple[int, int]] = (128, 256)
+
+    on_the_fly_scoring: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        if self.on_the_fly_scoring and self.table is not None:
+            raise ValueError(f"give either table or on_the_fly_scoring, got both: table={self.table!r}")
+
+    @property
+    def measures(self) -> bool:
+        return self.on_the_fly_scoring
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "give table=, the folder of full_attention_heads.tsv that the authors publish for the model, or set "
+            "on_the_fly_scoring=True"
+        )
+
+    @property
+    def follows(self) -> tuple[Phase, ...]:
+        return ("prefill",) if self.on_the_fly_scoring else ()
+
+    def observers(self) -> Observers:
+        return {OUTSIDE: partial(OutsideMass, *self.window)} if self.on_the_fly_scoring else {}
+
+    def streaming(self, call: LayerCall) -> Tensor | None:
+        if not self.on_the_fly_scoring:
+            return super().streaming(call)
+        return getattr(call.store.observers.get(OUTSIDE), "streaming", None)
+
+    def after_prefill(self, call: LayerCall) -> None:
+        if not self.on_the_fly_scoring:
+            self.cut(call)
+
+    def after_pass(self, done: Pass) -> None:
+        measured = [call.store.observers[OUTSIDE] for call in done.calls]
+        undecided = [each for each in measured if isinstance(each, OutsideMass) and each.streaming is None]
+        if undecided:
+            scores = torch.stack([each.means() for each in undecided], dim=1)
+            chosen = torch.stack([lowest(row, self.head_compression_ratio) for row in scores], dim=1)
+            for each, streaming in zip(undecided, chosen, strict=True):
+                each.decide(streaming)
+        for call in done.calls:
+            self.cut(call)
+
+
+class OutsideMass(Observer):
+    """Attention of a sample of queries beyond sinks and a recent window: `total [B, H]` of `count [B]`, float32.
+
+    Which queries are in the sample depends on their positions only. Once `streaming [B, H]` is decided nothing more is
+    measured.
+    """
+
+    def __init__(self, sink_size: int, recent_size: int) -> None:
+        self.sink_size, self.recent_size = sink_size, recent_size
+        self.total: Tensor | None = None
+        self.count: Tensor | None = None
+        self.streaming: Tensor | None = None
+
+    def means(self) -> Tensor:
+        """Return the mean `[B, H]` on the host; 0 where no query reached far enough."""
+        assert self.total is not None  # noqa: S101 - a prompt has been read
+        assert self.count is not None  # noqa: S101
+        return (self.total / self.count.clamp_min(1)[:, None]).cpu()
+
+    def decide(self, streaming: Tensor) -> None:
+        """Settle which heads stream, `[B, H]`."""
+        self.total, self.count, self.streaming = None, None, streaming.clone()
+
+    def observe(self, call: LayerCall) -> None:
+        if self.streaming is not None or call.phase == "decode":
+            return
+        store, new = call.store, call.queries.shape[2]
+        device = call.queries.device
+        if self.total is None or self.count is None:
+            self.total = torch.zeros(store.batch, store.heads, device=device)
+            self.count = torch.zeros(store.batch, device=device)
+        if call.columns is None:
+            groups = [slice(0, store.batch)]
+            real = torch.ones(1, store.seen, dtype=torch.bool, device=device)
+        else:
+            groups = [slice(row, row + 1) for row in range(store.batch)]
+            real = call.columns.to(device)
+        at = real.cumsum(dim=1) - 1
+        for row, rows in enumerate(groups):
+            queries = at[row, -new:]
+            sampled = real[row, -new:] & (queries >= self.sink_size + self.recent_size) & (hashed(queries) < SHARE)
+            if bool(sampled.any()):
+                self._add(call, rows, sampled.nonzero().flatten(), at[row], real[row])
+
+    def _add(self, call: LayerCall, rows: slice, sample: Tensor, at: Tensor, real: Tensor) -> None:
+        """Measure the queries `sample` of this pass, in rows whose tokens lie at the positions `at [seen]`."""
+        window, new = call.store.window, call.queries.shape[2]
+        keys = window.filled_keys[rows]
+        batch, heads, length, _ = keys.shape
+        known = None if call.lse is None else call.lse.view(call.store.batch, heads, -1, new)[rows]
+        of_key, real = at[window.first :], real[window.first :]
+        block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
+        for part in sample.split(block):
+            queries = call.queries[rows][:, :, part].reshape(batch, heads, -1, call.queries.shape[3])
+            scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
+            of_query = at[part - new][:, None]
+            scores = scores.masked_fill(~(real & (of_key <= of_query)), -torch.inf)
+            lse = scores.logsumexp(-1) if known is None else known[..., part]
+            if known is None and call.sinks is not None:
+                lse = torch.logaddexp(lse, call.sinks.float().view(1, heads, -1, 1))
+            outside = (of_key >= self.sink_size) & (of_key <= of_query - self.recent_size)
+            weights = torch.exp(scores - lse[..., None]) * outside
+            self.total[rows] += weights.sum(dim=(3, 4)).mean(dim=2)  # type: ignore[index]
+        self.count[rows] += len(sample)  # type: ignore[index]
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.total, self.count, self.streaming) if tensor is not None]
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.total, self.count, self.streaming = (
+            None if tensor is None else tensor[rows.to(tensor.device)]
+            for tensor in (self.total, self.count, self.streaming)
+        )
+
+    def to(self, device: torch.device | str) -> None:
+        """What was decided stays on the host."""
+        self.total, self.count = (None if tensor is None else tensor.to(device) for tensor in (self.total, self.count))

@@ -1,0 +1,80 @@
+"""Expected attention from queries that were seen before, not from the prompt's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvpress import calibration
+from kvpress.context import View
+from kvpress.presses.base import Observers, ScorerPress
+from kvpress.presses.expected_attention import ExpectedAttentionPress
+from kvpress.registry import register
+
+METHOD = "expected_attention"
+FILE = "expected-attention.safetensors"
+COMMAND = f"kvpress calibrate --method {METHOD} --model ... --data ... --out {FILE}"
+SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset_name": "--data"}
+"""Arguments about making statistics, and the options of the command that stand for them."""
+
+
+@register("expected_attention_stats", "evict", "Devoto et al., 2025, arXiv:2510.00636")
+@dataclass
+class ExpectedAttentionStatsPress(ExpectedAttentionPress):
+    """Expected attention with mean and covariance of queries that were measured on other texts.
+
+        score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||, as in ExpectedAttentionPress,
+
+    with mu and S of each layer `[Hq, D]` and `[Hq, D, D]` from a calibration of this model: `stats_folder` is the file that
+    `kvpress calibrate --method expected_attention` writes, or a folder that holds `expected-attention.safetensors`; None
+    is the one that ships with the bundled reference model. Nothing is watched while the prompt is read.
+    `sample_seq_len`, `num_samples` and `dataset_name` are arguments of NVIDIA kvpress, where the press itself makes the
+    statistics; here the command does, so other values than the defaults are refused.
+
+    Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution, 2025, arXiv:2510.00636.
+    Differs from the paper: the statistics are measured beforehand, as in NVIDIA kvpress; otherwise as ExpectedAttentionPress.
+    """
+
+    sample_seq_len: int = 1000
+    num_samples: int = 100
+    dataset_name: str = "kmfoda/booksum"
+    stats_folder: str | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name in SAMPLING and given != field.default:
+                raise ValueError(
+                    f"{field.name}={given!r} is about making statistics, which a press does not do here: use "
+                    f"`{COMMAND}` with {SAMPLING[field.name]}, and give the file as stats_folder"
+                )
+
+    @property
+    def source(self) -> Path:
+        """The calibration file."""
+        if self.stats_folder is None:
+            return calibration.shipped(FILE.removesuffix(".safetensors"))
+        given = Path(self.stats_folder)
+        return given / FILE if given.is_dir() else given
+
+    def post_init_from_model(self, model: Any) -> None:
+        super().post_init_from_model(model)
+        bundled = "stats_folder=None means the bundled file, which"
+        calibration.read(self.source).check(METHOD, model, bundled if self.stats_folder is None else str(self.source))
+
+    def observers(self) -> Observers:
+        return ScorerPress.observers(self)
+
+    def statistics(self, view: View) -> tuple[Tensor, Tensor]:
+        tensors, rows = calibration.read(self.source).tensors, view.call.store.batch
+
+        def of_layer(name: str) -> Tensor:
+            found = tensors[f"{view.call.layer}.{name}"].to(view.keys.device)
+            return view.query_heads(found.expand(rows, *found.shape))
+
+        return of_layer("mean"), of_layer("covariance")

@@ -1,0 +1,37 @@
+"""Keys that point elsewhere than the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvpress.presses.base import ScorerPress
+from kvpress.registry import register
+
+
+@register("keydiff", "evict", "Park et al., 2025, arXiv:2504.15364")
+@dataclass
+class KeyDiffPress(ScorerPress):
+    """Score a pair by how far its key points away from the mean direction of all keys of the head.
+
+        a[b, h]        = mean over t of k[b, h, t] / ||k[b, h, t]||
+        score[b, h, t] = -cos(k[b, h, t], a[b, h])
+
+    No queries are needed, so the choice does not depend on what is asked later.
+
+    Paper: Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+    Resource-Constrained Environments, 2025, arXiv:2504.15364.
+    Differs from the paper: all keys of the prompt are compared at once; the paper reads the prompt in blocks and evicts
+    after each, which is `BlockPress(KeyDiffPress(...))`.
+    """
+
+    def score(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
+        attentions: Tensor | None, kwargs: dict,
+    ) -> Tensor:  # fmt: skip
+        """Return `[b, h, n]`."""
+        keys = keys.float()
+        anchor = normalize(keys, dim=-1).mean(dim=2, keepdim=True)
+        return -cosine_similarity(keys, anchor, dim=-1)

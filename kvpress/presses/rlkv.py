@@ -1,0 +1,23 @@
+"""Heads that reinforcement learning found to carry reasoning keep everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvpress.presses.streaming_heads import StreamingHeadsPress
+from kvpress.registry import register
+
+
+@register("rlkv", "budget", "Du et al., 2025, arXiv:2510.08525")
+@dataclass
+class RLKVPress(StreamingHeadsPress):
+    """Let the heads with the lowest gates of a table learned by reinforcement learning keep a window only.
+
+    `StreamingHeadsPress` with the table and the windows of RLKV: 16 sinks and 64 recent tokens.
+
+    Paper: Du et al., Which Heads Matter for Reasoning? RL-Guided KV Cache Compression, 2025, arXiv:2510.08525.
+    Differs from the paper: gates are read, not learned; ties go by layer and head instead of by noise.
+    """
+
+    sizes: ClassVar[tuple[int, int]] = (16, 64)

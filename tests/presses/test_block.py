@@ -1,0 +1,43 @@
+"""Block after block against what was kept so far."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvpress
+from kvpress import BlockPress, KeyDiffPress, KnormPress
+from tests.models import tiny_model, tokens
+from tests.presses.scoring import marked
+from tests.presses.test_keydiff import dissimilarity
+from tests.presses.test_scores import prefill
+
+
+@pytest.mark.parametrize(("length", "block", "kept"), [(40, 7, 12), (40, 1, 5), (40, 100, 12), (33, 8, 25)])
+def test_the_working_set_is_cut_after_every_block(length: int, block: int, kept: int) -> None:
+    model, ids = tiny_model("llama"), tokens(2, length)
+    cache = prefill(model, BlockPress(KeyDiffPress(budget=kept), block), ids)
+    stock = model(ids, use_cache=True).past_key_values
+    for row in range(2):
+        for head in range(2):
+            keys, held = stock.layers[0].keys[row, head], list(range(kept))
+            for start in range(kept, length, block):
+                held += range(start, min(start + block, length))
+                held = [held[i] for i in marked(dissimilarity(keys[held]), kept)]
+            assert kvpress.kept_positions(cache)[0][row][head].tolist() == held
+
+
+@pytest.mark.parametrize("inner", ["knorm:0.5", "streaming_llm:0.5,n_sink=3", "observed_attention:0.5"])
+def test_scores_that_compare_nothing_choose_as_without_blocks(inner: str) -> None:
+    model, ids = tiny_model("llama"), tokens(2, 40)
+    found = prefill(model, BlockPress(kvpress.get_press(inner), 3), ids)
+    expected = prefill(model, kvpress.get_press(inner), ids)
+    for layer, other in zip(kvpress.kept_positions(found), kvpress.kept_positions(expected), strict=True):
+        assert [[h.tolist() for h in row] for row in layer] == [[h.tolist() for h in row] for row in other]
+
+
+def test_configuration() -> None:
+    with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
+        BlockPress(KnormPress(), 0)
+    with pytest.raises(TypeError, match="equally many pairs in every head, which CriticalAdaKVPress does not"):
+        BlockPress(kvpress.CriticalAdaKVPress(KnormPress()))
+    assert BlockPress(KnormPress()).block_size == 128

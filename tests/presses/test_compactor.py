@@ -1,0 +1,81 @@
+"""Compactor against its two terms, each tested on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress import CompactorPress, LeverageScorePress, NonCausalAttnPress
+from tests.models import tiny_model, tokens
+from tests.presses.scoring import one_view
+from tests.presses.test_scores import prefill
+
+
+def z(scores: Tensor) -> Tensor:
+    scores = scores.double()
+    return torch.stack([(row - row.mean()) / row.std(unbiased=False) for row in scores])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weight"),
+    [
+        ({"compression_ratio": 0.75}, 0.75),
+        ({"compression_ratio": 0.75, "blending": 0.2}, 0.2),
+        ({"compression_ratio": 0.75, "blending": 0.0}, 0.0),
+        ({"budget": 10}, 0.75),
+    ],
+)
+def test_the_two_terms_are_standardised_per_row_and_blended(arguments: dict[str, Any], weight: float) -> None:
+    model, ids = tiny_model("llama"), tokens(2, 40)
+    _, found = one_view(model, CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=8), ids)
+    _, leverage = one_view(model, LeverageScorePress(0.5), ids)
+    _, received = one_view(model, NonCausalAttnPress(0.5, chunk_size=8), ids)
+    expected = weight * z(leverage) + z(received)
+    torch.testing.assert_close(found[..., 3:-2].double(), expected[..., 3:-2], atol=1e-4, rtol=1e-4)
+    ends = torch.cat([found[..., :3], found[..., -2:]], dim=2)
+    assert bool(ends.isposinf().all())
+
+
+def test_the_defaults_are_those_of_the_peer() -> None:
+    assert CompactorPress(0.5) == CompactorPress(0.5, 8, 4, 256, 48, None)
+
+
+def test_ends_are_kept_and_short_prompts_left_whole() -> None:
+    model = tiny_model("llama")
+    cache = prefill(model, CompactorPress(0.5), tokens(1, 40))
+    for layer in kvpress.kept_positions(cache):
+        for head in layer[0]:
+            assert len(head) == 20
+            assert {*range(8), *range(36, 40)} <= set(head.tolist())
+    whole = prefill(model, CompactorPress(0.5), tokens(1, 12))
+    assert kvpress.memory_report(whole).kept == kvpress.memory_report(whole).seen
+
+
+def test_inside_a_decoding_schedule_the_ends_stay() -> None:
+    model = tiny_model("llama")
+    press = kvpress.DecodingPress(CompactorPress(sink_size_start=2), compression_interval=4, target_size=16)
+    with press(model) as session:
+        model.generate(tokens(1, 21), max_new_tokens=5, do_sample=False)
+    for layer in kvpress.kept_positions(session.cache):
+        for head in layer[0]:
+            assert len(head) == 16
+            assert {0, 1, 21, 22, 23, 24} <= set(head.tolist())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sink_size_start": -1}, "sink_size_start must be >= 0"),
+        ({"sink_size_end": -1}, "sink_size_end must be >= 0"),
+        ({"chunk_size": 0}, "chunk_size must be >= 1"),
+        ({"sketch_dimension": 0}, "sketch_dimension must be >= 1"),
+        ({"blending": -0.5}, "blending must be >= 0 or None, got -0.5"),
+    ],
+)
+def test_configuration(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CompactorPress(**arguments)

@@ -1,0 +1,272 @@
+"""KVzip against the model's own attention while it reads its prompt twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress import KVzipPress
+from kvpress.presses import kvzip
+from tests.models import padded_batch, tiny_model, tokens
+from tests.oracle import decode_both
+from tests.presses.test_scores import full_layers, prefill
+from tests.test_state import generate, positions
+
+FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "granite"]
+LENGTH = 40
+
+
+class Words:
+    """A tokenizer of one token per character, with or without a chat template."""
+
+    def __init__(self, chat: bool = False) -> None:
+        self.chat_template = "chat" if chat else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [3 + ord(char) % 90 for char in text]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
+        assert settings["add_generation_prompt"]
+        return f"<user>{messages[0]['content']}</user><model>"
+
+
+def attentions(model: Any, ids: Tensor, block: Tensor) -> list[Tensor]:
+    """What the queries of `block` pay, `[B, Hq, m, T + m]` per full layer, when they are read after the prompt."""
+    whole = model(torch.cat([ids, block], dim=1), output_attentions=True).attentions
+    return [whole[layer][:, :, ids.shape[1] :] for layer in full_layers(model)]
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Mark the `count` largest per row of `[B, L, H, T]` over everything else."""
+    flat = scores.flatten(1)
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.topk(count).indices, True).view(scores.shape)
+
+
+def assert_kept(cache: Any, model: Any, mask: Tensor) -> None:
+    found = kvpress.kept_positions(cache)
+    for i, layer in enumerate(full_layers(model)):
+        for row, heads in enumerate(found[layer] if len(found) == model.config.num_hidden_layers else found[i]):
+            for head, at in enumerate(heads):
+                assert at.tolist() == mask[row, i, head].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_largest_weights_of_a_second_reading(family: str, layerwise: bool) -> None:
+    model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
+    cache = prefill(model, KVzipPress(0.5, layerwise, n_sink=3, repeat_prompt=""), ids)
+    weights = torch.stack(attentions(model, ids, ids), dim=1)[..., :LENGTH].amax(dim=3)
+    scores = weights.unflatten(2, (2, -1)).amax(dim=3)
+    scores[..., :3] = 2.0
+    layers = scores.shape[1]
+    if layerwise:
+        mask = torch.cat([best(scores[:, i : i + 1], LENGTH) for i in range(layers)], dim=1)
+    else:
+        mask = best(scores, LENGTH * layers)
+    assert_kept(cache, model, mask)
+    assert layerwise or len({len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]}) > 1
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_later_chunks_compete_with_the_sinks_and_are_led_in(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvzip, "CHUNK", 16)
+    monkeypatch.setattr(kvzip, "LEAD", 4)
+    model, ids, words = tiny_model("llama", "eager"), tokens(1, LENGTH), Words(chat)
+    cache = prefill(model, KVzipPress(0.5, n_sink=3, repeat_prompt="Again.", tokenizer=words), ids)
+    suffix = "</user><model>" if chat else "\n"
+    scores = torch.zeros(1, 3, 2, LENGTH)
+    for start in (0, 16, 32):
+        text = "Again." + suffix if start == 0 else "Again, starting with"
+        block = [*words.encode(text, False), *ids[0, max(0, start - 4) : start].tolist()]
+        block += [] if start == 0 else words.encode(suffix, False)
+        block += ids[0, start : start + 16].tolist()
+        weights = torch.stack(attentions(model, ids, torch.tensor([block])), dim=1)
+        seen = torch.zeros(weights.shape[-1], dtype=torch.bool)
+        seen[:3] = seen[start : start + 16] = seen[LENGTH:] = True
+        weights = weights * seen / (weights * seen).sum(dim=-1, keepdim=True)
+        found = weights[..., start : min(start + 16, LENGTH)].amax(dim=3).unflatten(2, (2, 2)).amax(dim=3)
+        scores[..., start : start + 16] = found
+    scores[..., :3] = 2.0
+    assert_kept(cache, model, best(scores, LENGTH * 3))
+
+
+def test_plus_normalisation() -> None:
+    model, ids = tiny_model("llama", "eager"), tokens(1, LENGTH)
+    cache = prefill(model, KVzipPress(0.5, kvzip_plus_normalization=True, n_sink=0, repeat_prompt=""), ids)
+    inputs: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, kw: inputs.append(kw["hidden_states"]), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    weights = attentions(model, ids, ids)
+    for hook in hooks:
+        hook.remove()
+    scores = torch.empty(1, 3, 2, LENGTH)
+    for i, layer in enumerate(model.model.layers):
+        values = layer.self_attn.v_proj(inputs[i][0, :LENGTH]).view(LENGTH, 2, 32)
+        for head in range(4):
+            reach = (values[:, head // 2] @ layer.self_attn.o_proj.weight[:, head * 32 : (head + 1) * 32].T).norm(
+                dim=-1
+            )
+            asked = weights[i][0, head, :, :LENGTH] / inputs[i][0, LENGTH:].norm(dim=-1)[:, None]
+            found = (asked * reach).amax(dim=0)
+            scores[0, i, head // 2] = found if head % 2 == 0 else torch.maximum(scores[0, i, head // 2], found)
+    assert_kept(cache, model, best(scores, LENGTH * 3))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_mask_oracle(family: str, padded: bool) -> None:
+    model = tiny_model(family)
+    ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(2, 40), None)
+    found, expected, cache = decode_both(model, KVzipPress(0.6, repeat_prompt=""), ids, mask)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    report = kvpress.memory_report(cache)
+    real = 40 + 26 + 13 if padded else 80
+    layers = len(full_layers(model))
+    assert report.kept < 0.7 * 2 * layers * (real + 6 * ids.shape[0])
+    assert report.total_bytes < 0.8 * report.uncompressed_bytes
+
+
+@pytest.mark.parametrize("spec", ["kvzip:0.5,repeat_prompt=", "kvzip:0.5,layerwise=true,kvzip_plus_normalization=true"])
+def test_a_padded_row_equals_that_row_alone(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvzip, "CHUNK", 12)
+    model, lengths = tiny_model("gpt_oss", "eager"), [40, 26, 13]
+    press = kvpress.get_press(spec)
+    press.tokenizer = Words()
+    ids, mask = padded_batch(lengths)
+    with press(model):
+        together = generate(model, ids, mask)
+    for row, length in enumerate(lengths):
+        with press(model):
+            alone = generate(model, ids[row : row + 1, -length:])
+        assert torch.equal(together.sequences[row, 40:], alone.sequences[0, length:])
+        for ours, own in zip(positions(together.past_key_values), positions(alone.past_key_values), strict=True):
+            kept = [[at - (40 - length) for at in head if at >= 40 - length] for head in ours[row]]
+            assert kept == own[0]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_chunked_prefill_keeps_the_same_pairs(padded: bool) -> None:
+    model, press = tiny_model("qwen3"), KVzipPress(0.5, repeat_prompt="")
+    ids, mask = padded_batch([40, 26]) if padded else (tokens(2, 40), None)
+    found = []
+    for chunk in (None, 7):
+        with press(model):
+            output = generate(model, ids, mask, prefill_chunk_size=chunk)
+        found.append((output.sequences.tolist(), positions(output.past_key_values)))
+    assert found[0] == found[1]
+
+
+def test_later_turns_share_the_budget_and_keep_what_survived() -> None:
+    model, press = tiny_model("llama"), KVzipPress(0.5, repeat_prompt="")
+    cache, sequence = DynamicCache(config=model.config), tokens(2, 24)
+    kept: list[set[tuple[int, ...]]] = [set(), set()]
+    told = 0
+    with press(model):
+        for turn in range(3):
+            sequence = torch.cat([sequence, tokens(2, 6, seed=turn)], dim=1)
+            seen = sequence.shape[1]
+            sequence = generate(model, sequence, past_key_values=cache, max_new_tokens=5).sequences
+            for row in range(2):
+                found = {
+                    (i, h, at)
+                    for i, layer in enumerate(positions(cache))
+                    for h, head in enumerate(layer[row])
+                    for at in head
+                    if at < seen
+                }
+                assert len(found) == 3 * 2 * int(seen * 0.5)
+                assert kept[row] <= found
+                generated = {at for _, _, at in found if told <= at < seen - 6}
+                assert not turn or len(generated) > 0
+                kept[row] = found
+            told = seen
+
+
+def test_bfloat16() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    try:
+        cache = prefill(model, KVzipPress(0.5, kvzip_plus_normalization=True, repeat_prompt=""), tokens(2, LENGTH))
+    finally:
+        model.float()
+    assert sum(len(h) for layer in kvpress.kept_positions(cache) for h in layer[0]) == 3 * LENGTH
+
+
+def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvzip, "CHUNK", 32)
+    rows: list[int] = []
+    whole = kvzip.kernels.column_max
+
+    def measured(q: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(keys))
+        return whole(q, keys, *args, **kwargs)
+
+    monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
+    prefill(tiny_model("llama"), KVzipPress(0.5, repeat_prompt=""), tokens(1, 500))
+    assert len(rows) == 3 * 16
+    assert max(rows) <= 2 * (4 + 32 + kvzip.LEAD + 32)
+
+
+def test_the_tokenizer_beside_a_model_is_found() -> None:
+    model, tokenizer = kvpress.load_model("reference")
+    ids = tokenizer(" The code for tiger is 4837. A king waits here.", return_tensors="pt").input_ids
+    given = prefill(model, KVzipPress(0.3, tokenizer=tokenizer), ids)
+    found = prefill(model, KVzipPress(0.3), ids)
+    silent = prefill(model, KVzipPress(0.3, repeat_prompt=""), ids)
+    assert positions(given) == positions(found) != positions(silent)
+
+
+def test_without_a_tokenizer_the_error_names_the_ways_out() -> None:
+    model = tiny_model("llama")
+    press = KVzipPress(0.5)
+    with pytest.raises(ValueError, match=r"tokenizer=tokenizer.*repeat_prompt=''"), press(model):
+        pass
+    with KVzipPress()(model):
+        model(tokens(1, 8))
+
+
+def test_prompts_given_as_embeddings_are_refused() -> None:
+    model = tiny_model("llama")
+    embeds = model.get_input_embeddings()(tokens(1, 20))
+    with KVzipPress(0.5, repeat_prompt="")(model), pytest.raises(ValueError, match="input_ids"):
+        model(inputs_embeds=embeds, use_cache=True)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_prompt_of_sinks_is_left_whole(length: int) -> None:
+    model = tiny_model("llama")
+    cache = prefill(model, KVzipPress(0.5, repeat_prompt=""), tokens(2, length))
+    assert all(len(head) == length for layer in positions(cache) for row in layer for head in row)
+
+
+def test_configuration() -> None:
+    with pytest.raises(ValueError, match=r"compression_ratio must be in \[0, 1\)"):
+        KVzipPress(1.0)
+    with pytest.raises(ValueError, match="n_sink must be >= 0"):
+        KVzipPress(0.5, n_sink=-1)
+    with pytest.raises(TypeError, match="repeat_prompt must be text"):
+        KVzipPress(0.5, repeat_prompt=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="KVzipPress"):
+        kvpress.DecodingPress(KVzipPress(0.5))  # type: ignore[arg-type]
+    press = KVzipPress(0.5, tokenizer=Words())
+    assert press == KVzipPress(0.5)
+    assert "tokenizer" not in kvpress.to_spec(press)
+    assert kvpress.get_press(kvpress.to_spec(press)) == press
+
+
+def test_composed_with_a_codec_what_stays_is_encoded() -> None:
+    model = tiny_model("llama")
+    press = kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt= + kivi:bits=4,group_size=4,residual_length=4")
+    alone = prefill(model, kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt="), tokens(2, LENGTH))
+    cache = prefill(model, press, tokens(2, LENGTH))
+    assert positions(cache) == positions(alone)
+    assert all(layer.store.segments for layer in cache.layers)

@@ -1,0 +1,81 @@
+"""Caches to select from, and decode steps on them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvpress
+from tests.models import VOCAB, padded_batch, tiny_model, tokens
+
+STORAGE = {
+    "dense": "",
+    "ragged": "adakv(snapkv:0.3,window_size=4) + ",
+    "packed": "kivi:bits=8,residual_length=16 + ",
+    "coupled lengths": "pyramidkv:0.3,window_size=4,beta=4 + ",
+    "ragged and packed": "adakv(snapkv:0.3,window_size=4) + kivi:bits=4,residual_length=16 + ",
+}
+
+
+@cache
+def channels_file(model: Any) -> str:
+    """A file of random channel orderings in the authors' form."""
+    config = model.config
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "qk": config.num_attention_heads}
+    orders = {
+        f"model.layers.{layer}.self_attn.{name}_proj": [
+            torch.randperm(config.head_dim, generator=torch.Generator().manual_seed(31 * layer + head)).tolist()
+            for head in range(count)
+        ]
+        for layer in range(config.num_hidden_layers)
+        for name, count in heads.items()
+    }
+    path = Path(mkdtemp()) / "channels.json"
+    path.write_text(json.dumps(orders))
+    return str(path)
+
+
+@cache
+def grouped_model(groups: int) -> Any:
+    """A tiny Llama with two kv heads and `groups` query heads each."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2 * groups,
+        num_key_value_heads=2, head_dim=32, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def build(spec: str, budget: float, storage: str = "dense", model: Any = None) -> Any:
+    """Build the press of a spec with gaps for its budget and its channels, on some storage."""
+    channels = channels_file(tiny_model("llama") if model is None else model)
+    return kvpress.get_press(STORAGE[storage] + spec.format(budget=budget, channels=channels))
+
+
+def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, int] = (300, 190)) -> Any:
+    """Read a prompt under a press: `(model, cache, mask)`."""
+    model = tiny_model("llama") if model is None else model
+    ids, mask = padded_batch(list(lengths)) if padded else (tokens(2, lengths[0]), None)
+    cache = DynamicCache(config=model.config)
+    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    with press(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=at)
+    return model, cache, mask
+
+
+def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | None = None) -> Tensor:
+    """Logits of one more token."""
+    new = tokens(2, 1, seed=8) if new is None else new
+    grown = None if mask is None else torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    at = None if grown is None else grown.sum(1, keepdim=True) - 1
+    with kvpress.reading(model, press):
+        return model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits

@@ -1,0 +1,194 @@
+"""Pairs in host memory: the same results, fetched a layer ahead, into buffers that take turns."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress import hf
+from kvpress.attention import Partial, attend
+from kvpress.context import LayerCall
+from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
+from kvpress.sparse.offload import HostSegment, Lane
+from tests.models import FAMILIES, padded_batch, tiny_model, tokens
+from tests.sparse.selecting import channels_file
+from tests.sparse.test_tidal_decode import deep_model
+
+LAYERS = 7
+SKIPPED = 2
+
+
+def press_for(budget: float, model: Any, **settings: Any) -> DoubleSparsityPress:
+    return DoubleSparsityPress(
+        budget, channels=8, skip_layers=SKIPPED, calibration=channels_file(model), offload=True, **settings
+    )
+
+
+def test_pairs_lie_in_host_memory_and_are_reported_there() -> None:
+    model = deep_model(LAYERS)
+    with press_for(0.25, model)(model) as session:
+        model.generate(tokens(2, 200), max_new_tokens=4, do_sample=False)
+    for number, layer in enumerate(session.cache.layers):
+        assert [type(segment) for segment in layer.store.segments] == [HostSegment] * (number >= SKIPPED)
+    components = kvpress.memory_report(session.cache).components
+    sealed = sum(layer.store.segments[0].layout.total for layer in session.cache.layers[SKIPPED:])
+    assert components["host"] == sealed * 2 * 32 * 4
+    assert components["indexes"] == sealed * (8 * 4 // 8 + 2 * 4)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_a_budget_of_everything_is_exact(padded: bool, beams: int) -> None:
+    model = deep_model(LAYERS)
+    ids, mask = padded_batch([200, 140]) if padded else (tokens(2, 200), None)
+    settings = {"max_new_tokens": 80, "num_beams": beams, "do_sample": False}
+    expected = model.generate(ids, attention_mask=mask, **settings)
+    with press_for(1000, model)(model):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **settings), expected)
+
+
+def test_rows_of_a_padded_batch_equal_those_rows_alone() -> None:
+    model = deep_model(LAYERS)
+    ids, mask = padded_batch([200, 140])
+    with press_for(0.2, model)(model):
+        together = model.generate(ids, attention_mask=mask, max_new_tokens=80, do_sample=False)
+        for row, length in enumerate((200, 140)):
+            alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=80, do_sample=False)
+            assert torch.equal(together[row, -80:], alone[0, -80:])
+
+
+def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guess for a layer comes from its own weights and the input of the layer before it."""
+    model = deep_model(LAYERS)
+    press = press_for(0.2, model)
+    inputs: dict[int, LayerCall] = {}
+    checked = []
+    original = DoubleSparsitySelector.attend
+
+    def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
+        ahead = selector.ordered is not None
+        inputs[call.layer] = call
+        found = original(selector, call, queries)
+        assert ahead == (SKIPPED < call.layer < LAYERS - 1)
+        asking = queries
+        if ahead:
+            module = model.model.layers[call.layer].self_attn
+            asking = hf.group_queries(hf.queries_of(module, inputs[call.layer - 1]), 2)
+        (chosen,) = selector.choose(call, asking) or []
+        for segment, part, (out, lse) in zip(call.store.segments, chosen, found, strict=True):
+            keys, values = segment.read(slice(None))
+            for n in range(segment.layout.streams):
+                own = torch.zeros(segment.layout.total, dtype=torch.bool)
+                own[part.rows[n, : part.counts[n]].long()] = True
+                expected = attend(queries[n : n + 1], keys[None], values[None], call.logits, own[None, None])
+                torch.testing.assert_close(out[n], expected[0][0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(lse[n], expected[1][0], atol=1e-4, rtol=1e-4)
+        checked.append(call.layer)
+        return found
+
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(tokens(2, 300), past_key_values=cache)
+        monkeypatch.setattr(DoubleSparsitySelector, "attend", checking)
+        for seed in range(3):
+            model(tokens(2, 1, seed=seed), past_key_values=cache)
+    assert checked == [*range(SKIPPED, LAYERS)] * 3
+
+
+def test_a_layer_is_sent_for_before_the_one_before_it_attends_and_buffers_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, events = deep_model(LAYERS), []
+    stores: dict[int, int] = {}
+    order, attend_layer = Lane.order, DoubleSparsitySelector.attend
+
+    def ordering(lane: Lane, store: Any, choose: Any) -> Any:
+        events.append(("order", stores[id(store)], lane.turn))
+        return order(lane, store, choose)
+
+    def attending(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
+        events.append(("attend", call.layer, None))
+        return attend_layer(selector, call, queries)
+
+    cache = DynamicCache(config=model.config)
+    with press_for(0.2, model)(model):
+        model(tokens(1, 300), past_key_values=cache)
+        stores.update({id(layer.store): number for number, layer in enumerate(cache.layers)})
+        monkeypatch.setattr(Lane, "order", ordering)
+        monkeypatch.setattr(DoubleSparsitySelector, "attend", attending)
+        model(tokens(1, 1), past_key_values=cache)
+    assert [(what, layer) for what, layer, _ in events] == [
+        ("order", 3), ("attend", 2), ("order", 4), ("attend", 3), ("order", 5), ("attend", 4), ("attend", 5), ("attend", 6),
+    ]  # fmt: skip
+    turns = [turn for what, _, turn in events if what == "order"]
+    assert all(one != other for one, other in pairwise(turns))
+
+
+def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gate = deep_model(LAYERS), []
+    ids = tokens(1, 300)
+    with press_for(0.2, model)(model):
+        expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+        fetch = Lane._fetch
+
+        def slow(lane: Lane, *args: Any) -> Any:
+            torch.randn(400, 400) @ torch.randn(400, 400)
+            gate.append(1)
+            return fetch(lane, *args)
+
+        monkeypatch.setattr(Lane, "_fetch", slow)
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert len(gate) == 4 * 3
+
+
+def stop(module: Any, args: Any) -> None:
+    raise RuntimeError("stop")
+
+
+def test_a_step_that_failed_leaves_nothing_for_the_next() -> None:
+    model = deep_model(LAYERS)
+    one, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with press_for(0.2, model)(model):
+        model(tokens(1, 300), past_key_values=one)
+        model(tokens(1, 200, seed=2), past_key_values=other)
+        expected = model(tokens(1, 1, seed=3), past_key_values=other).logits
+        other.crop(-1)
+        failing = model.model.layers[3].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(tokens(1, 1, seed=1), past_key_values=one)
+        failing.remove()
+        torch.testing.assert_close(model(tokens(1, 1, seed=3), past_key_values=other).logits, expected)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mistral", "qwen3_next"}))
+def test_queries_of_a_module_are_those_that_its_attention_gets(family: str) -> None:
+    model = tiny_model(family, "eager" if family in ("gpt_oss", "gemma2") else "sdpa")
+    seen = []
+
+    class Probe(kvpress.SnapKVPress):
+        def after_prefill(self, call: LayerCall) -> None:
+            asked = hf.queries_of(call.module, call)
+            seen.append((asked, call.queries))
+
+    with Probe(0.5)(model):
+        model(tokens(2, 20), use_cache=True)
+    assert seen
+    for asked, used in seen:
+        torch.testing.assert_close(asked, used)
+
+
+def test_it_cannot_be_combined_with_a_codec_or_replayed() -> None:
+    model = deep_model(LAYERS)
+    with pytest.raises(ValueError, match="one codec"):
+        kvpress.get_press("kivi:bits=4") + press_for(0.2, model)
+    with (
+        pytest.raises(ValueError, match=r"host memory.*capture=False"),
+        hf.session(press_for(0.2, model), model, recorder=object()),
+    ):  # type: ignore[arg-type]
+        pass

@@ -1,0 +1,205 @@
+"""TidalDecode: which layers choose, that positions persist, and the correction of the cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvpress
+from kvpress.attention import Partial
+from kvpress.context import LayerCall
+from kvpress.sparse.base import Selector
+from kvpress.sparse.tidal_decode import TidalDecodePress
+from tests.models import COMMON, padded_batch, tiny_model, tokens
+from tests.sparse.selecting import build, prefilled, step
+
+
+@cache
+def deep_model(layers: int) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": layers})).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def columns_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[set[int]] | None]:
+    """What each layer reads of each stream in the newest step, None for everything; filled as the model runs."""
+    read: dict[int, list[set[int]] | None] = {}
+    original = Selector.attend
+
+    def watching(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
+        sets = selector.choose(call, queries)
+        read[call.layer] = None
+        if sets is not None:
+            read[call.layer] = [
+                {
+                    int(column)
+                    for segment, part in zip(call.store.segments, chosen, strict=True)
+                    for column in segment.columns()[part.rows[n, : part.counts[n]].long()]
+                }
+                for chosen in sets
+                for n in range(segment_streams(call))
+            ]
+        return original(selector, call, queries)
+
+    monkeypatch.setattr(Selector, "attend", watching)
+    return read
+
+
+def segment_streams(call: LayerCall) -> int:
+    return call.store.batch * call.store.heads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "everything"),
+    [
+        ({}, {2, 4}),  # the second choice at 0.4 times 10 layers
+        ({"reselect_layer": 7}, {2, 7}),
+        ({"skip_layers": 0, "reselect_layer": 1}, {0, 1}),
+        ({"skip_layers": 5}, {5}),
+    ],
+)
+def test_two_layers_choose_and_the_others_read_what_they_chose(
+    arguments: dict[str, Any], everything: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, press = deep_model(10), TidalDecodePress(24, **arguments)
+    state = prefilled(press, padded=True, model=model)
+    read = columns_read(monkeypatch)
+    step(*state, press)
+    layers = range(press.skip_layers, 10)
+    assert sorted(read) == list(layers)
+    assert {layer for layer in layers if read[layer] is None} == everything
+    choosing = max(everything)
+    following = [read[layer] for layer in layers if layer > choosing]
+    assert all(sets == following[0] for sets in following)
+    between = [read[layer] for layer in layers if min(everything) < layer < choosing]
+    assert all(sets == between[0] for sets in between)
+    assert not between or between[0] != following[0]
+
+
+@pytest.mark.parametrize("heads", ["mean", "max", "query"])
+def test_the_positions_with_the_most_attention_are_chosen(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", "eager")
+    ids = tokens(1, 200)
+    press = TidalDecodePress(16, skip_layers=1, reselect_layer=2, heads=heads)  # type: ignore[arg-type]
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids[:, :-1], past_key_values=cache)
+        sealed = cache.layers[1].store.segments[0].layout.longest
+        chosen = []
+        monkeypatch.setattr("kvpress.sparse.tidal_decode.TidalDecodeSelector.after", remembering(chosen), raising=True)
+        model(ids[:, -1:], past_key_values=cache)
+    weights = model(ids, output_attentions=True).attentions[1][0, :, -1, :sealed].view(2, 2, sealed)
+    scores = {"mean": weights.mean(dim=1, keepdim=True), "max": weights.amax(dim=1, keepdim=True), "query": weights}
+    expected = scores[heads].topk(16, dim=-1).indices.sort(dim=-1).values
+    found = [part[0].rows.view(2, 1, 16) - torch.tensor([0, sealed]).view(2, 1, 1) for part in chosen[0].sets]
+    assert torch.equal(torch.cat(found, dim=1).long(), expected)
+
+
+def remembering(chosen: list[Any]) -> Any:
+    from kvpress.sparse import tidal_decode
+
+    original = tidal_decode.TidalDecodeSelector.after
+
+    def after(selector: Any, call: LayerCall) -> None:
+        original(selector, call)
+        if call.layer == 1:
+            chosen.append(call.shared["tidal_decode"])
+
+    return after
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_layers_that_hold_other_pairs_read_those_of_them_that_were_chosen(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer and head has evicted its own pairs; no position is read that it does not hold, and none is missed."""
+    model, press = deep_model(6), build("tidal_decode:budget={budget},skip_layers=1,reselect_layer=5", 48, "ragged")
+    state = prefilled(press, padded, model)
+    chosen: list[Any] = []
+    monkeypatch.setattr("kvpress.sparse.tidal_decode.TidalDecodeSelector.after", remembering(chosen))
+    read = columns_read(monkeypatch)
+    step(*state, press)
+    (positions,) = chosen
+    wanted = [
+        set(positions.segments[0].columns()[part.rows[n, : part.counts[n]].long()].tolist())
+        for part in positions.sets[0][:1]
+        for n in range(4)
+    ]
+    for layer in (2, 3, 4):
+        sets = read[layer]
+        assert sets is not None
+        segments = state[1].layers[layer].store.segments
+        for n in range(4):
+            held = {c for segment in segments for c in segment.columns()[segment.layout.rows(n)].tolist()}
+            assert sets[n] == wanted[n] & held
+
+
+def test_a_step_that_is_taken_back_does_not_lend_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, press = deep_model(6), TidalDecodePress(16, skip_layers=1, reselect_layer=3)
+    _, cache, _ = prefilled(press, padded=False, model=model)
+    first = step(model, cache, None, press, tokens(2, 1, seed=5))
+    cache.crop(-1)
+    step(model, cache, None, press, tokens(2, 1, seed=6))
+    cache.crop(-1)
+    torch.testing.assert_close(step(model, cache, None, press, tokens(2, 1, seed=5)), first)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("every", [1, 4, 16])
+def test_correction_leaves_the_pairs_of_full_attention(every: int, padded: bool) -> None:
+    """Right after a correction, all generated pairs are those that full attention computes."""
+    model, steps = deep_model(6), 80
+    follow = tokens(2, steps, seed=9)
+    pairs = {}
+    for name, press in {
+        "full": kvpress.NonePress(),
+        "corrected": TidalDecodePress(8, skip_layers=1, reselect_layer=2, correction=every),
+        "sparse": TidalDecodePress(8, skip_layers=1, reselect_layer=2),
+    }.items():
+        _, cache, mask = prefilled(press, padded, model, lengths=(120, 90))
+        with press(model):
+            for i in range(steps):
+                mask = None if mask is None else torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+                at = None if mask is None else mask.sum(1, keepdim=True) - 1
+                model(follow[:, i : i + 1], attention_mask=mask, past_key_values=cache, position_ids=at)
+        assert cache.get_seq_length() == 120 + steps
+        stored = []
+        for layer in cache.layers:
+            store = layer.store
+            parts = [*store.segments, store.open_segment(None if mask is None else mask.bool())]
+            stored.append([torch.cat([p.read(p.layout.rows(n))[0][-steps:] for p in parts])[-steps:] for n in range(4)])
+        pairs[name] = torch.stack([torch.stack(layer) for layer in stored])
+    torch.testing.assert_close(pairs["corrected"], pairs["full"], atol=1e-4, rtol=1e-4)
+    assert float((pairs["sparse"] - pairs["full"]).abs().max()) > 0.1
+
+
+def test_bad_arguments_are_named() -> None:
+    for words, arguments in {
+        "heads must be one of": {"heads": "sum"},
+        "reselect_layer must be >= 3, got 2": {"reselect_layer": 2},
+        "correction must be >= 0": {"correction": -1},
+        r"budget must be a whole number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},
+        "budget must be >= 20, got 16": {"budget": 16, "n_sink": 4, "n_recent": 16},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            TidalDecodePress(**arguments)  # type: ignore[arg-type]
+
+
+def test_generate_with_padding_and_beams() -> None:
+    model = deep_model(6)
+    ids, mask = padded_batch([150, 110])
+    with TidalDecodePress(0.25, skip_layers=1, reselect_layer=3, correction=8)(model):
+        together = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+    for row, length in enumerate((150, 110)):
+        with TidalDecodePress(0.25, skip_layers=1, reselect_layer=3, correction=8)(model):
+            alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=30, do_sample=False)
+        assert torch.equal(together[row, -30:], alone[0, -30:])
+    with TidalDecodePress(512, skip_layers=1)(model):
+        beams = model.generate(ids, attention_mask=mask, max_new_tokens=20, num_beams=3, do_sample=False)
+    assert torch.equal(beams, model.generate(ids, attention_mask=mask, max_new_tokens=20, num_beams=3, do_sample=False))
