@@ -140,7 +140,7 @@ def assert_same_caches(found: Any, expected: Any) -> None:
     ],
 )
 def test_same_tokens_and_same_cache(family: str, spec: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "SPARE", 40)
+    monkeypatch.setattr("kvpress.hf.replay.SPARE", 40)
     model, press, recorder = model_of(family), kvpress.get_press(SPECS[spec]), TapeRecorder()
     with press(model):
         expected = generate(model, *PROMPTS[prompt])

@@ -1,4 +1,4 @@
-"""What `kvpress/hf.py` relies on in transformers. A failure here names what changed, before any numeric test does."""
+"""What `kvpress/hf/` relies on in transformers. A failure here names what changed, before any numeric test does."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_l
 from transformers.models.llama import modeling_llama
 
 import kvpress.hf as hf
+from kvpress.hf import attention
 from tests.models import tiny_model, tokens
 
 
 def changed(what: str) -> str:
-    return f"transformers changed {what} ({transformers.__version__}); see kvpress/hf.py"
+    return f"transformers changed {what} ({transformers.__version__}); see kvpress/hf/"
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -96,7 +97,7 @@ def test_what_the_mask_function_is_given() -> None:
     assert needed <= set(found), changed(f"create_causal_mask: {sorted(needed - set(found))} missing")
     assert found["attention_mask"].shape == (2, 5), changed("create_causal_mask: the mask is no longer the 2-D one")
     assert found["attention_mask"].dtype == torch.bool, changed("create_causal_mask: the mask is no longer boolean")
-    assert parameters(hf.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
+    assert parameters(attention.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
 
 
 def test_what_the_attention_function_is_given() -> None:
@@ -111,7 +112,7 @@ def test_what_the_attention_function_is_given() -> None:
     assert mask is None, changed("the mask of a batch without padding")
     assert {"scaling", "dropout"} <= set(found), changed("arguments of the attention interface")
     extra = {n for n, v in found.items() if isinstance(v, (torch.Tensor, float))} - {"scaling", "dropout"}
-    assert extra <= hf.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
+    assert extra <= attention.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
 
 
 def test_what_attention_modules_are_given() -> None:

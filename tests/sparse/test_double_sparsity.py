@@ -144,7 +144,7 @@ def test_families(family: str) -> None:
     ],
 )
 def test_replayed_steps_choose_on_the_device_alone(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "SPARE", 40)
+    monkeypatch.setattr("kvpress.hf.replay.SPARE", 40)
     model, press, recorder = tiny_model("llama"), build(spec, 0.3), TapeRecorder()
     ids, mask = padded_batch([130, 100]) if padded else (tokens(2, 130), None)
     with press(model):

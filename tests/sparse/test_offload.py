@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import hf
-from kvpress.attention import Partial, attend
+from kvpress.attention import Partial, attend, group_queries
 from kvpress.context import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
 from kvpress.sparse.offload import HostSegment, Lane
@@ -79,7 +79,7 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
         asking = queries
         if ahead:
             module = model.model.layers[call.layer].self_attn
-            asking = hf.group_queries(hf.queries_of(module, inputs[call.layer - 1]), 2)
+            asking = group_queries(hf.queries_of(module, inputs[call.layer - 1]), 2)
         (chosen,) = selector.choose(call, asking) or []
         for segment, part, (out, lse) in zip(call.store.segments, chosen, found, strict=True):
             keys, values = segment.read(slice(None))

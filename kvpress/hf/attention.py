@@ -1,0 +1,152 @@
+"""The attention and mask functions that models are given, and which session a call of them belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from kvpress.attention import Logits, ungroup
+from kvpress.cache.window import Columns
+from kvpress.context import LayerCall
+
+if TYPE_CHECKING:
+    from kvpress.hf.session import Session
+
+NAME = "kvpress"
+KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
+"""Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
+CALL = "_kvpress_call"
+"""Name under which an attention module holds the call that is under way."""
+ASKED = "_kvpress_asked"
+"""The same for modules that are only asked for their queries."""
+
+sessions: dict[int, Session] = {}
+"""Active sessions by the id of every configuration they switched (configurations are not hashable)."""
+
+
+def register() -> None:
+    """Make both functions known to transformers under our name."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@dataclass
+class PressMask:
+    """What the mask function returns: the 2-D mask as it came, and how to build what the model's own attention wants.
+
+    Models pass masks through untouched, so one object serves layers that use our attention and layers that do not.
+    """
+
+    mask: Tensor | None
+    arguments: dict[str, Any]
+    build: Callable[..., Any]
+    built: list[Any] = field(default_factory=list)
+    columns: Columns | None = None
+
+    def real(self, seen: int) -> Columns | None:
+        """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
+        if self.columns is None and self.mask is not None:
+            self.columns = Columns(self.mask[:, :seen])
+        return self.columns
+
+    def native(self) -> Any:
+        """Return the mask of the model's own attention implementation."""
+        if not self.built:
+            self.built.append(self.build(**self.arguments))
+        return self.built[0]
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
+) -> PressMask:
+    """Mask function registered as `kvpress`: keeps the arguments for later."""
+    session = sessions[id(kwargs["config"])]
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, **kwargs,
+    }  # fmt: skip
+    return PressMask(kwargs.get("attention_mask"), arguments, ALL_MASK_ATTENTION_FUNCTIONS[session.native_name])
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: PressMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
+    if ASKED in module.__dict__:
+        raise _QueriesFoundError(query)
+    call: LayerCall | None = module.__dict__.get(CALL)
+    session = sessions[id(module.config)]
+    native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
+    run = session.native_attention(module)
+    if call is None or call.store is None:
+        return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
+    if attention_mask is not None and not isinstance(attention_mask, PressMask):
+        raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
+    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
+        )
+
+    store, length = call.store, query.shape[2]
+    call.queries = query
+    call.logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    call.sinks = kwargs.get("s_aux")
+    static = session.static
+    if static is not None:
+        columns = static.columns
+    else:
+        columns = None if attention_mask is None else attention_mask.real(store.seen)
+    call.columns = None if columns is None else columns.real
+    # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
+    own = bool(store.sealed) or (
+        length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
+    )
+    if own:
+        plan = session.layers[id(module)]
+        whole = session.watch is not None
+        out, call.lse = store.attend(query, call.logits, columns, call.sinks, None if whole else plan.reader(call))
+        result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
+        if plan.selector is not None and length == 1 and store.segments and not whole:
+            plan.selector.after(call)
+    else:
+        keys, values = store.window.filled_keys, store.window.filled_values
+        result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
+    if static is None and session.watch is None:
+        session.observe(call)
+    return result, call.attentions
+
+
+class _QueriesFoundError(Exception):
+    """Ends the forward pass of an attention module that was only asked for its queries."""
+
+    def __init__(self, queries: Tensor) -> None:
+        super().__init__()
+        self.queries = queries
+
+
+def queries_of(module: nn.Module, call: LayerCall) -> Tensor:
+    """Return the queries `[B, Hq, Q, D]` that an attention module under a press would make of the input of a call."""
+    # Models may let layers leave things for each other in a dictionary.
+    arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in call.kwargs.items()}
+    arguments |= {"hidden_states": call.hidden_states, "attention_mask": None, "past_key_values": None}
+    module.__dict__[ASKED] = True
+    try:
+        module.forward(**arguments)
+    except _QueriesFoundError as found:
+        return found.queries
+    finally:
+        del module.__dict__[ASKED]
+    raise NotImplementedError(f"{type(module).__name__} did not call its attention function")

@@ -1,0 +1,163 @@
+"""Decode steps that are recorded once and replayed: the forward pass that stands in for a model's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from kvpress.cache.store import KVStore
+from kvpress.cache.window import Columns, Cursor
+from kvpress.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
+from kvpress.checks import setting
+from kvpress.context import LayerCall
+from kvpress.hf.layer import PressLayer
+
+if TYPE_CHECKING:
+    from kvpress.hf.session import Session
+
+
+@dataclass
+class StaticPass:
+    """A forward pass that leaves the host's counters alone: the real tokens it sees, and the layers' calls it made."""
+
+    columns: Columns | None
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+class CapturedForward:
+    """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on."""
+
+    def __init__(self, session: Session, forward: Callable[..., Any], recorder: Recorder) -> None:
+        update_wrapper(self, forward, updated=())
+        self.session = session
+        self.forward = forward
+        self.names = list(inspect.signature(forward).parameters)
+        self.replay = Replay(recorder, self._step)
+        self.under_way: StaticPass | None = None
+        self.kind: type[Any] = dict
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the cache."""
+        self.replay.forget()
+        self.calls: list[LayerCall] = []
+        self.columns: Columns | None = None
+        self.rest: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if arguments.get("output_hidden_states", getattr(self.session.model.config, "output_hidden_states", False)):
+            raise ValueError("a replayed step gives logits only: leave out output_hidden_states or use capture=False")
+        stores = self._stores(arguments)
+        if not stores:
+            return self.forward(**arguments)
+        ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
+        columns = None if mask is None else Columns(mask.to(ids.device, torch.bool))
+        cursors = self._cursors(stores, columns)
+        if cursors is None:
+            return self.forward(**arguments, attention_mask=mask)
+        if arguments.get("position_ids") is None:
+            arguments["position_ids"] = torch.full((1, 1), stores[0].seen, device=ids.device)
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for store in stores:
+            store.count_token()
+        self.columns = columns
+        outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
+        for call in self.calls:
+            call.columns, call.seen_before = None if columns is None else columns.real, call.store.seen - 1
+            self.session.follow(call)
+        if self.session.follows:
+            self.session.finish(self.calls, ids, arguments["position_ids"])
+        return self.kind(**outputs, **self.rest)
+
+    def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
+        """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
+        self.under_way = StaticPass(self.columns)
+        try:
+            output = self.forward(**inputs, **settings)
+            self.calls = self.under_way.calls
+        finally:
+            self.under_way = None
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        self.kind, self.rest = type(output), {name: value for name, value in output.items() if name not in tensors}
+        return tensors
+
+    def _stores(self, arguments: dict[str, Any]) -> list[KVStore]:
+        """Return the stores of a call that reads one token per row behind a cache of ours; none for other calls."""
+        cache, ids, mask = (arguments.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+        if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
+            return []
+        stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
+        seen, config = cache.get_seq_length(), self.session.model.config
+        # Models of several modalities count positions in their own way.
+        placed = arguments.get("position_ids") is not None or config.get_text_config() is config
+        fits = (
+            placed
+            and len(stores) == len(self.session.modules)
+            and tuple(ids.shape) == (stores[0].batch, 1)
+            and all(store.seen == seen for store in stores)
+            and seen >= self.session.prefill_until
+            and (mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)))
+            and arguments.get("return_dict") is not False
+        )
+        return stores if fits else []
+
+    def _cursors(self, stores: list[KVStore], columns: Columns | None) -> list[Cursor] | None:
+        """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""
+        cursors = []
+        for plan, store in zip(self.session.layers.values(), stores, strict=True):
+            cursor = store.ready(columns, SPARE if plan.codec is None else min(SPARE, plan.codec.group))
+            if cursor is None:
+                return None
+            cursors.append(cursor)
+        return cursors
+
+
+def check_capture(session: Session) -> None:
+    """Refuse models and presses whose decode steps cannot be replayed."""
+    name, press = type(session.model).__name__, type(session.press).__name__
+    other = sorted({kind for kind in session.kinds if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
+            "token; use capture=False"
+        )
+    if session.press.reads_host:
+        raise ValueError(
+            f"{press} fetches pairs from host memory for every token, which a replayed step cannot; use capture=False"
+        )
+    if session.press.decoding_observers():
+        raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")
+    if "decode" in session.follows:
+        raise ValueError(f"{press} acts on whole passes while tokens are generated; use capture=False")
+    if "dynamic" in str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", "")):
+        raise ValueError(f"the rotary embedding of {name} changes with the length on the host; use capture=False")
+    if "position_ids" not in inspect.signature(session.model.forward).parameters:
+        raise ValueError(f"{name} takes no position_ids, so its positions are set on the host; use capture=False")
+
+
+def check_captured_generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> None:
+    """Refuse ways of generating that rearrange the cache at every token."""
+    del inputs
+    beams = setting("num_beams", kwargs, (generation_config, model.generation_config))
+    if beams is not None and beams > 1:
+        raise ValueError(
+            f"num_beams={beams} rearranges the cache at every token, so no step can be replayed; use num_beams=1 or "
+            "capture=False"
+        )
+
+
+def graph_recorder(model: PreTrainedModel) -> Recorder:
+    """Return what records the decode steps of a model as CUDA graphs."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"capture needs a model on one device, this one is on {', '.join(devices)}; use capture=False")
+    return GraphRecorder(model.device)

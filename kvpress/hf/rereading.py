@@ -1,0 +1,88 @@
+"""Reading tokens behind a cache, or once more, while the session that the cache belongs to stands back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpress.hf.layer import PressLayer
+from kvpress.passes import Pass, Watch
+
+if TYPE_CHECKING:
+    from kvpress.hf.session import Session
+
+
+class DecoderReader:
+    """Runs the decoder of a session for presses that look at whole passes; see `kvpress.passes.Pass`."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model = session.model
+
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
+        """Read `ids [B, m]` behind the cache of a pass and take them back."""
+        others = [(layer, _copied(layer.__dict__)) for layer in done.cache.layers if not isinstance(layer, PressLayer)]
+        held = [
+            (call.store, call.store.seen, call.store.window.length, dict(call.store.window.side)) for call in done.calls
+        ]
+        try:
+            self._run(done, ids, done.position + torch.arange(ids.shape[1], device=done.position.device), watch)
+        finally:
+            for store, seen, length, side in held:
+                store.window.crop(store.window.length - length)
+                store.seen, store.window.side = seen, side
+            for layer, state in others:
+                layer.__dict__.update(state)
+
+    def reread(self, done: Pass, tokens: int) -> None:
+        """Read the newest tokens of a pass once more at their positions; the new pairs take the place of the old."""
+        stores = [call.store for call in done.calls]
+        most = min(0 if done.ids is None else done.ids.shape[1], done.open_tokens)
+        if done.ids is None or not 1 <= tokens <= most:
+            raise ValueError(
+                f"can read 1 to {most} of the newest tokens once more, got {tokens}: older ones are sealed"
+            )
+        if len(stores) != len(done.cache.layers):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so none can be read again"
+            )
+        sides = [dict(store.window.side) for store in stores]
+        since = [store.since_eviction for store in stores]
+        for store in stores:
+            store.take_back(tokens)
+        self._run(
+            done, done.ids[:, -tokens:], done.position + torch.arange(-tokens, 0, device=done.position.device), None
+        )
+        for store, side, generated in zip(stores, sides, since, strict=True):
+            store.window.side, store.since_eviction = side, generated
+
+    def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
+        """Run the decoder alone: every hook of the session stands back, but for `watch`."""
+        mask, seen = done.mask, done.seen
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(ids.shape)], dim=1)[:, : seen + ids.shape[1]]
+        self.session.watch = watch or (lambda call: None)
+        try:
+            with torch.no_grad():
+                self.session.decoder(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=done.cache,
+                    use_cache=True,
+                )
+        finally:
+            self.session.watch = None
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a cache layer's state, tensors that are written in place included."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return _copied(value) if isinstance(value, dict) else value
+
+    return {name: own(value) for name, value in state.items()}
