@@ -66,7 +66,9 @@ PEER: dict[str, tuple[int, ...] | None] = {
 }
 """Spec with a gap for the ratio -> what NVIDIA kvpress reaches at each ratio."""
 SELECTORS = (
+    "quest:budget={}",
     "quest:budget={},skip_layers=0",
+    "quest:budget={},page_size=4,skip_layers=0",
     "double_sparsity:budget={},skip_layers=0",
     "double_sparsity:budget={},skip_layers=0,label_bits=16",
     "tidal_decode:budget={},skip_layers=0,reselect_layer=1",

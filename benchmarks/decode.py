@@ -37,6 +37,7 @@ from kvpress.calibration import Calibration
 from kvpress.hf import PressLayer
 from kvpress.quant.codebook import Angles, CodedSegment, Turning
 from kvpress.quant.press import pair
+from kvpress.sparse.channels import Channels
 
 STEPS = 4
 OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
@@ -55,6 +56,8 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "ours cq 4c8b": ("cq:coupled=4", None),
     "ours cq 8c8b": ("cq:coupled=8", None),
     "ours quest 1024": ("quest:budget=1024", None),
+    "ours double sparsity 1/16": ("double_sparsity", None),
+    "ours tidal decode 1/16": ("tidal_decode:budget=0.0625", None),
 }
 """Name -> spec, and the share of its pairs that each head keeps, where pairs are evicted."""
 
@@ -71,10 +74,22 @@ class RandomBooks(kvpress.CoupledQuantPress):
         """There is no file to check."""
 
 
+class RandomChannels(kvpress.DoubleSparsityPress):
+    """Double Sparsity with channels drawn at random, which cost as much to read as any."""
+
+    def known_channels(self, model: Any) -> Channels:
+        generator = torch.Generator().manual_seed(0)
+        return Channels({layer: torch.randn(4, 64, generator=generator).argsort() for layer in range(8)})
+
+
+STAND_INS = {kvpress.CoupledQuantPress: RandomBooks, kvpress.DoubleSparsityPress: RandomChannels}
+"""Presses that need a calibration, which this model has none of."""
+
+
 def press_of(spec: str) -> Any:
-    """Build a press; coupled quantisation needs books, and this model has none."""
+    """Build a press that needs no calibration."""
     press = kvpress.get_press(spec)
-    return RandomBooks(**vars(press)) if isinstance(press, kvpress.CoupledQuantPress) else press
+    return STAND_INS[type(press)](**vars(press)) if type(press) in STAND_INS else press
 
 
 def build_model() -> LlamaForCausalLM:
@@ -248,6 +263,8 @@ def ratios(rows: dict[str, Any]) -> dict[str, float | None]:
         "kivi4_vs_best": ms("ours kivi 4 bit") / best,
         "kivi2_vs_best": ms("ours kivi 2 bit") / best,
         "quest_vs_off": ms("ours quest 1024") / ms("ours off"),
+        "double_sparsity_vs_off": ms("ours double sparsity 1/16") / ms("ours off"),
+        "tidal_decode_vs_off": ms("ours tidal decode 1/16") / ms("ours off"),
     }
 
 

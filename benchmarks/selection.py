@@ -33,6 +33,7 @@ from kvpress.cache.window import Window
 from kvpress.context import LayerCall
 from kvpress.presses.base import BasePress
 from kvpress.sparse.base import Selector
+from kvpress.sparse.channels import Channels
 from kvpress.sparse.double_sparsity import DoubleSparsitySelector
 
 HEADS, GROUPS, DIM = 4, 4, 64
@@ -118,8 +119,8 @@ def selector_of(press: BasePress, layer: int) -> Selector | None:
     """Return a selector; channels are drawn at random, which cost as much to read as any."""
     selector = press.selector_at(layer)
     if isinstance(selector, DoubleSparsitySelector):
-        generator = torch.Generator().manual_seed(layer)
-        selector.load(torch.stack([torch.randperm(DIM, generator=generator) for _ in range(HEADS)]))
+        drawn = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(layer)).argsort()
+        selector.load(Channels({layer: drawn}), layer)
     return selector
 
 

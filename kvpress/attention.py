@@ -79,14 +79,13 @@ def merge(parts: list[Partial]) -> Partial:
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part[1] for part in parts])
-    top = lse.amax(dim=0)
-    weights = torch.exp(lse - top.masked_fill(top.isinf(), 0.0))
-    total = weights.sum(dim=0)
-    share = weights / total.clamp_min(torch.finfo(torch.float32).tiny)
-    out = parts[0][0] * share[0].unsqueeze(-1)
-    for i, part in enumerate(parts[1:], start=1):
-        out = torch.addcmul(out, part[0], share[i].unsqueeze(-1))
-    return out, top.masked_fill(top.isinf(), 0.0) + total.log()
+    total = lse.logsumexp(dim=0)
+    # Where no part sees a pair, all shares are exp(-inf) instead of exp(-inf + inf).
+    shares = torch.exp(lse - total.clamp_min(torch.finfo(torch.float32).min)).unsqueeze(-1).unbind()
+    out = parts[0][0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part[0], share)
+    return out, total
 
 
 def group_queries(queries: Tensor, kv_heads: int) -> Tensor:

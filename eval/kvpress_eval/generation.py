@@ -63,7 +63,7 @@ class _StepClock(StoppingCriteria):
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of the steps after the first token, which also read the question."""
+        """Mean time of the steps after the first token."""
         steps = len(self.ticks) - 1
         return (self.ticks[-1] - self.ticks[0]) / steps if steps > 0 else None
 
@@ -140,6 +140,23 @@ def _prefill(engine: Engine, ids: Tensor, mask: Tensor, cache: DynamicCache) -> 
     ).logits
 
 
+def _read_question(engine: Engine, cache: DynamicCache, mask: Tensor, question: Tensor) -> None:
+    """Read all but the last token of the questions, so that the answer's first token comes from a decode step as well.
+
+    Selectors read everything where several tokens come at once.
+    """
+    if question.shape[1] > 1:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        engine.model(
+            input_ids=question[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[:, -question.shape[1] : -1],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+
 def _decode(
     engine: Engine,
     press: Any,
@@ -149,12 +166,13 @@ def _decode(
     second: Tensor,
     limits: Limits,
 ) -> tuple[Tensor, _StepClock]:
-    ids = torch.cat([first, second], dim=1)
+    ids, mask = torch.cat([first, second], dim=1), torch.cat([mask, torch.ones_like(second)], dim=1)
     clock = _StepClock(limits.max_seconds)
     with kvpress.reading(engine.model, press):
+        _read_question(engine, cache, mask, second)
         out = engine.model.generate(
             ids,
-            attention_mask=torch.cat([mask, torch.ones_like(second)], dim=1),
+            attention_mask=mask,
             past_key_values=cache,
             generation_config=GenerationConfig(
                 do_sample=False,

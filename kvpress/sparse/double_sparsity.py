@@ -84,6 +84,10 @@ class DoubleSparsityPress(SelectorPress):
         """The calibration file."""
         return calibration.shipped("double-sparsity") if self.calibration is None else Path(self.calibration)
 
+    def known_channels(self, model: Any) -> Channels:
+        """Return the channels of every layer by importance, from the calibration file."""
+        return Channels.load(self.source, model, self.statistic)
+
     @property
     def encodes(self) -> bool:  # type: ignore[override]
         """Whether pairs are moved to host memory."""
@@ -103,14 +107,14 @@ class DoubleSparsityPress(SelectorPress):
         return DoubleSparsitySelector(self.limits, self.channels, self.label_bits, self.reduce)
 
     def selectors(self, model: Any, layers: Sequence[int]) -> dict[int, Selector]:
-        found = Channels.load(self.source, model, self.statistic)
+        known = self.known_channels(model)
         selecting = [layer for layer in layers if layer >= self.skip_layers]
         lane = Lane() if self.offload else None
         selectors: dict[int, Selector] = {}
         for layer in selecting:
             selector = self.selector_at(layer)
             assert selector is not None  # noqa: S101 - for type checkers
-            selector.load(found.orderings[layer])
+            selector.load(known, layer)
             selector.lane = lane if layer in selecting[1:-1] else None
             selectors[layer] = selector
         return selectors
@@ -125,11 +129,10 @@ class Labels:
 
     @classmethod
     def build(cls, segment: Segment, channels: Tensor, bits: int, made_by: str = "") -> Labels:
-        """Take `channels [H, r]` of every key; stream n belongs to kv head n % H."""
-        of_stream = _per_stream(channels, segment.layout.streams)
+        """Take the `channels [N, r]` of its stream of every key."""
         rows = []
         for block in segment.blocks():
-            index = of_stream[block.streams, None].expand(-1, block.keys.shape[1], -1)
+            index = channels[block.streams, None].expand(-1, block.keys.shape[1], -1)
             rows.append(block.keys.gather(2, index).flatten(0, 1))
         labels = torch.cat(rows)
         if bits == 16:
@@ -148,14 +151,14 @@ class DoubleSparsitySelector(Selector):
 
     def __init__(self, budget: Budget, channels: int | None, bits: int, reduce: str) -> None:
         self.budget, self.channels, self.bits, self.reduce = budget, channels, bits, reduce
-        self.chosen = torch.empty(0, 0, dtype=torch.int64)
+        self.chosen = self.of_stream = torch.empty(0, 0, dtype=torch.int64)
         self.name = ""
         self.lane: Lane | None = None
         self.ordered: Order | None = None
 
-    def load(self, ordering: Tensor) -> None:
-        """Use the first of the channels `[H, D]`, ordered by importance."""
-        self.chosen = ordering[:, : self.label_channels(ordering.shape[1])]
+    def load(self, known: Channels, layer: int) -> None:
+        """Use the most important channels of one layer."""
+        self.chosen = known.of(layer, self.label_channels(known.orderings[layer].shape[1]))
         self.name = f"{self.bits} bits of {self.chosen.tolist()}"
 
     def label_channels(self, dim: int) -> int:
@@ -184,7 +187,7 @@ class DoubleSparsitySelector(Selector):
         return None if chosen is None else [chosen]
 
     def _best(self, segments: Sequence[Segment], queries: Tensor) -> list[Chosen] | None:
-        index = _per_stream(self._on(queries.device), queries.shape[0])
+        index = self._channels(queries.shape[0], queries.device)
         asking = queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))
         scores = [
             label_scores(
@@ -217,15 +220,12 @@ class DoubleSparsitySelector(Selector):
     def _labels(self, segment: Segment) -> Labels:
         labels: Labels | None = segment.index.get("labels")
         if labels is None or labels.made_by != self.name:
-            labels = segment.index["labels"] = Labels.build(segment, self._on(segment.device), self.bits, self.name)
+            channels = self._channels(segment.layout.streams, segment.device)
+            labels = segment.index["labels"] = Labels.build(segment, channels, self.bits, self.name)
         return labels
 
-    def _on(self, device: torch.device) -> Tensor:
-        if self.chosen.device != device:
-            self.chosen = self.chosen.to(device)
-        return self.chosen
-
-
-def _per_stream(channels: Tensor, streams: int) -> Tensor:
-    """Channels `[N, r]` of every stream, from those of every kv head."""
-    return channels.repeat(streams // len(channels), 1)
+    def _channels(self, streams: int, device: torch.device) -> Tensor:
+        """Channels `[N, r]` of every stream, copied to the device once; stream n belongs to kv head n % H."""
+        if len(self.of_stream) != streams or self.of_stream.device != device:
+            self.of_stream = self.chosen.to(device).repeat(streams // len(self.chosen), 1)
+        return self.of_stream

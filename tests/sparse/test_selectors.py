@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gzip
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +11,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from benchmarks.recall import read_prompts, recall
 from kvpress.attention import Partial, attend
 from kvpress.context import LayerCall
 from kvpress.sparse.base import Selector, Sets
 from tests.models import tokens
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
 
-PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "refmodel_test.jsonl.gz"
 SELECTORS = {
     "quest": "quest:budget={budget},page_size=4,skip_layers=0",
     "quest, forced": "quest:budget={budget},page_size=4,skip_layers=0,n_sink=4,n_recent=8",
@@ -217,11 +214,7 @@ def test_nothing_is_evicted_and_the_index_is_reported(spec: str) -> None:
 def reference() -> tuple[Any, list[Tensor]]:
     """The reference model and prompts that end where the answer begins."""
     model, tokenizer = kvpress.load_model("reference", dtype=torch.float32)
-    with gzip.open(PROMPTS, "rt") as file:
-        samples = [json.loads(line) for line in file]
-    chosen = [s for s in samples if s["length"] == 1024 and s["task"] in ("mk16", "vt2")][::10]
-    texts = [s["context"] + s["question"] + "\n" + s["answer_prefix"] for s in chosen]
-    return model, [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    return model, read_prompts(tokenizer, 2)
 
 
 @pytest.mark.parametrize("budget", [32, 64])
@@ -237,28 +230,8 @@ def reference() -> tuple[Any, list[Tensor]]:
     ],
 )
 def test_more_attention_is_read_than_at_random_and_no_more_than_the_best_pairs_get(
-    spec: str, least: float, budget: int, reference: tuple[Any, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+    spec: str, least: float, budget: int, reference: tuple[Any, list[Tensor]]
 ) -> None:
     model, prompts = reference
-    press = kvpress.get_press(spec.format(budget))
-    record = Record(monkeypatch)
-    for ids in prompts:
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(ids[:, :-1], past_key_values=cache)
-            model(ids[:, -1:], past_key_values=cache)
-    found, random, best = [], [], []
-    for call, queries, sets, _ in record.choices:
-        (segment,) = call.store.segments
-        for n in range(segment.layout.streams if sets else 0):
-            span = segment.layout.rows(n)
-            weights = torch.softmax(call.logits(queries[n], segment.read(span)[0]), dim=-1)
-            for head, received in enumerate(weights):
-                part = sets[head * len(sets) // len(weights)][0]
-                chosen = part.rows[n, : part.counts[n]].long() - span.start
-                found.append(received[chosen].sum())
-                best.append(received.topk(len(chosen)).values.sum())
-                random.append(torch.tensor(len(chosen) / len(received)))
-    recall, chance, most = (float(torch.stack(part).mean()) for part in (found, random, best))
-    assert all(ours <= top + 1e-5 for ours, top in zip(found, best, strict=True))
-    assert chance + least * (most - chance) < recall
+    found = recall(model, prompts, kvpress.get_press(spec.format(budget)))
+    assert found.random + least * (found.best - found.random) < found.read <= found.best

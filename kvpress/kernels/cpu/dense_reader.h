@@ -35,7 +35,11 @@ class DenseReader {
 
   void score(const Chunk& chunk, float* scores) {
     score_rows<Dot>([&](int t) { return row(p_.keys, chunk.rows[t]); }, chunk.count, queries_, stride_, int(p_.queries),
-                    int(p_.keys.channels), scores, [&](int t) { prefetch(p_.keys, chunk, t + kAhead); });
+                    int(p_.keys.channels), scores, [&](int t) {
+                      prefetch(p_.keys, chunk, t + kAhead);
+                      // Listed rows lie far apart: their values are on the way while the keys are still being read.
+                      if (!chunk.contiguous) prefetch(p_.values, chunk, t);
+                    });
   }
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
