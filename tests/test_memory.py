@@ -15,35 +15,18 @@ import kvpress
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.report import format_bytes
 from tests.models import padded_batch, tiny_model, tokens
+from tests.presses.evicting import EVICTING
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
 QUEST = "quest:budget=12,page_size=4,skip_layers=0"
 PRESSES = [
+    *EVICTING,
     "none",
-    "random:0.5,seed=3",
-    "knorm:0.5",
-    "knorm:budget=9",
-    "streaming_llm:0.5",
     "streaming_llm:0.5,reindex=true",
-    "snapkv:0.5,window_size=4",
-    "tova:0.5",
-    "observed_attention:0.5",
     "h2o:0.5",
     "h2o:0.5,normalize=decay,decay=0.9",
-    "expected_attention:0.5",
-    "pyramidkv:0.5,window_size=4",
-    "adakv(snapkv:0.5,window_size=4)",
     "kvzip:0.5,repeat_prompt=",
     "duo_attention:0.7,on_the_fly_scoring=true,sink_size=2,recent_size=6,interval=4",
-    "keydiff:0.5",
-    "leverage_score:0.5,sketch_dimension=16",
-    "non_causal_attn:0.5,chunk_size=8",
-    "compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8",
-    "chunk(snapkv:0.5,window_size=2):chunk_length=8",
-    "chunkkv(snapkv:0.5,window_size=4):chunk_length=5",
-    "block(keydiff:0.5):block_size=3",
-    "criticalkv(snapkv:0.5,window_size=4)",
-    "critical_adakv(expected_attention:0.5)",
     "key_rerotation(critical_adakv(snapkv:0.5,window_size=4))",
     "per_layer_compression(knorm):compression_ratios=(0.3,0.5,0.7)",
     "decoding(snapkv:window_size=4):compression_interval=4,target_size=12",

@@ -30,3 +30,12 @@ EVICTING = [
     "criticalkv(snapkv:0.5,window_size=4)",
     "critical_adakv(expected_attention:0.5)",
 ]
+
+EXEMPT = {
+    "expected_attention_stats": "needs a file per model",
+    "key_rerotation": "keys move",
+    "per_layer_compression": "one ratio per layer",
+    "duo_attention": "no budget per layer",
+    "rlkv": "no budget per layer",
+}
+"""Presses that have suites of their own instead, and why; `docs/eviction.md` says it at length."""
