@@ -90,13 +90,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="SPEC", help="measure these; --out keeps the rows of the others")
     parser.add_argument("--press", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.press:
         print(json.dumps(measure(options.press, options.tokens, options.layers)))
         return
     rows: dict[str, dict[str, float]] = {}
-    for spec in [*PRESSES, NONE]:
+    for spec in [NONE, *(options.only or PRESSES[1:]), NONE]:
         settings = ["--press", spec, "--tokens", str(options.tokens), "--layers", str(options.layers)]
         command = [sys.executable, __file__, *settings]
         found = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - our own script
@@ -107,14 +108,21 @@ def main() -> None:
             f"{spec:60s} {row['seconds']:7.2f} s   peak +{row['peak_mib']:6.0f} MiB   cache {row['cache_mib']:6.1f} MiB",
             flush=True,
         )
-    print("\n| press | prefill s | ratio | peak MiB | ratio | cache MiB |\n|---|---:|---:|---:|---:|---:|")
-    for spec, row in rows.items():
-        slower, larger = (row[name] / rows[NONE][name] for name in ("seconds", "peak_mib"))
-        cells = f"{row['seconds']:.1f} | {slower:.2f} | {row['peak_mib']:.0f} | {larger:.2f} | {row['cache_mib']:.0f}"
-        print(f"| `{spec}` | {cells} |")
+    for row in rows.values():
+        row |= {"times": row["seconds"] / rows[NONE]["seconds"], "peak": row["peak_mib"] / rows[NONE]["peak_mib"]}
     if options.out:
+        held = json.loads(options.out.read_text())["rows"] if options.only and options.out.exists() else {}
         record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
-        options.out.write_text(json.dumps({**record, "tokens": options.tokens, "rows": rows}, indent=1) + "\n")
+        settled = {"tokens": options.tokens, "layers": options.layers}
+        rows = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
+        options.out.write_text(json.dumps({**record, **settled, "rows": rows}, indent=1) + "\n")
+    print(
+        "\n| press | prefill s | times no press | peak MiB | of no press | cache MiB |\n|---|---:|---:|---:|---:|---:|"
+    )
+    for spec, row in rows.items():
+        numbers = (f"{row['seconds']:.1f}", f"{row['times']:.2f}", f"{row['peak_mib']:.0f}", f"{row['peak']:.2f}")
+        cells = " | ".join((*numbers, f"{row['cache_mib']:.0f}"))
+        print(f"| `{spec}` | {cells} |")
 
 
 if __name__ == "__main__":

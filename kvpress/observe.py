@@ -7,7 +7,6 @@ they score; all of their state lives in the cache.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,61 +97,60 @@ class ColumnMass(Observer):
         self.queries += length
         # A token on its own is never padding.
         real = None if call.columns is None or length == 1 else call.columns[:, -length:].to(call.queries.device)
-        lse = call.lse
-        if lse is None and self.decay < 1:
-            lse = store.attend(call.queries, call.logits, call.columns, call.sinks)[1]
-        if lse is not None:
-            lse = self._weigh(lse.view(store.batch, store.heads, -1, length), real).view(lse.shape)
+        weights = self._weights(call, real)
         device = call.queries.device
         fade = torch.full((1,), self.decay**length, device=device) if real is None else self.decay ** real.sum(dim=1)
         for segment in store.sealed:
             row = segment.layout.stream_of_row // store.heads if len(fade) > 1 else slice(None)
-            # A pass over sealed pairs always leaves its log-sum-exp.
-            received = segment.mass(group_queries(call.queries, store.heads), call.logits, lse)  # type: ignore[arg-type]
+            # w * exp(x - lse) = exp(x - (lse - log w)); a pass over sealed pairs always leaves its log-sum-exp.
+            lse = call.whole_lse if weights is None else call.whole_lse - weights.log()
+            received = segment.mass(group_queries(call.queries, store.heads), call.logits, lse)
             segment.side[name] = segment.side_array(name) * fade[row] + received
         window = store.window
-        mass = self._window_mass(call, lse)
+        mass = self._window_mass(call, weights)
         window.side[name] = mass + window.side[name] * fade[:, None, None] if name in window.side else mass
 
-    def _weigh(self, lse: Tensor, real: Tensor | None) -> Tensor:
-        """Fold the weight w of every query into its log-sum-exp `[B, H, G, n]`: w * exp(x - lse) = exp(x - (lse - log w)).
-
-        Queries weigh decay ** later, with `later` real queries of the pass behind them; padding weighs nothing.
-        """
-        length = lse.shape[3]
+    def _weights(self, call: LayerCall, real: Tensor | None) -> Tensor | None:
+        """How much every query counts, `[N, G * n]`: decay ** (later real queries of the pass), 0 for padding; None for 1."""
+        length, streams = call.queries.shape[2], call.store.batch * call.store.heads
+        if real is None and self.decay == 1:
+            return None
         if real is None:
-            return lse - math.log(self.decay) * torch.arange(length - 1, -1, -1, device=lse.device)
-        later = real.flip(1).cumsum(dim=1).flip(1) - 1
-        weighed = lse - math.log(self.decay) * later[:, None, None]
-        return weighed.masked_fill(~real[:, None, None], torch.inf)
+            later = torch.arange(length - 1, -1, -1, device=call.queries.device)
+            weights = (self.decay**later).expand(call.store.batch, -1)
+        else:
+            weights = self.decay ** (real.flip(1).cumsum(dim=1).flip(1) - 1) * real
+        per_head = call.queries.shape[1]
+        return weights[:, None].expand(-1, per_head, -1).reshape(streams, -1)
 
-    def _window_mass(self, call: LayerCall, lse: Tensor | None) -> Tensor:
+    def _window_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
         window = call.store.window
         real = None if call.columns is None else call.columns[:, window.first : window.first + window.length]
         pads = None if real is None else left_padding(real)
         if (real is None or pads is not None) and kernels.available(window.keys):
-            return self._flat_mass(call, pads, lse)
-        return self._blocked_mass(call, lse)
+            return self._flat_mass(call, pads, weights)
+        return self._blocked_mass(call, weights)
 
-    def _flat_mass(self, call: LayerCall, pads: Tensor | None, lse: Tensor | None) -> Tensor:
-        """The window as flat rows; padded queries see nothing, because padding is not part of a stream."""
+    def _flat_mass(self, call: LayerCall, pads: Tensor | None, weights: Tensor | None) -> Tensor:
+        """The window as flat rows; padding is not part of a stream."""
         store, window, length = call.store, call.store.window, call.queries.shape[2]
         sinks = None
-        if lse is None and call.sinks is not None:
+        if call.lse is None and call.sinks is not None:
             sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
         mass = kernels.column_mass(
             group_queries(call.queries, store.heads),
             window.keys.flatten(0, 2),
             *window.streams(pads),
             call.logits.scale,
-            lse=lse,
+            lse=call.lse,
             softcap=call.logits.softcap,
             causal=length,
             sinks=sinks,
+            row_weights=weights,
         )
         return mass.view(store.batch, store.heads, -1)[..., : window.length]
 
-    def _blocked_mass(self, call: LayerCall, lse: Tensor | None) -> Tensor:
+    def _blocked_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
         window, length = call.store.window, call.queries.shape[2]
         streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
         block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
@@ -160,9 +158,12 @@ class ColumnMass(Observer):
         keys = window.filled_keys.flatten(0, 1)
         real = None if call.columns is None else call.columns.to(received.device)
         newest = window.length - length
-        lse = None if lse is None else lse.view(streams, groups, length)
+        shape = (streams, groups, length)
+        lse = None if call.lse is None else call.lse.view(shape)
+        counts = None if weights is None else weights.view(shape)
         for start in range(0, length, block):
-            part = call.queries[:, :, start : start + block]
+            rows = slice(start, start + block)
+            part = call.queries[:, :, rows]
             count = part.shape[2]
             scores = call.logits(group_queries(part, call.store.heads), keys).view(streams, groups, count, -1)
             at = torch.arange(newest + start, newest + start + count, device=keys.device)
@@ -172,15 +173,9 @@ class ColumnMass(Observer):
                 seen = real[:, window.first : window.first + window.length]
                 seen = seen.repeat_interleave(call.store.heads, dim=0)
                 scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
-            if lse is not None:
-                weights = torch.exp(scores - lse[:, :, start : start + count, None])
-            else:
-                weights = call.softmax(scores)
-            if real is not None:
-                asking = real[:, window.first + newest + start : window.first + newest + start + count]
-                asking = asking.repeat_interleave(call.store.heads, dim=0)
-                weights = weights.masked_fill(~asking[:, None, :, None], 0.0)
-            received += weights.nan_to_num_(0.0).sum(dim=(1, 2))
+            paid = call.softmax(scores) if lse is None else torch.exp(scores - lse[:, :, rows, None])
+            paid = paid.nan_to_num_(0.0)  # of padding, which sees nothing
+            received += (paid if counts is None else paid * counts[:, :, rows, None]).sum(dim=(1, 2))
         return received.view(call.store.batch, call.store.heads, -1)
 
     def tensors(self) -> list[Tensor]:

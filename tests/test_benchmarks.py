@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpress
-from benchmarks import decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu
+from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, selection
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform, random_correction
@@ -197,3 +197,35 @@ def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatc
     report = kvpress.memory_report(table[spec][0])
     assert report.kept == report.seen / 2
     assert report.bits_per_value < kvpress.memory_report(table["ours kivi 2 bit, g 32"][0]).bits_per_value
+
+
+def test_bytes_that_selectors_read_are_counted() -> None:
+    rows = selection.measure(context=1088, layers=5, rounds=1)
+    pair_bytes = 2 * 64 * 2
+    dense = 5 * 4 * 1088 * pair_bytes
+    assert rows["dense"]["read_mib"] * 2**20 == dense
+    # Three layers choose among 1024 sealed pairs of each head; 64 are not sealed and read by all alike.
+    labels, pages, chosen = 1024 * (8 + 4), 1024 // 16 * 2 * 64 * 2, 64 * pair_bytes
+    full = 2 * 4 * 1088 * pair_bytes
+    for name, index in {"double sparsity 1/16": labels, "quest 1/16": pages}.items():
+        assert rows[name]["read_mib"] * 2**20 == full + 3 * 4 * (index + chosen)
+    # TidalDecode chooses in layer 2 of 5, once: reads all pairs and all keys again there, and 64 pairs in the other two.
+    assert rows["tidal decode 1/16"]["read_mib"] * 2**20 == full + 4 * (1.5 * 1024 * pair_bytes + 2 * chosen)
+
+
+def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = [
+        {"press": press, "task": f"file:x#{task}", "score": float(task != "vt2" or press == "none")}
+        for press in accuracy.specs()
+        for task in (*accuracy.RETRIEVAL, *accuracy.COUNTED)
+        for _ in range(3)
+    ]
+    table = accuracy.summarise(pandas.DataFrame(rows))
+    assert table["keydiff:0.9"]["retrieval"].mean == 80
+    assert table["keydiff:0.9"]["retrieval"].contexts == 15
+    assert table["keydiff:0.9"]["tracing"].mean == 0
+    assert abs(table["keydiff:0.9"]["retrieval"].half - 1.96 * 40 / 15**0.5) < 1e-9
+    text = accuracy.to_markdown(table)
+    assert "| `keydiff:r` | 80 ± 20 (100) | 80 ± 20 (95) | 80 ± 20 (84) | 80 ± 20 (66) |" in text
+    assert text.count("`tidal_decode:budget=r,skip_layers=1,reselect_layer=3`") == 3

@@ -36,7 +36,7 @@ def column_mass(
     softcap: float | None = None,
     causal: int = 0,
     sinks: Tensor | None = None,
-    rows_valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
     power: int = 1,
 ) -> Tensor:
     """Sum the softmax weights, or their squares, that each stored row gets from all queries of its stream.
@@ -52,7 +52,7 @@ def column_mass(
         causal: number Q of new tokens, the last Q rows of every stream: row m of q sees the first
             ``lengths[n] - Q + m % Q + 1`` rows. 0 lets every query see every row.
         sinks: learned sink logit of every query, float32 [N, M], which takes part in the softmax; not with lse.
-        rows_valid: which queries count, bool [N, M]; all by default.
+        row_weights: factor of the softmax weights of every query, float32 [N, M], not negative; 1 by default.
         power: 1 for the sum, 2 for the sum of squares.
 
     Returns:
@@ -60,9 +60,9 @@ def column_mass(
     """
     if power not in (1, 2):
         raise ValueError(f"power must be 1 or 2, got {power}")
-    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, row_weights)
     statistic = "sum" if power == 1 else "squares"
-    return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, rows_valid, statistic)
+    return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, row_weights, statistic)
 
 
 def column_max(
@@ -76,7 +76,7 @@ def column_max(
     softcap: float | None = None,
     causal: int = 0,
     sinks: Tensor | None = None,
-    rows_valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the largest softmax weight that each stored row gets, float32 [R]; arguments as in `column_mass`.
 
@@ -90,13 +90,13 @@ def column_max(
         softcap: bound of the logits.
         causal: number of new tokens, or 0.
         sinks: float32 [N, M].
-        rows_valid: bool [N, M].
+        row_weights: float32 [N, M].
 
     Returns:
         Float32 [R].
     """
-    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
-    return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, rows_valid, "max")
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, row_weights)
+    return _columns(q, keys, starts, lengths, scale, lse, softcap, causal, sinks, row_weights, "max")
 
 
 def reference(
@@ -109,7 +109,7 @@ def reference(
     softcap: float | None = None,
     causal: int = 0,
     sinks: Tensor | None = None,
-    rows_valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
     statistic: str = "sum",
 ) -> Tensor:
     """Ground truth in float32: the softmax of a block of queries after the other."""
@@ -133,8 +133,8 @@ def reference(
                     whole = torch.logaddexp(whole, sinks[n, block])
             # A query that sees nothing has lse = -inf; its weights must be 0, not exp(-inf + inf).
             weights = torch.exp(logits - whole.clamp_min(torch.finfo(torch.float32).min)[:, None])
-            if rows_valid is not None:
-                weights = weights * rows_valid[n, block, None]
+            if row_weights is not None:
+                weights = weights * row_weights[n, block, None]
             part = out[start : start + length]
             if statistic == "max":
                 torch.maximum(part, weights.amax(0) if length else part, out=part)
@@ -154,10 +154,10 @@ def _columns(
     softcap: float | None,
     causal: int,
     sinks: Tensor | None,
-    rows_valid: Tensor | None,
+    row_weights: Tensor | None,
     statistic: str,
 ) -> Tensor:
-    options = (lse, softcap, causal, sinks, rows_valid, statistic)
+    options = (lse, softcap, causal, sinks, row_weights, statistic)
     if device.available(keys):
         # First, because the checks below would wait for the device.
         from kvpress.kernels.triton import columns as gpu
@@ -187,7 +187,7 @@ def _launch(
     softcap: float | None = None,
     causal: int = 0,
     sinks: Tensor | None = None,
-    rows_valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
     statistic: str = "sum",
     level_name: str | None = None,
 ) -> Tensor:
@@ -200,7 +200,7 @@ def _launch(
         keys,
         starts.contiguous(),
         lengths.contiguous(),
-        None if rows_valid is None else rows_valid.contiguous(),
+        None if row_weights is None else row_weights.contiguous(),
         None if sinks is None else sinks.contiguous(),
         torch.empty(streams, queries, dtype=torch.float32) if lse is None else lse.contiguous(),
         out,
@@ -233,7 +233,7 @@ def check(
     softcap: float | None,
     causal: int,
     sinks: Tensor | None,
-    rows_valid: Tensor | None,
+    row_weights: Tensor | None,
 ) -> None:
     """Refuse queries, keys and per-query arrays that do not belong together."""
     checks.options(q, keys.shape[0], softcap, causal)
@@ -243,13 +243,13 @@ def check(
     for name, tensor, dtype in (
         ("lse", lse, torch.float32),
         ("sinks", sinks, torch.float32),
-        ("rows_valid", rows_valid, torch.bool),
+        ("row_weights", row_weights, torch.float32),
     ):
         if tensor is not None:
             checks.shape(name, tensor, tuple(q.shape[:2]), dtype)
     if lse is not None and sinks is not None:
         raise ValueError("sinks must not be given with lse, which includes them")
-    checks.same_device(q, keys, lse, sinks, rows_valid)
+    checks.same_device(q, keys, lse, sinks, row_weights)
 
 
 def _check_apart(starts: Tensor, lengths: Tensor) -> None:

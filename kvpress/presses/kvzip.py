@@ -214,7 +214,7 @@ class _Scores:
         queries = group_queries(call.queries, store.heads)
         streams, groups = len(lengths), queries.shape[1] // new
         count = torch.tensor(lengths, device=keys.device)
-        real = (torch.arange(new) < self.lengths[:, None]).to(keys.device)
+        real = (torch.arange(new) < self.lengths[:, None]).to(keys.device, torch.float32)
 
         def spread(per_token: Tensor) -> Tensor:
             """Repeat `[B, new]` for all query heads, as `[N, G * new]`."""
@@ -227,14 +227,14 @@ class _Scores:
         about = (keys, count.cumsum(0) - count, count, call.logits.scale)
         settings: dict[str, Any] = {"softcap": call.logits.softcap, "causal": new}
         if not self.plus:
-            return kernels.column_max(queries, *about, sinks=sinks, rows_valid=spread(real), **settings)
+            return kernels.column_max(queries, *about, sinks=sinks, row_weights=spread(real), **settings)
         lse = kernels.dense_decode(queries, keys, keys, *about[1:], sinks=sinks, **settings)[1]
         lse = lse + spread(call.hidden_states.float().norm(dim=-1).log())
         weights = torch.zeros(len(keys), device=keys.device)
         for g in range(groups):
             part = slice(g * new, (g + 1) * new)
             found = kernels.column_max(
-                queries[:, part], *about, lse=lse[:, part], rows_valid=spread(real)[:, part], **settings
+                queries[:, part], *about, lse=lse[:, part], row_weights=spread(real)[:, part], **settings
             )
             sizes = [
                 _projected(call.module, rows, (n % store.heads) * groups + g)

@@ -35,14 +35,14 @@ def options(name: str, streams: int, queries: int) -> dict[str, Any]:
         "softcap": {"softcap": 2.0},
         "causal": {"causal": 39},
         "sinks": {"sinks": torch.randn(streams, queries), "causal": 39},
-        "valid": {"rows_valid": torch.rand(streams, queries) > 0.5},
+        "weights": {"row_weights": torch.rand(streams, queries) * (torch.rand(streams, queries) > 0.5)},
     }[name]
 
 
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["plain", "lse", "softcap", "causal", "sinks", "valid"])
+@pytest.mark.parametrize("name", ["plain", "lse", "softcap", "causal", "sinks", "weights"])
 @pytest.mark.parametrize("statistic", ["sum", "squares", "max"])
 def test_every_level_option_and_statistic_agrees(level: str, dtype: torch.dtype, name: str, statistic: str) -> None:
     s = streams([*LENGTHS, 2], 78, 80, dtype)
@@ -115,9 +115,9 @@ def test_fast_path_is_counted_and_can_be_turned_off(monkeypatch: pytest.MonkeyPa
 
 def test_opcheck() -> None:
     s = streams([4, 0, 9], 3, 16)
-    keys, valid = torch.randn(s.rows, 16), torch.ones(3, 3, dtype=torch.bool)
+    keys, weights = torch.randn(s.rows, 16), torch.rand(3, 3)
     args = (s.q, keys, s.starts, s.lengths, 0.1)
-    torch.library.opcheck(torch.ops.kvpress.columns.default, (*args, None, 5.0, 3, torch.randn(3, 3), valid, "max"))
+    torch.library.opcheck(torch.ops.kvpress.columns.default, (*args, None, 5.0, 3, torch.randn(3, 3), weights, "max"))
 
 
 BAD = {
@@ -133,7 +133,7 @@ BAD = {
     "lse must be float32 \\[2, 4\\]": {"lse": torch.zeros(2, 3)},
     "sinks must be float32 \\[2, 4\\]": {"sinks": torch.zeros(2)},
     "sinks must not be given with lse": {"sinks": torch.zeros(2, 4), "lse": torch.zeros(2, 4)},
-    "rows_valid must be bool \\[2, 4\\]": {"rows_valid": torch.zeros(2, 4)},
+    "row_weights must be float32 \\[2, 4\\]": {"row_weights": torch.zeros(2, 4).bool()},
     "power must be 1 or 2, got 3": {"power": 3},
 }
 

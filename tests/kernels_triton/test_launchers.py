@@ -85,7 +85,7 @@ LAUNCHERS: dict[str, Callable[[], Any]] = {
     "lookup_decode": lambda: lookup.lookup_decode(**coded(), **streams()),
     "lookup_select": lambda: lookup.lookup_select(**coded(), **listed()),
     "columns": lambda: columns.columns(
-        queries(), rows(), **streams(), scale=0.1, sinks=torch.empty(N, M), rows_valid=torch.empty(N, M).bool()
+        queries(), rows(), **streams(), scale=0.1, sinks=torch.empty(N, M), row_weights=torch.empty(N, M)
     ),
     "scores": lambda: pages.scores(queries(), rows(), rows(), *streams().values(), "max", 100),
     "scores of codes": lambda: pages.scores(queries(), None, packed((1, D)), *streams().values(), "max", 100),

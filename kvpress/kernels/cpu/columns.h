@@ -17,7 +17,7 @@ struct Columns {
   const void* keys;       // [R, D]
   const int64_t* starts;   // [N]
   const int64_t* lengths;  // [N]
-  const uint8_t* valid;    // [N, M]: which queries count, or null
+  const float* weights;    // [N, M]: factor of the softmax weights of every query, or null
   const float* sinks;     // [N, M]: logits that take part in the softmax only, or null
   float* lse;             // [N, M]
   float* out;             // [R], zeros
@@ -177,8 +177,9 @@ class ColumnWorker {
   // Infinite for queries that do not count or see nothing, which makes their weights zero.
   float base_two_lse(int64_t stream, int64_t m) const {
     const int64_t at = stream * p_.queries + m;
-    if ((p_.valid && !p_.valid[at]) || p_.lse[at] == -INFINITY) return INFINITY;
-    return p_.lse[at] * kLog2e;
+    const float weight = p_.weights ? p_.weights[at] : 1.f;
+    if (weight == 0.f || p_.lse[at] == -INFINITY) return INFINITY;
+    return p_.lse[at] * kLog2e - std::log2(weight);  // w * 2^(x - lse) = 2^(x - (lse - log2 w))
   }
 
   // Log-sum-exp of the lanes of the m-th query of the block, and of its sink.

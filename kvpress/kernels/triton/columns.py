@@ -68,7 +68,7 @@ def columns(
     softcap: float | None = None,
     causal: int = 0,
     sinks: Tensor | None = None,
-    rows_valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
     statistic: str = "sum",
     *,
     capacity: int | None = None,
@@ -85,7 +85,7 @@ def columns(
         softcap: bound of the logits.
         causal: number of new tokens, or 0.
         sinks: float32 [N, M].
-        rows_valid: bool [N, M].
+        row_weights: float32 [N, M].
         statistic: sum, squares or max.
         capacity: most rows that a stream can have, all by default; rows past it are not visited.
 
@@ -94,12 +94,13 @@ def columns(
     """
     if statistic not in ("sum", "squares", "max"):
         raise ValueError(f"statistic must be sum, squares or max, got {statistic!r}")
-    check(q, keys, starts, lengths, lse, softcap, causal, sinks, rows_valid)
+    check(q, keys, starts, lengths, lse, softcap, causal, sinks, row_weights)
     if lse is None:
         _, lse = dense_decode(q, keys, keys, starts, lengths, scale, softcap=softcap, causal=causal, capacity=capacity)
         lse = lse if sinks is None else torch.logaddexp(lse, sinks)
-    if rows_valid is not None:
-        lse = lse.masked_fill(~rows_valid, float("-inf"))
+    if row_weights is not None:
+        # w * exp(x - lse) = exp(x - (lse - log w)); a query without weight sees nothing.
+        lse = (lse - row_weights.log()).masked_fill(row_weights == 0, float("-inf"))
     streams, queries, D = q.shape
     capacity = keys.shape[0] if capacity is None else capacity
     out = q.new_zeros(keys.shape[0], dtype=torch.float32)

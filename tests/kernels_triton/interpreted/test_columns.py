@@ -32,11 +32,11 @@ def test_matches_reference(statistic: str, dim: int, queries: int, options: dict
     assert relative_error(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize("given", ["lse", "sinks", "rows_valid"])
+@pytest.mark.parametrize("given", ["lse", "sinks", "row_weights"])
 def test_options_per_query(given: str) -> None:
     s = streams([65, 0, 30], 6, 64)
     keys = torch.randn(s.rows, 64)
-    option = {given: torch.rand(3, 6) < 0.5 if given == "rows_valid" else 5 + torch.randn(3, 6)}
+    option = {given: torch.rand(3, 6) * (torch.rand(3, 6) < 0.5) if given == "row_weights" else 5 + torch.randn(3, 6)}
     expected = reference(s.q, keys, s.starts, s.lengths, 0.2, **option)
     assert relative_error(columns(s.q, keys, s.starts, s.lengths, 0.2, **option), expected) < 1e-5
 
@@ -54,7 +54,7 @@ BAD = {
     "keys must be contiguous": {"keys": torch.zeros(8, 20).T},
     "lse must be float32 \\[2, 4\\]": {"lse": torch.zeros(2, 3)},
     "sinks must be float32 \\[2, 4\\]": {"sinks": torch.zeros(2, 3)},
-    "rows_valid must be bool \\[2, 4\\]": {"rows_valid": torch.zeros(2, 4)},
+    "row_weights must be float32 \\[2, 4\\]": {"row_weights": torch.zeros(2, 4).bool()},
     "sinks must not be given with lse": {"sinks": torch.zeros(2, 4), "lse": torch.zeros(2, 4)},
     "starts must be": {"starts": torch.zeros(3, dtype=torch.int64)},
     "lengths must be": {"lengths": torch.zeros(2)},
