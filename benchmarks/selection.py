@@ -112,7 +112,9 @@ class Contender:
 
 def stored(part: Segment | Window) -> list[Tensor]:
     """Tensors that hold pairs."""
-    return part.tensors() if isinstance(part, Window) else [t for held in part.storage().values() for t in held]
+    if isinstance(part, Window):
+        return [part.filled_keys, part.filled_values]
+    return [tensor for held in part.storage().values() for tensor in held]
 
 
 def selector_of(press: BasePress, layer: int) -> Selector | None:
