@@ -1,10 +1,12 @@
-"""The Python examples of the README run as they stand."""
+"""The Python examples of the README and the pages about methods run as they stand."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import kvpress
 from kvpress.registry import _entries
@@ -24,6 +26,16 @@ def test_examples(capsys: Any) -> None:
     finally:
         _entries.clear()
         _entries.update(known)
+    assert "bits per value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["eviction.md", "quantisation.md", "selection.md"])
+def test_examples_of_the_pages(page: str, capsys: Any) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)  # noqa: S102 - our own text
     assert "bits per value" in capsys.readouterr().out
 
 
