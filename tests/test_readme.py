@@ -17,6 +17,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_examples(capsys: Any) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 3
+    kvpress.list_presses()
     known = dict(_entries)
     namespace: dict[str, Any] = {}
     try:
