@@ -19,7 +19,8 @@ from kvpress.presses.streaming_heads import StreamingHeadsPress
 from kvpress.registry import register
 
 SHARE = 1 / 8
-"""Of the queries of a prompt, those whose attention is measured."""
+"""Of the first `SPARSE_FROM` queries of a prompt, those whose attention is measured; later ones grow rarer as 1 / position."""
+SPARSE_FROM = 512
 OUTSIDE = "outside"
 """Name of the observer that measures it."""
 
@@ -30,7 +31,7 @@ class DuoAttentionPress(StreamingHeadsPress):
     """Let the heads that retrieve least keep a window only.
 
     How much a head retrieves is read from a `table`. With `on_the_fly_scoring` it is measured on the prompt instead, while
-    it is read: for a sample of queries i, those at positions from `sink_size + recent_size` on,
+    it is read: for a sample of queries i at positions from `sink_size + recent_size` on, rarer the further they are,
 
         score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size
 
@@ -90,6 +91,11 @@ class DuoAttentionPress(StreamingHeadsPress):
             self.cut(call)
 
 
+def in_sample(positions: Tensor) -> Tensor:
+    """Which queries are measured: a few hundred of any prompt, and of two prompts the same as far as both reach."""
+    return hashed(positions) < SHARE * (SPARSE_FROM / positions.clamp_min(SPARSE_FROM))
+
+
 class OutsideMass(Observer):
     """Attention of a sample of queries beyond sinks and a recent window: `total [B, H]` of `count [B]`, float32.
 
@@ -130,7 +136,7 @@ class OutsideMass(Observer):
         at = real.cumsum(dim=1) - 1
         for row, rows in enumerate(groups):
             queries = at[row, -new:]
-            sampled = real[row, -new:] & (queries >= self.sink_size + self.recent_size) & (hashed(queries) < SHARE)
+            sampled = real[row, -new:] & (queries >= self.sink_size + self.recent_size) & in_sample(queries)
             if bool(sampled.any()):
                 self._add(call, rows, sampled.nonzero().flatten(), at[row], real[row])
 

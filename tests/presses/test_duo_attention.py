@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import DuoAttentionPress, RLKVPress
-from kvpress.observe import hashed
 from kvpress.presses import duo_attention
 from tests.models import padded_batch, tiny_model, tokens
 from tests.oracle import Oracle, decode_both
@@ -118,7 +118,7 @@ def test_mask_oracle_while_tokens_are_generated(source: str, table: str) -> None
 def outside(model: Any, ids: Tensor, sink: int, recent: int) -> Tensor:
     """Mean attention per kv head, `[B, L, H]`, that sampled queries pay beyond sinks and their recent window."""
     length = ids.shape[1]
-    sample = [i for i in range(sink + recent, length) if float(hashed(torch.tensor(i))) < duo_attention.SHARE]
+    sample = [i for i in range(sink + recent, length) if bool(duo_attention.in_sample(torch.tensor(i)))]
     assert len(sample) > 2
     found = []
     for layer in full_layers(model):
@@ -230,3 +230,13 @@ def test_composed_with_a_codec(table: str) -> None:
         generate(model, tokens(2, 40), max_new_tokens=20)
     assert all(len(h) <= 12 for i, j in STREAMING for h in [positions(session.cache)[i][0][j]])
     assert all(layer.store.segments for layer in session.cache.layers)
+
+
+def test_a_long_prompt_is_sampled_thinly_and_a_longer_one_keeps_its_sample() -> None:
+    positions = torch.arange(2**17)
+    chosen = duo_attention.in_sample(positions)
+    assert torch.equal(duo_attention.in_sample(positions[:1000]), chosen[:1000])
+    assert abs(int(chosen[:512].sum()) - 64) < 24
+    for start in (512, 2048, 8192, 32768):
+        expected = 64 * math.log(4)
+        assert abs(int(chosen[start : 4 * start].sum()) - expected) < 4 * expected**0.5
