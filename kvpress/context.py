@@ -23,8 +23,8 @@ class LayerCall:
 
     `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `columns [B, seen]` marks real tokens,
     None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
-    ran. `layer` counts the layers that this library stores, of `layers` in all. `shared` is state that all layers of the
-    cache have in common.
+    ran. `layer` counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared`
+    is state that all layers of the cache have in common.
     """
 
     module: nn.Module
@@ -34,6 +34,8 @@ class LayerCall:
     kwargs: dict[str, Any]
     hidden_states: Tensor
     seen_before: int
+    depth: int = 0
+    depths: int = 1
     phase: Phase = "prefill"
     queries: Tensor = field(default_factory=lambda: torch.empty(0))
     logits: Logits = field(default_factory=lambda: Logits(1.0))

@@ -58,6 +58,7 @@ class Session:
         text = model.config.get_text_config(decoder=True)
         self.kinds = layer_types(text) if self.modules else []
         self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
+        self.growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         self.captured = None if recorder is None else CapturedForward(self, model.forward, recorder)
         self._undo: list[Callable[[], Any]] = []
@@ -74,11 +75,10 @@ class Session:
         if self.captured is not None:
             check_capture(self)
         self.press.post_init_from_model(self.model)
-        growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
-        self.selectors = self.press.selectors(self.model, growing)
+        self.selectors = self.press.selectors(self.model, self.growing)
         self.following = {
             layer: self.modules[later]
-            for layer, later in itertools.pairwise(growing)
+            for layer, later in itertools.pairwise(self.growing)
             if later in self.selectors and self.selectors[later].looks_ahead
         }
         try:
@@ -177,6 +177,8 @@ class Session:
             store=layer.store,  # type: ignore[arg-type]
             layer=plan.index,
             layers=len(self.modules),
+            depth=plan.depth,
+            depths=len(self.growing),
             kwargs=kwargs,
             hidden_states=hidden,  # type: ignore[arg-type]
             seen_before=layer.get_seq_length() - (length if layer.static else 0),
@@ -306,6 +308,7 @@ class LayerPlan:
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.index = session.modules.index(module)
+        self.depth = sum(layer < self.index for layer in session.growing)
         self.codec = session.press.codec_for(self.index)
         self.selector = session.selectors.get(self.index)
         self.following = session.following.get(self.index)

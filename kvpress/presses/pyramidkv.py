@@ -32,7 +32,7 @@ class PyramidKVPress(SnapKVPress):
 
     def kept(self, call: LayerCall, seen: int) -> int:
         mean = self.kept_of(seen)
-        if call.layers < 2 or mean >= seen:
+        if call.depths < 2 or mean >= seen:
             return mean
         extra = mean - self.window_size
         least, most = extra / self.beta, 2 * extra - extra / self.beta
@@ -41,5 +41,5 @@ class PyramidKVPress(SnapKVPress):
             least = 2 * extra - most
         if least < 0 or most < least:
             return mean
-        share = most - call.layer * (most - least) / (call.layers - 1)
+        share = most - call.depth * (most - least) / (call.depths - 1)
         return self.window_size + round(share)
