@@ -25,7 +25,8 @@ def run_rows(**fields: Any) -> Any:
 
 def flatten(result: CellResult) -> list[dict[str, Any]]:
     """Return the rows of a cell with the press, task and length in each of them."""
-    place = {"press": result.cell.press, "task": result.cell.source.task, "length": result.cell.source.length}
+    source, depth = result.cell.source, result.cell.depth
+    place = {"press": result.cell.press, "task": source.task, "length": source.length, "depth": depth}
     rows = []
     for row in result.rows:
         values = {key: value for key, value in row.items() if key not in ("cell", "measured", "sha256")}

@@ -14,20 +14,26 @@ import kvpress
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError
 from kvpress_eval.languages import LANGUAGES
-from kvpress_eval.tasks import Sample, generate, sample_id
+from kvpress_eval.longbench.tasks import LongBenchTask, expand, is_longbench
+from kvpress_eval.tasks import SOURCES, UNPLACED, Sample, answer_room, generate, sample_id
 from kvpress_eval.tasks.files import PREFIX, TaskFile, read_file, split_source
+from kvpress_eval.tasks.filler import NOISE, Filler, read_filler
+from kvpress_eval.tasks.questions import QuestionSet, read_questions
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
 
 
 @dataclass(frozen=True)
 class TaskLength:
-    """One task at one length, generated or from a file."""
+    """One task at one length and depth, generated or from a file."""
 
     task: str
     length: int
     file: TaskFile | None = None
+    depth: float | None = None
+    filler: Filler = NOISE
+    questions: QuestionSet | None = None
 
     def sample_ids(self, config: RunConfig) -> list[str]:
         """Return the names of the samples, without making them."""
@@ -46,8 +52,24 @@ class TaskLength:
             config.samples,
             language=LANGUAGES[config.wording],
             seed=config.seed,
-            depth=config.depth,
+            depth=self.depth,
+            filler=self.filler,
+            questions=self.questions,
         )
+
+    def identity(self, config: RunConfig) -> dict[str, Any]:
+        """Return what decides the samples, besides task and length."""
+        if self.file:
+            return {"file": self.file.sha256}
+        made = {"seed": config.seed, "language": config.wording, "depth": self.depth, "filler": self.filler.name}
+        return {**made, "questions": self.questions.origin} if self.questions else made
+
+    def max_new_tokens(self, config: RunConfig) -> int:
+        """Return the length of the longest answer."""
+        return config.max_new_tokens or answer_room(self.task, config.wording)
+
+
+Source = TaskLength | LongBenchTask
 
 
 @dataclass(frozen=True)
@@ -55,22 +77,43 @@ class Cell:
     """A press on a task; `spec` is everything that decides the result, `id` its hash."""
 
     press: str
-    source: TaskLength
+    source: Source
     spec: Mapping[str, Any]
     id: str
 
     @property
     def label(self) -> str:
         """How progress lines and error messages call the cell."""
-        return f"{self.press} on {self.source.task} at {self.source.length}"
+        return f"{self.press} on {self.source.task} at {self.source.length}{self.where}"
+
+    @property
+    def depth(self) -> float | None:
+        """Where the answer is hidden, if the run says so."""
+        return self.spec.get("depth")
+
+    @property
+    def where(self) -> str:
+        """The depth in words."""
+        return "" if self.depth is None else f", depth {self.depth:g}"
 
 
-def expand_tasks(config: RunConfig) -> list[TaskLength]:
+def expand_tasks(config: RunConfig) -> list[Source]:
     """Return every task and length of a run; files are read, so that a missing one is known early."""
-    sources: list[TaskLength] = []
+    sources: list[Source] = []
+    filler = read_filler(config.filler)
     for name in config.tasks:
+        if is_longbench(name):
+            named = {(source.task, source.length) for source in sources}
+            sources += [task for task in expand(name, config) if (task.task, task.length) not in named]
+            continue
         if not name.startswith(PREFIX):
-            sources += [TaskLength(name, length) for length in config.lengths]
+            questions = read_questions(name, config.data_dir) if name in SOURCES else None
+            depths = (None,) if name in UNPLACED else config.depths or (config.depth,)
+            sources += [
+                TaskLength(name, length, depth=depth, filler=filler, questions=questions)
+                for length in config.lengths
+                for depth in depths
+            ]
             continue
         path, chosen = split_source(name)
         file = read_file(path)
@@ -87,9 +130,7 @@ def expand_tasks(config: RunConfig) -> list[TaskLength]:
     return sources
 
 
-def make_cells(
-    config: RunConfig, sources: Sequence[TaskLength], fingerprint: str, device: str, dtype: str
-) -> list[Cell]:
+def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, device: str, dtype: str) -> list[Cell]:
     """Return the cells of a run, press by press; the last three arguments say which weights ran how."""
     shared = {
         "schema": SCHEMA,
@@ -100,15 +141,13 @@ def make_cells(
         "dtype": dtype,
         "question_aware": config.question_aware,
         "batch_size": config.batch_size,
-        "max_new_tokens": config.max_new_tokens,
         "max_seconds_per_sample": config.max_seconds_per_sample,
     }
-    generated = {"seed": config.seed, "language": config.wording, "depth": config.depth}
     cells = []
     for press in config.presses:
         for source in sources:
-            origin = {"file": source.file.sha256} if source.file else generated
-            spec = {**shared, **origin, "press": press, "task": source.task, "length": source.length}
+            own = {**source.identity(config), "max_new_tokens": source.max_new_tokens(config)}
+            spec = {**shared, **own, "press": press, "task": source.task, "length": source.length}
             cells.append(Cell(press, source, spec, hash_json(spec)[:16]))
     return cells
 

@@ -1,7 +1,8 @@
-"""The commands `kvpress eval`, `kvpress divergence`, `kvpress reselect` and `kvpress demo`."""
+"""The commands `kvpress eval`, `kvpress divergence`, `kvpress reselect`, `kvpress lm-eval` and `kvpress demo`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvpress_eval.demo import demo_config
 from kvpress_eval.divergence import measure, to_table
 from kvpress_eval.errors import ConfigError, EvalError, translated_os_errors
 from kvpress_eval.frontier import write_frontier_png
+from kvpress_eval.lm_eval import require_lm_eval
 from kvpress_eval.report import write_report
 from kvpress_eval.reselect import best, candidates
 from kvpress_eval.runner import INTERRUPTED, RunResult, run
@@ -34,7 +36,10 @@ def eval_command(
     press: Annotated[list[str] | None, typer.Option(help="A press such as snapkv:0.5; may be repeated.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Names separated by commas, or file:PATH.jsonl.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Context lengths in tokens, separated by commas.")] = None,
+    depths: Annotated[str | None, typer.Option(help="A grid of depths such as 0,0.5,1, for a heat map.")] = None,
+    filler: Annotated[str | None, typer.Option(help="What surrounds the answer: noise, repeat or file:PATH.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per task and length.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results; a killed run continues there.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the generated contexts.")] = None,
     language: Annotated[str | None, typer.Option(help="Wording of the tasks: auto, reference or english.")] = None,
@@ -56,7 +61,10 @@ def eval_command(
         "presses": tuple(press) if press else None,
         "tasks": _split(tasks),
         "lengths": _split(lengths),
+        "depths": _split(depths),
+        "filler": filler,
         "samples": samples,
+        "data_dir": data_dir,
         "out": out,
         "seed": seed,
         "language": language,
@@ -168,6 +176,62 @@ def _number(text: str) -> float:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise ConfigError(f"budget must be a whole number of pairs, or a fraction in (0, 1), got {text!r}") from None
+
+
+def lm_eval_command(
+    tasks: Annotated[str, typer.Option(help="Tasks, groups or tags of lm-eval, separated by commas.")],
+    model: Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")] = "reference",
+    press: Annotated[list[str] | None, typer.Option(help="A press such as snapkv:0.5; may be repeated.")] = None,
+    include: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Samples per task; default all.", min=1)] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt; default the task's.", min=0)] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Use the tokenizer's chat template.")] = False,
+    metadata: Annotated[str, typer.Option(help='JSON for tasks that take it: {"max_seq_lengths": [4096]}')] = "{}",
+    out: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts that are read together.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+) -> None:
+    """Score presses on tasks of lm-eval (lm-evaluation-harness).
+
+    Every prompt is compressed as a whole. lm-eval's own command line, with the model `kvpress`, is
+    `python -m kvpress_eval.lm_eval`.
+    """
+    with _exit_codes() as console:
+        require_lm_eval()
+        from kvpress_eval.lm_tasks import Selection, compare
+        from kvpress_eval.lm_tasks import to_table as scores_table
+
+        options: dict[str, Any] = {
+            "model": model,
+            "presses": tuple(press or ("none",)),
+            "lengths": (16,),  # lm-eval itself cuts prompts to what the model takes
+            "batch_size": batch_size,
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+        }
+        names = tuple(_split(tasks) or ())
+        selection = Selection(names, include, limit, num_fewshot, chat_template, _json_object(metadata))
+        config = load_config(None, options)
+        if out:
+            with translated_os_errors(out.parent):
+                out.parent.mkdir(parents=True, exist_ok=True)
+        record = compare(config, selection, console)
+        console.print(scores_table(record))
+        if out:
+            write_json(out, record)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"metadata must be JSON, got {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"metadata must be a JSON object, got {text!r}")
+    return value
 
 
 def demo_command(

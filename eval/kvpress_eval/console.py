@@ -23,14 +23,15 @@ def _without_extra(missing: str) -> Callable[[], None]:
 
 _lenient: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 try:
-    from kvpress_eval.cli import demo_command, divergence_command, eval_command, reselect_command
+    from kvpress_eval.cli import demo_command, divergence_command, eval_command, lm_eval_command, reselect_command
 except ModuleNotFoundError as error:
-    for name in ("eval", "divergence", "reselect", "demo"):
+    for name in ("eval", "divergence", "reselect", "lm-eval", "demo"):
         app.command(name, context_settings=_lenient)(_without_extra(str(error.name)))
 else:
     app.command("eval")(eval_command)
     app.command("divergence")(divergence_command)
     app.command("reselect")(reselect_command)
+    app.command("lm-eval")(lm_eval_command)
     app.command("demo")(demo_command)
 
 __all__ = ["app"]

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 import kvpress
-from kvpress_eval.prompts import Prompt
+from kvpress_eval.prompts import Prompt, uses_template
 from kvpress_eval.tasks import Sample
 
 MOST_TOKENS = 4096
@@ -22,14 +22,15 @@ def describe_kept(
     """Return what to show of the first row of a cache; None if the text is too long to be shown."""
     if len(prompt.first) > MOST_TOKENS or not tokenizer.is_fast:
         return None
-    encoded = tokenizer(prompt.text, add_special_tokens=not tokenizer.chat_template, return_offsets_mapping=True)
+    special = not uses_template(tokenizer, sample)
+    encoded = tokenizer(prompt.text, add_special_tokens=special, return_offsets_mapping=True)
     pads = cache.get_seq_length() - len(prompt.first)
     shift = prompt.text.find(sample.context)
     return {
         "sample": sample.id,
         "task": sample.task,
         "text": prompt.text,
-        "offsets": [list(pair) for pair in encoded["offset_mapping"]],
+        "offsets": [list(pair) for pair in encoded["offset_mapping"][: len(prompt.first)]],
         "spans": [[start + shift, end + shift] for start, end in sample.spans],
         "question": sample.query.question.strip(),
         "expected": list(sample.query.answers),

@@ -26,8 +26,8 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, question_
     With a chat template the two together are one user turn and the start of the reply, which carries the
     answer prefix. A question-aware run moves the question to the first part.
     """
-    before, after = "", "\n"
-    if tokenizer.chat_template:
+    before, after = "", sample.query.separator
+    if uses_template(tokenizer, sample):
         turn = [{"role": "user", "content": _SPLIT}]
         template = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         before, _, after = str(template).partition(_SPLIT)
@@ -37,9 +37,14 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, question_
     else:
         second = sample.query.question + second
     # A chat template has already written the special tokens.
-    special = not tokenizer.chat_template
-    return Prompt(
-        tokenizer(first, add_special_tokens=special)["input_ids"],
-        tokenizer(second, add_special_tokens=False)["input_ids"],
-        first,
-    )
+    first_ids = tokenizer(first, add_special_tokens=not uses_template(tokenizer, sample))["input_ids"]
+    second_ids = tokenizer(second, add_special_tokens=False)["input_ids"]
+    if not second_ids:
+        # Nothing follows the question that came first: the answer starts at its last token.
+        first_ids, second_ids = first_ids[:-1], first_ids[-1:]
+    return Prompt(first_ids, second_ids, first)
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> bool:
+    """Whether the sample goes into the chat template of the model."""
+    return bool(tokenizer.chat_template) and sample.query.chat

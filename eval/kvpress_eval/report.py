@@ -14,7 +14,7 @@ from kvpress_eval.highlight import SHADES
 from kvpress_eval.results import CellResult
 from kvpress_eval.runner import RunResult
 from kvpress_eval.store import replace_file
-from kvpress_eval.summary import summarise
+from kvpress_eval.summary import PressSummary, summarise
 
 
 def write_report(result: RunResult, path: Path) -> None:
@@ -26,6 +26,7 @@ def write_report(result: RunResult, path: Path) -> None:
         memory=frontier.frontier_svg(frontier.memory_points(summaries), frontier.MEMORY),
         speed=frontier.frontier_svg(frontier.speed_points(summaries), frontier.SPEED),
         tasks=list(dict.fromkeys(cell.cell.source.task for cell in result.cells)),
+        grids=needle_grids(summaries),
         shown=shown_sample(result.cells),
         record=result.record,
     )
@@ -43,6 +44,23 @@ def render(**values: Any) -> str:
 def heat(value: float) -> str:
     """Return the background of a heat map cell: from white for 0 to blue for 1."""
     return f"hsl(205 {30 + 45 * value:.0f}% {97 - 37 * value:.0f}%)"
+
+
+def needle_grids(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
+    """Return one heat map per task: its lengths and depths, and the presses with their accuracy at (length, depth)."""
+    places = dict.fromkeys(place for summary in summaries for place in summary.grid)
+    grids = []
+    for task in dict.fromkeys(task for task, _, _ in places):
+        own = [(length, depth) for name, length, depth in places if name == task]
+        presses = [
+            (s.press, {(n, d): value for (name, n, d), value in s.grid.items() if name == task}) for s in summaries
+        ]
+        lengths, depths = (
+            sorted({length for length, _ in own}),
+            sorted({depth for _, depth in own if depth is not None}),
+        )
+        grids.append({"task": task, "lengths": lengths, "depths": depths, "presses": presses})
+    return grids
 
 
 def shown_sample(cells: Sequence[CellResult]) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import kvpress
-from kvpress_eval.cells import Cell, TaskLength, expand_tasks, hash_json, make_cells
+from kvpress_eval.cells import Cell, Source, expand_tasks, hash_json, make_cells
 from kvpress_eval.config import RunConfig
 from kvpress_eval.environment import describe_run, now
 from kvpress_eval.errors import EvalError
@@ -72,10 +72,10 @@ class _Job:
     run_id: str
     progress: RunProgress
     interrupt: Interrupt
-    shown: TaskLength
+    shown: Source
     """Where the tokens that were kept are recorded, for the first sample of each press."""
 
-    def run_source(self, source: TaskLength, cells: Sequence[Cell]) -> list[CellResult]:
+    def run_source(self, source: Source, cells: Sequence[Cell]) -> list[CellResult]:
         """Run every press on one task and length: the samples are made once, and timings stay comparable."""
         make_samples = cache(lambda: source.samples(self.config, self.engine.tokenizer))
         results = []
@@ -125,7 +125,7 @@ class _Job:
     ) -> list[Row]:
         config, tokenizer = self.config, self.engine.tokenizer
         prompts = [make_prompt(tokenizer, sample, question_aware=config.question_aware) for sample in batch]
-        limits = Limits(config.max_new_tokens, config.max_seconds_per_sample)
+        limits = Limits(cell.source.max_new_tokens(config), config.max_seconds_per_sample)
         with torch.random.fork_rng():
             # A press that draws at random must draw the same in a run that was stopped and continued.
             torch.manual_seed(int(hash_json(batch[0].id)[:8], 16))

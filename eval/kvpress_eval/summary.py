@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from kvpress_eval.results import CellResult
@@ -11,10 +11,16 @@ from kvpress_eval.stats import Estimate, mean_interval, paired_difference
 
 BASELINE = "none"
 
+Place = tuple[str, int, float | None]
+"""A task, a length and a depth."""
+
 
 @dataclass(frozen=True)
 class PressSummary:
-    """What a press did. A number that was not measured on every sample is None: no mean over what is left."""
+    """What a press did. A number that was not measured on every sample is None: no mean over what is left.
+
+    `grid` is the accuracy at each place of a run with several depths.
+    """
 
     press: str
     samples: int
@@ -28,6 +34,7 @@ class PressSummary:
     prefill_seconds: float | None
     milliseconds_per_token: float | None
     problems: tuple[str, ...]
+    grid: dict[Place, float | None] = field(default_factory=dict)
 
     @property
     def rank(self) -> float:
@@ -50,7 +57,7 @@ def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
     return [_summarise(press, cells, baseline) for press, cells in by_press.items()]
 
 
-def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[tuple[str, int], CellResult]) -> PressSummary:
+def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, CellResult]) -> PressSummary:
     complete = all(cell.complete for cell in cells)
     rows = [row for cell in cells for row in cell.rows]
     others = [baseline.get(_place(cell)) for cell in cells]
@@ -71,13 +78,16 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[tuple[str
         prefill_seconds=median(row["measured"]["prefill_seconds"] for row in rows) if complete else None,
         milliseconds_per_token=_milliseconds(seconds) if complete else None,
         problems=tuple(
-            f"{cell.cell.source.task} {cell.cell.source.length}: {cell.problem}" for cell in cells if cell.problem
+            f"{cell.cell.source.task} {cell.cell.source.length}{cell.cell.where}: {cell.problem}"
+            for cell in cells
+            if cell.problem
         ),
+        grid=_grid(cells),
     )
 
 
-def _place(result: CellResult) -> tuple[str, int]:
-    return result.cell.source.task, result.cell.source.length
+def _place(result: CellResult) -> Place:
+    return result.cell.source.task, result.cell.source.length, result.cell.depth
 
 
 def _pairs(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
@@ -92,6 +102,14 @@ def _by_task(cells: Iterable[CellResult]) -> dict[str, float | None]:
         task: fmean(fmean(cell.scores.values()) for cell in group) if all(cell.complete for cell in group) else None
         for task, group in groups.items()
     }
+
+
+def _grid(cells: Sequence[CellResult]) -> dict[Place, float | None]:
+    """Return the accuracy by place, if there is more than one depth."""
+    placed = [cell for cell in cells if cell.cell.depth is not None]
+    if len({cell.cell.depth for cell in placed}) < 2:
+        return {}
+    return {_place(cell): fmean(cell.scores.values()) if cell.complete else None for cell in placed}
 
 
 def _milliseconds(seconds: Sequence[float | None]) -> float | None:

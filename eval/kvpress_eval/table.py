@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpress_eval.longbench.subsets import averages
 from kvpress_eval.stats import Estimate
-from kvpress_eval.summary import PressSummary
+from kvpress_eval.summary import Place, PressSummary
 
 MISSING = "-"
 _NARROW = 100
@@ -115,17 +116,30 @@ def to_markdown(summaries: Sequence[PressSummary]) -> str:
 
 
 def to_csv(summaries: Sequence[PressSummary]) -> str:
-    """Return unrounded numbers; an empty field is a number that was not measured."""
+    """Return unrounded numbers; an empty field is a number that was not measured.
+
+    After the tasks come the places of a needle grid, as in `niah_single 1024, depth 0.5`.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    tasks = list(dict.fromkeys(task for summary in summaries for task in summary.tasks))
+    tables = [{**summary.tasks, **averages(summary.tasks)} for summary in summaries]
+    tasks = list(dict.fromkeys(task for table in tables for task in table))
+    places = list(dict.fromkeys(place for summary in summaries for place in summary.grid))
     names = ("bytes", "factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token")
-    writer.writerow(["press", "samples", "accuracy", "low", "high", "difference", *names, *tasks])
-    for summary in summaries:
+    writer.writerow(
+        ["press", "samples", "accuracy", "low", "high", "difference", *names, *tasks, *map(place_name, places)]
+    )
+    for summary, table in zip(summaries, tables, strict=True):
         accuracy, delta = summary.accuracy, summary.difference
         estimates = [accuracy.mean, accuracy.low, accuracy.high] if accuracy else [None] * 3
         measured = [getattr(summary, name) for name in names]
-        scores = [summary.tasks.get(task) for task in tasks]
+        scores = [table.get(task) for task in tasks]
         head = [summary.press, summary.samples, *estimates, delta and delta.mean]
-        writer.writerow([*head, *measured, *scores])
+        writer.writerow([*head, *measured, *scores, *(summary.grid.get(place) for place in places)])
     return out.getvalue()
+
+
+def place_name(place: Place) -> str:
+    """Return a task, a length and a depth in words."""
+    task, length, depth = place
+    return f"{task} {length}, depth {depth:g}"

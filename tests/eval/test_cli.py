@@ -51,6 +51,11 @@ def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
         (["--lengths", "512,many"], 2, "lengths.1"),
         (["--language", "latin"], 2, "language"),
         (["--tasks", "file:none.jsonl"], 3, "place it at"),
+        (["--tasks", "fwe"], 2, "the reference model was not trained on 'fwe'"),
+        (["--depths", "0,1.5"], 2, "depths.1"),
+        (["--depths", "0,1", "--depth", "0.5"], 2, "give depth or depths, not both"),
+        (["--filler", "file:none.txt", "--language", "english"], 3, "place it at"),
+        (["--tasks", "qa_1", "--language", "english", "--data-dir", "none"], 3, "place squad.json"),
     ],
 )
 def test_mistakes_are_told_before_the_model_loads(

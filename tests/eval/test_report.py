@@ -12,7 +12,7 @@ from kvpress_eval.config import RunConfig
 from kvpress_eval.frontier import MEMORY, Point, frontier, frontier_svg, write_frontier_png
 from kvpress_eval.report import pieces, write_report
 from kvpress_eval.results import CellResult
-from kvpress_eval.runner import RunResult
+from kvpress_eval.runner import RunResult, run
 from kvpress_eval.summary import PressSummary, summarise
 from kvpress_eval.table import print_table, to_csv, to_markdown
 from matplotlib import image
@@ -130,3 +130,35 @@ def test_pieces_merge_what_looks_alike() -> None:
     text, offsets = "abc def.", [(0, 0), (0, 3), (3, 7), (7, 8)]
     assert pieces(text, offsets, "ff0f", [(4, 8)]) == [("abc", 15, False), (" def", 0, True), (".", 15, True)]
     assert "".join(piece for piece, _, _ in pieces(text, offsets, "0000", [])) == text
+
+
+def test_a_grid_of_depths_is_a_heat_map(tmp_path: Path) -> None:
+    config = RunConfig(
+        presses=("none", "streaming_llm:0.5"),
+        tasks=("niah_single", "cwe"),
+        lengths=(128, 256),
+        depths=(0.1, 1.0),
+        samples=2,
+        threads=1,
+        out=tmp_path,
+    )
+    result = run(config, Console(file=io.StringIO()))
+    none, recent = summarise(result.cells)
+    assert none.grid == {("niah_single", n, depth): 1.0 for n in (128, 256) for depth in (0.1, 1.0)}
+    assert recent.grid["niah_single", 256, 1.0] == 1
+    assert recent.grid["niah_single", 256, 0.1] == 0
+    assert recent.samples == 2 * (4 + 2)
+    _, line = csv.DictReader(io.StringIO(to_csv([none, recent])))
+    assert float(line["niah_single 256, depth 0.1"]) == 0
+    assert float(line["niah_single 256, depth 1"]) == 1
+    path = tmp_path / "report.html"
+    write_report(result, path)
+    text = path.read_text(encoding="utf-8")
+    heading = "Accuracy by depth and length"
+    assert text.count("<caption>") == 2
+    section = text[text.index(heading) : text.index("What was kept")]
+    assert section.count("<td style=") == 8
+    failed = replace(result, cells=[replace(cell, rows=[]) for cell in result.cells])
+    write_report(failed, path)
+    assert heading in path.read_text(encoding="utf-8")
+    assert set(summarise(failed.cells)[0].grid.values()) == {None}

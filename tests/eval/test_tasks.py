@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpress_eval.languages import LANGUAGES
-from kvpress_eval.tasks import TASKS, Query, generate, score
+from kvpress_eval.tasks import Query, generate, score, worded
 from transformers import PreTrainedTokenizerBase
 
+REFERENCE = list(worded("reference"))
 EXACT = Query("q", "p", ("4837",), "prefix")
 SEVERAL = Query("q", "p", ("48213", "BKQ"), "contains")
+ONE_OF = Query("q", "p", ("Lake Gosk", "Gosk"), "any")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", REFERENCE)
 def test_contexts_fill_the_length_and_never_exceed_it(
     task: str,
     language: str,
@@ -27,7 +29,7 @@ def test_contexts_fill_the_length_and_never_exceed_it(
             assert 0.85 * length <= tokens <= length
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", REFERENCE)
 def test_a_sample_depends_on_its_seed_and_index_only(task: str, reference_tokenizer: PreTrainedTokenizerBase) -> None:
     def make(count: int, seed: int) -> list[object]:
         return list(generate(task, reference_tokenizer, 128, count, language=LANGUAGES["reference"], seed=seed))
@@ -37,7 +39,7 @@ def test_a_sample_depends_on_its_seed_and_index_only(task: str, reference_tokeni
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "cwe"])
+@pytest.mark.parametrize("task", [task for task in REFERENCE if task != "cwe"])
 def test_spans_cover_the_sentences_that_answer(
     task: str, language: str, reference_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -60,7 +62,7 @@ def test_depth_moves_the_answer(reference_tokenizer: PreTrainedTokenizerBase) ->
     assert place(1.0) > 0.95
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", REFERENCE)
 def test_reference_wording_is_one_token_per_word(task: str, reference_tokenizer: PreTrainedTokenizerBase) -> None:
     """The reference tokenizer spells unknown words in bytes: a context of known words has none."""
     (sample,) = generate(task, reference_tokenizer, 512, 1, language=LANGUAGES["reference"])
@@ -116,6 +118,11 @@ def test_exact_answers(text: str | None, expected: float) -> None:
 )
 def test_answers_that_contain(text: str, expected: float) -> None:
     assert score(SEVERAL, text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("It is lake gosk.", 1.0), ("Gosk", 1.0), ("Lake", 0.0), (None, 0.0)])
+def test_one_of_several_answers(text: str | None, expected: float) -> None:
+    assert score(ONE_OF, text) == expected
 
 
 @given(st.text(st.characters(codec=None)))

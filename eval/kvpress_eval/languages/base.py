@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvpress_eval.tasks.sample import Query
+if TYPE_CHECKING:
+    from kvpress_eval.tasks.sample import Query
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class Fact:
 
 
 class Language(Protocol):
-    """Words and sentence forms; a task decides which facts there are, a language how they read."""
+    """Words and sentence forms; a task decides which facts there are, a language how they read.
+
+    `refrain` are sentences that may be repeated as filler.
+    """
 
     name: str
     attributes: Sequence[str]
     countable_attributes: Sequence[str]
     words: Sequence[str]
+    refrain: Sequence[str]
 
     def draw_keys(self, rng: random.Random, count: int) -> list[str]:
         """Return `count` different things that facts can be about."""
@@ -63,5 +68,36 @@ class Language(Protocol):
     def ask_chain(self, variables: Sequence[str], value: str) -> Query:
         """Ask about a chain of assignments that starts with `value`; each variable takes the one before."""
 
-    def ask_most_common(self, word: str) -> Query:
-        """Ask for the word that occurs most often in a list."""
+    def ask_most_common(self, words: Sequence[str]) -> Query:
+        """Ask for the words that occur most often in a list."""
+
+
+class Prose(Language, Protocol):
+    """A language with words for every task."""
+
+    def draw_words(self, rng: random.Random, count: int) -> list[str]:
+        """Return `count` different words for a list."""
+
+    def code(self, words: Sequence[str]) -> str:
+        """Return a context that is a text of these coded words."""
+
+    def ask_most_frequent(self, words: Sequence[str]) -> Query:
+        """Ask for the coded words that occur most often, apart from the dots."""
+
+    def passage(self, text: str) -> str:
+        """Return a passage of a context that is nothing but passages."""
+
+    def ask_question(self, question: str, answers: Sequence[str]) -> Query:
+        """Ask a question about passages; one of the answers is enough."""
+
+    def tell_passkey(self, value: str) -> str:
+        """Return the sentences that tell a pass key."""
+
+    def ask_passkey(self, value: str) -> Query:
+        """Ask for the pass key."""
+
+    def dictionary(self, text: str) -> str:
+        """Return a context that is this JSON dictionary."""
+
+    def ask_entry(self, key: str, value: str) -> Query:
+        """Ask for the value of a key of a dictionary."""

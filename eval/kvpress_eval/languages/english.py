@@ -45,6 +45,7 @@ class EnglishLanguage:
     attributes: Sequence[str] = ("access code", "serial number", "booking number", "account number")
     countable_attributes: Sequence[str] = attributes
     words: Sequence[str] = KEYS
+    refrain: Sequence[str] = (" The clock on the wall ticks.", " The tea is getting cold.", " Nobody is in a hurry.")
 
     def draw_keys(self, rng: random.Random, count: int) -> list[str]:
         """Return `count` different things, such as "the golden lantern"."""
@@ -86,22 +87,68 @@ class EnglishLanguage:
     def ask_facts(self, facts: Sequence[Fact]) -> Query:
         """Ask for one or more facts."""
         asked = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
+        question = f"\nAccording to the text above, what is {asked}?"
         prefix = f"The {facts[0].attribute} for {facts[0].key} is"
-        answers = tuple(fact.value for fact in facts)
-        return Query(f"\nAccording to the text above, what is {asked}?", prefix, answers, "contains")
+        return Query(question, prefix, tuple(fact.value for fact in facts), "contains")
 
     def ask_all_values(self, facts: Sequence[Fact]) -> Query:
         """Ask for all values of one key."""
         subject = f"{facts[0].attribute}s for {facts[0].key}"
         question = f"\nAccording to the text above, what are all the {subject}?"
-        return Query(question, f"The {subject} are", tuple(fact.value for fact in facts), "contains")
+        answers = tuple(fact.value for fact in facts)
+        return Query(question, f"The {subject} are", answers, "contains")
 
     def ask_chain(self, variables: Sequence[str], value: str) -> Query:
         """Ask for all variables that hold the value."""
         question = f"\nWhich variables hold the value {value}, directly or through other variables?"
-        return Query(question, f"The variables that hold the value {value} are", tuple(variables), "contains")
+        prefix = f"The variables that hold the value {value} are"
+        return Query(question, prefix, tuple(variables), "contains")
 
-    def ask_most_common(self, word: str) -> Query:
-        """Ask for the most common word."""
-        question = "\nWhat is the most common word in the list above?"
-        return Query(question, "The most common word in the list is", (word,), "contains")
+    def ask_most_common(self, words: Sequence[str]) -> Query:
+        """Ask for the most common words."""
+        question = f"\nWhat are the {len(words)} most common words in the list above?"
+        prefix = f"The {len(words)} most common words in the list are"
+        return Query(question, prefix, tuple(words), "contains")
+
+    def draw_words(self, rng: random.Random, count: int) -> list[str]:
+        """Return `count` different words; where these do not suffice, 90,000 such as "lantern-tiger" do."""
+        if count <= len(self.words):
+            return rng.sample(self.words, count)
+        pairs = rng.sample(range(len(self.words) ** 2), count)
+        return [f"{self.words[pair // len(self.words)]}-{self.words[pair % len(self.words)]}" for pair in pairs]
+
+    def code(self, words: Sequence[str]) -> str:
+        """Make a context of coded words."""
+        return f" Here is a text in code: {' '.join(words)}"
+
+    def ask_most_frequent(self, words: Sequence[str]) -> Query:
+        """Ask for the most frequent coded words."""
+        question = f"\nWhich {len(words)} coded words occur most often in the text above? The dots are not words."
+        prefix = f"The {len(words)} most frequent coded words are"
+        return Query(question, prefix, tuple(words), "contains")
+
+    def passage(self, text: str) -> str:
+        """Tell a passage."""
+        return f"\n\nPassage:\n{text.strip()}"
+
+    def ask_question(self, question: str, answers: Sequence[str]) -> Query:
+        """Ask a question about passages."""
+        asked = f"\n\nAnswer in a few words what the passages above say. Question: {question}"
+        return Query(asked, "Answer:", tuple(answers), "any")
+
+    def tell_passkey(self, value: str) -> str:
+        """Tell the pass key, twice."""
+        return f" The pass key is {value}. Keep it in mind: {value} is the pass key."
+
+    def ask_passkey(self, value: str) -> Query:
+        """Ask for the pass key."""
+        return Query("\nWhat is the pass key?", "The pass key is", (value,), "contains")
+
+    def dictionary(self, text: str) -> str:
+        """Make a context of a dictionary."""
+        return f" Here is a JSON object:\n{text}"
+
+    def ask_entry(self, key: str, value: str) -> Query:
+        """Ask for the value of a key."""
+        question = f'\nWhat is the value of the key "{key}" in the JSON object above?'
+        return Query(question, f'The value of "{key}" is', (value,), "contains")

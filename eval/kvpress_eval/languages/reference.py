@@ -17,6 +17,7 @@ class ReferenceLanguage:
     attributes: Sequence[str] = ATTR
     countable_attributes: Sequence[str] = ("code", "number")
     words: Sequence[str] = KEYS
+    refrain: Sequence[str] = (f" The {ADJ[0]} {NOUN[0]} {VERB[0]} {PREP[0]} the {NOUN[1]}.",)
 
     def draw_keys(self, rng: random.Random, count: int) -> list[str]:
         """Return `count` different nouns."""
@@ -81,6 +82,7 @@ class ReferenceLanguage:
         answer = " be ".join([*reversed(earlier), value])
         return Query(f"\nTrace {last}.", f"Let {last} be", (answer,), "prefix")
 
-    def ask_most_common(self, word: str) -> Query:
-        """Ask for the most common word."""
+    def ask_most_common(self, words: Sequence[str]) -> Query:
+        """Ask for the most common word; there is no form for several."""
+        (word,) = words
         return Query("\nWhat is the most common word?", "The most common word is", (word,), "prefix")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Match = Literal["prefix", "contains"]
+Match = Literal["prefix", "contains", "any"] | Callable[[str, tuple[str, ...]], float]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -13,14 +14,19 @@ Spans = tuple[tuple[int, int], ...]
 class Query:
     """A question, the words the answer starts with, and the strings that make it right.
 
-    `match` is "prefix" where the answer has exactly one right text, and "contains" where a model may word
-    its answer freely and each expected string counts by itself.
+    `match` is "prefix" where the answer has exactly one right text, "contains" where a model may word
+    its answer freely and each expected string counts by itself ("any": one is enough), and a function where a benchmark
+    has its own score.
+    `separator` stands between question and answer prefix of a model without a chat template; `chat` says whether a
+    model's template is used.
     """
 
     question: str
     answer_prefix: str
     answers: tuple[str, ...]
     match: Match
+    separator: str = "\n"
+    chat: bool = True
 
 
 @dataclass(frozen=True)

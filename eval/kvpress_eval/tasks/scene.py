@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpress_eval.languages.base import Language
+from kvpress_eval.languages.base import Language, Prose
+from kvpress_eval.tasks.filler import NOISE, Filler
 from kvpress_eval.tasks.sample import Spans
+
+if TYPE_CHECKING:
+    from kvpress_eval.tasks.questions import QuestionSet
 
 Chain = Sequence[str]
 """Sentences that must appear in this order."""
 
 _MISSES = 30
 """Filler sentences tried before a gap is left open at the end of the context."""
+_SAMPLE = 50
+"""Items whose mean length says how many fit."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class Scene:
     """Everything a task needs to build one context: randomness, wording, room and where to hide the answer.
 
     `depth` puts the sentences the question is about at that fraction of the context; None spreads them
-    uniformly, as the distractors always are.
+    uniformly, as the distractors always are. `index` is the number of the sample and `seed` that of the run, for tasks
+    that draw from a set without repeating themselves.
     """
 
     rng: random.Random
@@ -38,7 +47,16 @@ class Scene:
     tokenizer: PreTrainedTokenizerBase
     length: int
     depth: float | None = None
+    filler: Filler = NOISE
+    questions: QuestionSet | None = None
+    seed: int = 0
+    index: int = 0
     _costs: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def prose(self) -> Prose:
+        """The language, for the tasks that only a full one words."""
+        return cast(Prose, self.language)
 
     def cost(self, piece: str) -> int:
         """Return the number of tokens of a piece of text by itself."""
@@ -54,22 +72,48 @@ class Scene:
         """Return how many sentences like this one fill half of the room, within [least, most]."""
         return max(least, min(most, self.length // 2 // self.cost(sentence)))
 
-    def weave(self, asked: Sequence[Chain], others: Sequence[Chain] = ()) -> tuple[str, Spans]:
-        """Return a context of at most `length` tokens and the character ranges of the `asked` sentences."""
+    def fit(self, write: Callable[[int], str], least: int) -> str:
+        """Return the context `write(n)` for about the largest n, at least `least`, that has at most `length` tokens."""
+        low, best = least, write(least)
+        if self.total(best) > self.length:
+            raise ValueError(f"length {self.length} is too short: the fewest items take {self.total(best)} tokens")
+        sample = max(least, _SAMPLE)
+        size = self.total(write(sample))
+        each = (self.total(write(2 * sample)) - size) / sample
+        count, high = max(least + 1, sample + int((self.length - size) / each) + 1), sys.maxsize
+        while low < count < high:
+            text = write(count)
+            excess = self.total(text) - self.length
+            if excess <= 0:
+                low, best = count, text
+                count += int(-excess / each)
+            else:
+                high = count
+                count -= max(1, int(excess / each))
+        return best
+
+    def weave(
+        self, asked: Sequence[Chain], others: Sequence[Chain] = (), filler: Iterator[str] | None = None
+    ) -> tuple[str, Spans]:
+        """Return a context of at most `length` tokens and the character ranges of the `asked` sentences.
+
+        `filler` is what stands between the sentences, if not the filler of the run.
+        """
         needles = [needle for chain in asked for needle in self._place(chain, asked=True)]
         needles += [needle for chain in others for needle in self._place(chain, asked=False)]
         needles.sort(key=lambda needle: needle.at)
         needed = self.total("") + sum(self.cost(needle.text) for needle in needles)
-        filler = self._filler(self.length - needed)
+        source = self.filler.sentences(self.language, self.rng) if filler is None else filler
+        between = self._fill(source, self.length - needed)
         while True:
-            text, spans = _join(needles, filler)
+            text, spans = _join(needles, between)
             excess = self.total(text) - self.length
             if excess <= 0:
                 return text, spans
-            if not filler:
+            if not between:
                 raise ValueError(f"length {self.length} is too short: the facts alone take {self.total(text)} tokens")
-            while filler and excess > 0:
-                excess -= self.cost(filler.pop())
+            while between and excess > 0:
+                excess -= self.cost(between.pop())
 
     def _place(self, chain: Chain, *, asked: bool) -> list[_Needle]:
         if asked and self.depth is not None:
@@ -78,16 +122,17 @@ class Scene:
             points = sorted(self.rng.random() for _ in chain)
         return [_Needle(at, text, asked) for at, text in zip(points, chain, strict=True)]
 
-    def _filler(self, room: int) -> list[str]:
+    def _fill(self, source: Iterator[str], room: int) -> list[str]:
         sentences: list[str] = []
         misses = 0
-        while room > 0 and misses < _MISSES:
-            sentence = self.language.filler(self.rng)
-            if self.cost(sentence) > room:
+        for sentence in source:
+            if self.cost(sentence) <= room:
+                sentences.append(sentence)
+                room -= self.cost(sentence)
+            else:
                 misses += 1
-                continue
-            sentences.append(sentence)
-            room -= self.cost(sentence)
+            if room <= 0 or misses == _MISSES:
+                break
         return sentences
 
 

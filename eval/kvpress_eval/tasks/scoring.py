@@ -8,10 +8,12 @@ from kvpress_eval.tasks.sample import Query
 def score(query: Query, prediction: str | None) -> float:
     """Return 1 for a right answer, 0 for a wrong one, or the fraction of the expected strings found."""
     text = prediction or ""
+    if callable(query.match):
+        return query.match(text, query.answers)
     if query.match == "prefix":
         return float(any(_starts_with(text.lstrip(), answer) for answer in query.answers))
-    lowered = text.lower()
-    return sum(answer.lower() in lowered for answer in query.answers) / len(query.answers)
+    found = [answer.lower() in text.lower() for answer in query.answers]
+    return float(any(found)) if query.match == "any" else sum(found) / len(found)
 
 
 def _starts_with(text: str, answer: str) -> bool:

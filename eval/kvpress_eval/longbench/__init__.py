@@ -1,0 +1,1 @@
+"""LongBench: what published long-context tasks ask, how they score, and where their data is."""

@@ -1,0 +1,137 @@
+"""Questions about passages, in the forms that SQuAD and HotpotQA are published in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from kvpress_eval.cells import expand_tasks, make_cells
+from kvpress_eval.config import RunConfig
+from kvpress_eval.errors import DataError
+from kvpress_eval.languages import LANGUAGES
+from kvpress_eval.tasks import generate
+from kvpress_eval.tasks.questions import Question, read_questions
+from transformers import PreTrainedTokenizerBase
+
+OPEN = {
+    "question": "How long?",
+    "answers": [{"text": "2 km"}, {"text": "2 km"}, {"text": "two"}],
+    "is_impossible": False,
+}
+CLOSED = {"question": "Who?", "answers": [], "is_impossible": True}
+PUBLISHED_SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "Pier",
+            "paragraphs": [
+                {"context": "It is 2 km.", "qas": [OPEN, CLOSED]},
+                {"context": "It burnt.", "qas": [CLOSED]},
+            ],
+        },
+        {"title": "Mill", "paragraphs": [{"context": "It is old.", "qas": [CLOSED]}]},
+    ],
+}
+HUB_SQUAD = [
+    {"title": "Pier", "context": "It is 2 km.", "question": "How long?", "answers": {"text": ["2 km", "two"]}},
+    {"title": "Pier", "context": "It burnt.", "question": "Who?", "answers": {"text": []}},
+]
+SQUAD = Question("How long?", ("2 km", "two"), ("It is 2 km.",), ("It burnt.",))
+
+PUBLISHED_HOTPOT = {
+    "question": "Where?",
+    "answer": "Ulm",
+    "context": [["A", ["a is", " b."]], ["B", ["b is in Ulm."]], ["C", ["c."]]],
+    "supporting_facts": [["A", 0], ["B", 0], ["B", 1]],
+}
+HUB_HOTPOT = {
+    **PUBLISHED_HOTPOT,
+    "context": {"title": ["A", "B", "C"], "sentences": [["a is", " b."], ["b is in Ulm."], ["c."]]},
+    "supporting_facts": {"title": ["A", "B", "B"], "sent_id": [0, 0, 1]},
+}
+HOTPOT = Question("Where?", ("Ulm",), ("A\na is b.", "B\nb is in Ulm."), ("C\nc.",))
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text", "expected"),
+    [
+        ("qa_1", "squad.json", json.dumps(PUBLISHED_SQUAD), SQUAD),
+        ("qa_1", "dev-v2.0.json", json.dumps(PUBLISHED_SQUAD), SQUAD),
+        ("qa_1", "squad.jsonl", lines(HUB_SQUAD), SQUAD),
+        ("qa_2", "hotpotqa.json", json.dumps([PUBLISHED_HOTPOT]), HOTPOT),
+        ("qa_2", "hotpot_dev_distractor_v1.json", json.dumps([HUB_HOTPOT]), HOTPOT),
+        ("qa_2", "hotpotqa.jsonl", lines([HUB_HOTPOT]), HOTPOT),
+    ],
+)
+def test_published_forms(task: str, name: str, text: str, expected: Question, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_questions(task, tmp_path).questions == (expected,)
+
+
+def test_rows_of_the_hub_at_a_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*names: str, **settings: str) -> Any:
+        asked.append((names, settings))
+        return datasets.Dataset.from_list([HUB_HOTPOT])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = read_questions("qa_2", None)
+    ((names, settings),) = asked
+    assert found.questions == (HOTPOT,)
+    assert names == ("hotpotqa/hotpot_qa", "distractor")
+    assert len(settings["revision"]) == 40
+    assert settings["revision"] in found.origin
+
+
+def test_without_the_hub_the_file_to_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*names: str, **settings: str) -> Any:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"rajpurkar/squad_v2 .*offline.*place squad.json or .*--data-dir"):
+        read_questions("qa_1", None)
+
+
+def test_a_folder_without_the_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"qa_2 needs questions: place hotpotqa.json .* in {tmp_path}"):
+        expand_tasks(RunConfig(tasks=("qa_2",), language="english", data_dir=tmp_path))
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]", '[{"title": 1}]', '{"data": 3}', "[]", '{"articles": []}'])
+def test_a_file_of_another_form(text: str, tmp_path: Path) -> None:
+    (tmp_path / "squad.json").write_text(text)
+    with pytest.raises(DataError, match=r"squad\.json"):
+        read_questions("qa_1", tmp_path)
+
+
+def test_the_questions_decide_the_cell(tmp_path: Path) -> None:
+    config = RunConfig(tasks=("qa_1",), lengths=(512,), language="english", data_dir=tmp_path)
+
+    def cell_id(rows: list[Any]) -> str:
+        (tmp_path / "squad.jsonl").write_text(lines(rows))
+        (cell,) = make_cells(config, expand_tasks(config), "w", "cpu", "bfloat16")
+        return cell.id
+
+    assert cell_id(HUB_SQUAD) == cell_id(HUB_SQUAD)
+    assert cell_id(HUB_SQUAD) != cell_id(HUB_SQUAD[:1])
+
+
+def test_a_question_whose_passage_is_too_long_makes_room_for_the_next(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    long = {"title": "Fair", "context": "x" * 900, "question": "What?", "answers": {"text": ["x"]}}
+    (tmp_path / "squad.jsonl").write_text(lines([long, *HUB_SQUAD]))
+    questions = read_questions("qa_1", tmp_path)
+    samples = generate("qa_1", byte_tokenizer, 200, 4, language=LANGUAGES["english"], questions=questions)
+    assert {sample.query.answers for sample in samples} == {SQUAD.answers}
+    assert all("It burnt." in sample.context for sample in samples)
+    with pytest.raises(ValueError, match="length 20 is too short"):
+        generate("qa_1", byte_tokenizer, 20, 1, language=LANGUAGES["english"], questions=questions)
