@@ -115,12 +115,7 @@ def divergence_command(
         "threads": threads,
     }
     with _exit_codes() as console:
-        config = load_config(None, options)
-        if out:
-            with translated_os_errors(out.parent):
-                out.parent.mkdir(parents=True, exist_ok=True)
-        record = measure(config, tokens, text, console)
-        console.print(to_table(record["rows"]))
+        record = _diverge(options, tokens, text, out, console)
         if out:
             write_json(out, record)
 
@@ -161,13 +156,24 @@ def reselect_command(
             "device": device,
             "threads": threads,
         }
-        record = measure(load_config(None, options), tokens, text, console)
-        console.print(to_table(record["rows"]))
-        console.print(Text(f"best: {best(record['rows'])}"))
+        record = _diverge(options, tokens, text, out, console)
+        chosen = best(record["rows"])
+        console.print(Text(f"best: {chosen}"))
         if out:
-            with translated_os_errors(out.parent):
-                out.parent.mkdir(parents=True, exist_ok=True)
-            write_json(out, {**record, "best": best(record["rows"])})
+            write_json(out, {**record, "best": chosen})
+
+
+def _diverge(
+    options: dict[str, Any], tokens: int, text: Path | None, out: Path | None, console: Console
+) -> dict[str, Any]:
+    """Measure divergence and print it; the folder of `out` is made before any work."""
+    config = load_config(None, options)
+    if out:
+        with translated_os_errors(out.parent):
+            out.parent.mkdir(parents=True, exist_ok=True)
+    record = measure(config, tokens, text, console)
+    console.print(to_table(record["rows"]))
+    return record
 
 
 def _number(text: str) -> float:

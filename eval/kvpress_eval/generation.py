@@ -86,7 +86,7 @@ def answer_batch(
     started = _now(ids.device)
     cache = DynamicCache(config=engine.model.config)
     with press(engine.model):
-        logits = _prefill(engine, ids, mask, cache)
+        logits = read(engine.model, ids, mask, cache)
         prefill_seconds = (_now(ids.device) - started) / len(prompts)
     if torch.isnan(logits).any():
         raise FloatingPointError("NaN in the logits of the prefill")
@@ -128,33 +128,17 @@ def _pad_left(engine: Engine, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor
     return padded["input_ids"].to(engine.model.device), padded["attention_mask"].to(engine.model.device)
 
 
-def _prefill(engine: Engine, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return engine.model(
+def read(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+    """Read `ids [B, n]`, the newest of the tokens that `mask` marks, behind a cache; return the logits `[B, V]` after them."""
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
-    ).logits
-
-
-def _read_question(engine: Engine, cache: DynamicCache, mask: Tensor, question: Tensor) -> None:
-    """Read all but the last token of the questions, so that the answer's first token comes from a decode step as well.
-
-    Selectors read everything where several tokens come at once.
-    """
-    if question.shape[1] > 1:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        engine.model(
-            input_ids=question[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=positions[:, -question.shape[1] : -1],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+    ).logits[:, -1]
 
 
 def _decode(
@@ -169,7 +153,9 @@ def _decode(
     ids, mask = torch.cat([first, second], dim=1), torch.cat([mask, torch.ones_like(second)], dim=1)
     clock = _StepClock(limits.max_seconds)
     with kvpress.reading(engine.model, press):
-        _read_question(engine, cache, mask, second)
+        if second.shape[1] > 1:
+            # Selectors read everything where several tokens come at once, so the last one comes alone, as generated ones do.
+            read(engine.model, second[:, :-1], mask[:, :-1], cache)
         out = engine.model.generate(
             ids,
             attention_mask=mask,

@@ -27,6 +27,7 @@ from kvpress.hf import new_cache
 from kvpress.presses.base import BasePress
 from kvpress_eval.config import REFERENCE
 from kvpress_eval.errors import ConfigError, unknown_name
+from kvpress_eval.generation import read
 
 LOADING = (
     "attn_implementation", "cache_dir", "device_map", "local_files_only", "max_memory", "quantization_config", "token",
@@ -197,7 +198,7 @@ class KVPressLM(HFLM):
         with kvpress.reading(self.model, self.press):
             for step, target in enumerate(targets.unbind(dim=1)):
                 mask = torch.cat([mask, mask.new_ones(len(last), 1)], dim=1)
-                logits = self._forward(tokens[:, None], mask, cache)
+                logits = read(self.model, tokens[:, None], mask, cache)
                 scores = log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
                 counts = step < lengths
                 total += torch.where(counts, scores.gather(1, target[:, None])[:, 0], 0.0)
@@ -212,22 +213,9 @@ class KVPressLM(HFLM):
         """Read prompts, padded on the left, under the press; return their compressed cache."""
         cache = new_cache(self.model)
         with self.press(self.model):
-            self._forward(ids, mask, cache)
+            read(self.model, ids, mask, cache)
         self.held.add(cache, len(ids))
         return cache
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-        """Read the newest tokens behind a cache; return the logits `[B, V]` after the last one."""
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
 
     def _pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, rows))
