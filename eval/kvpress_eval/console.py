@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -21,17 +22,23 @@ def _without_extra(missing: str) -> Callable[[], None]:
     return command
 
 
-_lenient: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-try:
-    from kvpress_eval.cli import demo_command, divergence_command, eval_command, lm_eval_command, reselect_command
-except ModuleNotFoundError as error:
-    for name in ("eval", "divergence", "reselect", "lm-eval", "demo"):
-        app.command(name, context_settings=_lenient)(_without_extra(str(error.name)))
-else:
-    app.command("eval")(eval_command)
-    app.command("divergence")(divergence_command)
-    app.command("reselect")(reselect_command)
-    app.command("lm-eval")(lm_eval_command)
-    app.command("demo")(demo_command)
+_COMMANDS = {
+    "eval": "eval:eval_command",
+    "divergence": "divergence:divergence_command",
+    "reselect": "reselect:reselect_command",
+    "lm-eval": "lm_eval:lm_eval_command",
+    "demo": "eval:demo_command",
+}
+"""Where each command is, below `kvpress_eval.commands`."""
+_LENIENT: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+for name, place in _COMMANDS.items():
+    module, _, function = place.partition(":")
+    try:
+        command = getattr(import_module(f"kvpress_eval.commands.{module}"), function)
+    except ModuleNotFoundError as error:
+        app.command(name, context_settings=_LENIENT)(_without_extra(str(error.name)))
+    else:
+        app.command(name)(command)
 
 __all__ = ["app"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 from kvpress_eval import runner
-from kvpress_eval.cli import demo_command, eval_command
+from kvpress_eval.commands.eval import demo_command, eval_command
 from kvpress_eval.demo import demo_config
 from typer.testing import CliRunner
 

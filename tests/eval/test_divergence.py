@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from kvpress_eval.cli import divergence_command
+from kvpress_eval.commands.divergence import divergence_command
 from kvpress_eval.config import RunConfig
 from kvpress_eval.divergence import Comparison, kl_divergence, read_texts
 from kvpress_eval.errors import ConfigError, DataError

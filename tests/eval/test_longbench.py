@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 from kvpress_eval import evaluate, runner
 from kvpress_eval.cells import expand_tasks, make_cells
-from kvpress_eval.cli import write_outputs
+from kvpress_eval.commands.eval import write_outputs
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.longbench import tasks

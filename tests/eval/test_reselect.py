@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from kvpress_eval.cli import reselect_command
+from kvpress_eval.commands.reselect import reselect_command
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.reselect import best, candidates
 from transformers import Gemma3TextConfig

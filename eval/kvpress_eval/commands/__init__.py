@@ -1,0 +1,1 @@
+"""The commands of `kvpress` that measure, one module each."""
