@@ -10,6 +10,7 @@ __version__ = "1.0.0.dev0"
 _EXPORTS = {
     "kvpress.api": ["reading", "load_model", "reference_path"],
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],
+    "kvpress.hf.sharing": ["Prefill", "prefill"],
     "kvpress.pipeline": ["KVPressTextGenerationPipeline"],
     "kvpress.registry": ["register"],
     "kvpress.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
@@ -46,6 +47,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from kvpress.api import load_model, reading, reference_path
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
+    from kvpress.hf.sharing import Prefill, prefill
     from kvpress.pipeline import KVPressTextGenerationPipeline
     from kvpress.presses import *  # noqa: F403
     from kvpress.quant import *  # noqa: F403

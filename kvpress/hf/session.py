@@ -70,6 +70,15 @@ class Session:
 
     def enter(self) -> None:
         """Check the model, then install; nothing is changed if a check fails."""
+        self.prepare()
+        try:
+            self._install()
+        except BaseException:
+            self.exit()
+            raise
+
+    def prepare(self) -> None:
+        """Check press and model against each other, and work out what every layer does."""
         self.press.validate()
         check_model(self.model, self.press, bool(self.modules), bool(self.full))
         if self.captured is not None:
@@ -81,11 +90,8 @@ class Session:
             for layer, later in itertools.pairwise(self.growing)
             if later in self.selectors and self.selectors[later].looks_ahead
         }
-        try:
-            self._install()
-        except BaseException:
-            self.exit()
-            raise
+        self.watched = self.press.decoding_observers()
+        self.layers = {id(module): LayerPlan(self, module) for module in self.modules}
 
     def _install(self) -> None:
         register()
@@ -103,9 +109,7 @@ class Session:
             sessions[key] = self
             self._undo.append(partial(sessions.pop, key, None))
         rotary = getattr(self.decoder, "rotary_emb", None)
-        self.watched = self.press.decoding_observers()
         for module in self.modules:
-            self.layers[id(module)] = LayerPlan(self, module)
             handles = [
                 module.register_forward_pre_hook(self._before, with_kwargs=True),
                 module.register_forward_hook(self._after, with_kwargs=True),

@@ -81,6 +81,11 @@ class BasePress:
         """After passes of which phases `after_pass` is called; where it is not overridden, passes are not recorded."""
         return () if type(self).after_pass is BasePress.after_pass else ("prefill", "decode")
 
+    @property
+    def shares_prefill(self) -> bool:
+        """Whether one reading of a prompt can serve this press and others: `kvpress.prefill`."""
+        return "prefill" not in self.follows
+
     def validate(self) -> None:
         """Check the configuration; called at construction and again when a `with` block is entered."""
 

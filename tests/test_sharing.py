@@ -1,0 +1,123 @@
+"""One reading of a prompt gives every press what it would have made of the prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress.hf import new_cache
+from tests.models import padded_batch, tiny_model
+from tests.presses.evicting import EVICTING
+
+STORING = [
+    "none",
+    "kivi:bits=2,group_size=4,residual_length=4",
+    "zipcache:interval=4",
+    "gear:group_size=4,buffer_length=4",
+    "quest:budget=12,page_size=4,skip_layers=0",
+    "tidal_decode:budget=12,skip_layers=0,reselect_layer=1,correction=2",
+    "decoding(snapkv:window_size=4):compression_interval=4,target_size=12",
+    "decoding(random):compression_interval=4,target_size=12",
+    "adakv(expected_attention:0.5) + kivi:bits=4,group_size=4,residual_length=4 + quest:budget=12,page_size=4,skip_layers=0",
+]
+ALL = [spec for spec in [*EVICTING, *STORING] if kvpress.get_press(spec).shares_prefill]
+FEW = ["none", "snapkv:0.5,window_size=4", "adakv(snapkv:0.5,window_size=4)", STORING[1], "random:0.5"]
+
+
+def alone(model: Any, press: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    """The prompt read under one press, by an ordinary forward pass."""
+    cache = new_cache(model)
+    with torch.no_grad(), press(model):
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    return out.logits[:, -1], cache
+
+
+def decode(model: Any, press: Any, cache: Any, mask: Tensor, steps: int) -> Tensor:
+    """Logits of tokens that follow a prompt, read through its cache."""
+    logits = []
+    with torch.no_grad(), kvpress.reading(model, press):
+        for step in range(steps):
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            token = torch.full((len(mask), 1), 5 + step)
+            positions = mask.sum(dim=1, keepdim=True) - 1
+            out = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)
+
+
+def check(model: Any, specs: list[str], ids: Tensor, mask: Tensor, steps: int = 6) -> None:
+    """Compare every press of one shared reading with the press alone, bit for bit."""
+    presses = [kvpress.get_press(spec) for spec in specs]
+    torch.manual_seed(0)
+    shared = kvpress.prefill(model, presses, ids, mask)
+    for spec, press, cache in zip(specs, presses, shared.caches, strict=True):
+        torch.manual_seed(0)
+        logits, own = alone(model, press, ids, mask)
+        assert torch.equal(shared.logits, logits), spec
+        assert cache.get_seq_length() == ids.shape[1]
+        for ours, theirs in zip(kvpress.kept_positions(cache), kvpress.kept_positions(own), strict=True):
+            assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in theirs], spec
+        assert kvpress.memory_report(cache).total_bytes == kvpress.memory_report(own).total_bytes, spec
+        torch.manual_seed(1)
+        expected = decode(model, press, own, mask, steps)
+        torch.manual_seed(1)
+        assert torch.equal(decode(model, press, cache, mask, steps), expected), spec
+
+
+def test_all_presses_at_once() -> None:
+    ids, mask = padded_batch([30, 17, 24])
+    check(tiny_model("llama"), ALL, ids, mask)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_next"])
+def test_families(family: str) -> None:
+    ids, mask = padded_batch([21, 30])
+    implementation = "eager" if family == "gpt_oss" else "sdpa"
+    check(tiny_model(family, implementation), FEW, ids, mask)
+
+
+def test_branches_do_not_touch_each_other() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([20, 20])
+    none = kvpress.get_press("none")
+    first, second = kvpress.prefill(model, [none, none], ids, mask).caches
+    untouched = [layer.store.window.filled_keys.clone() for layer in second.layers]
+    first.crop(-4)
+    decode(model, none, first, mask[:, :-4], 4)
+    assert all(
+        torch.equal(layer.store.window.filled_keys, keys) for layer, keys in zip(second.layers, untouched, strict=True)
+    )
+
+
+def test_the_generator_is_left_as_it_was() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([20])
+    before = torch.get_rng_state()
+    kvpress.prefill(model, [kvpress.get_press("random:0.5")] * 2, ids, mask)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_model_is_restored_after_a_failure() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([20])
+    with pytest.raises(ValueError, match="keeps 0 of 20 tokens"):
+        kvpress.prefill(model, [kvpress.get_press("none"), kvpress.get_press("knorm:0.99")], ids, mask)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_presses_that_read_the_prompt_again_are_refused() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([20])
+    press = kvpress.get_press("kvzip:0.5,repeat_prompt=")
+    with pytest.raises(ValueError, match="KVzipPress reads the prompt again"):
+        kvpress.prefill(model, [press], ids, mask)
+
+
+def test_time_is_split_between_reading_and_presses() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([64])
+    read = kvpress.prefill(model, [kvpress.get_press(spec) for spec in FEW], ids, mask)
+    assert read.seconds > 0
+    assert len(read.press_seconds) == len(FEW)
+    assert all(seconds > 0 for seconds in read.press_seconds)
