@@ -8,7 +8,7 @@ they score; all of their state lives in the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,25 +24,36 @@ if TYPE_CHECKING:
 
 
 class Observer(ABC):
-    """State of one layer that grows with every forward pass; `sides` names the per-pair arrays it records, if any."""
+    """State of one layer that grows with every forward pass.
+
+    `sides` names the per-pair arrays that it records, which move with the pairs, `held` its own tensors `[B, ...]`, None while
+    there is nothing to hold.
+    """
 
     sides: ClassVar[tuple[str, ...]] = ()
+    held: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:
         """Take in one forward pass, after its attention."""
 
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Tensors held, for the memory report."""
+        return [tensor for name in self.held if (tensor := getattr(self, name)) is not None]
 
-    @abstractmethod
     def select_rows(self, rows: Tensor) -> None:
         """Keep the given batch rows, in that order."""
+        self._replace(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
-    @abstractmethod
     def to(self, device: torch.device | str) -> None:
         """Move the state to a device."""
+        self._replace(lambda tensor: tensor.to(device))
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in self.held:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, change(tensor))
 
     def crop(self, tokens: int) -> None:
         """Forget the newest tokens; refused where that cannot be undone."""
@@ -52,6 +63,8 @@ class Observer(ABC):
 
 class RecentQueries(Observer):
     """The newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+
+    held = ("queries",)
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,16 +76,6 @@ class RecentQueries(Observer):
             new = torch.cat([self.queries[:, :, new.shape[2] - self.size :], new], dim=2)
         # A copy of the tail: a view would keep the queries of the whole prompt alive.
         self.queries = new.clone(memory_format=torch.contiguous_format)
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.queries is None else [self.queries]
-
-    def select_rows(self, rows: Tensor) -> None:
-        if self.queries is not None:
-            self.queries = self.queries.index_select(0, rows.to(self.queries.device))
-
-    def to(self, device: torch.device | str) -> None:
-        self.queries = None if self.queries is None else self.queries.to(device)
 
     def crop(self, tokens: int) -> None:
         if tokens and self.queries is not None:
@@ -178,15 +181,6 @@ class ColumnMass(Observer):
             received += (paid if counts is None else paid * counts[:, :, rows, None]).sum(dim=(1, 2))
         return received.view(call.store.batch, call.store.heads, -1)
 
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def select_rows(self, rows: Tensor) -> None:
-        """The side arrays move with the pairs."""
-
-    def to(self, device: torch.device | str) -> None:
-        """The side arrays move with the pairs."""
-
 
 class DecayedMass(ColumnMass):
     """As `ColumnMass` with a decay, side array `decayed_mass`: a query counts decay ** (number of later queries)."""
@@ -255,15 +249,6 @@ class ProbeAttention(Observer):
             window.side["saliency"][rows] += weights.sum(dim=(2, 3))
             window.side["probes"][rows] += visible.sum(dim=1)[:, None]
 
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def select_rows(self, rows: Tensor) -> None:
-        """The side arrays move with the pairs."""
-
-    def to(self, device: torch.device | str) -> None:
-        """The side arrays move with the pairs."""
-
 
 def hashed(numbers: Tensor) -> Tensor:
     """Spread non-negative integers over [0, 1), the same ones to the same place."""
@@ -279,15 +264,19 @@ class QueryStats(Observer):
     Centred, because the mean of queries is often far larger than their deviation.
     """
 
+    held = ("count", "mean", "spread")
+
     def __init__(self, skip: int) -> None:
         self.skip = skip
-        self.held: tuple[Tensor, Tensor, Tensor] | None = None
+        self.count: Tensor | None = None
+        self.mean: Tensor | None = None
+        self.spread: Tensor | None = None
 
     def observe(self, call: LayerCall) -> None:
         block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
         for part in passes(call, block):
             new = _moments(part.unrotate(part.queries.float()), self._counted(part))
-            self.held = new if self.held is None else _pool(self.held, new)
+            self.count, self.mean, self.spread = _pool(self.tensors(), new) if self.tensors() else new
 
     def _counted(self, call: LayerCall) -> Tensor:
         """Mark the queries of a pass that count, float32 `[B, n]`."""
@@ -301,23 +290,10 @@ class QueryStats(Observer):
 
     def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of the given batch rows."""
-        if self.held is None:
+        if self.count is None:
             raise ValueError("no queries have been observed yet")
-        count, mean, spread = (tensor[rows] for tensor in self.held)
+        count, mean, spread = (tensor[rows] for tensor in self.tensors())
         return mean, spread / count.clamp_min(1.0)[:, None, None, None]
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.held is None else list(self.held)
-
-    def select_rows(self, rows: Tensor) -> None:
-        if self.held is not None:
-            count, mean, spread = (tensor.index_select(0, rows.to(tensor.device)) for tensor in self.held)
-            self.held = count, mean, spread
-
-    def to(self, device: torch.device | str) -> None:
-        if self.held is not None:
-            count, mean, spread = (tensor.to(device) for tensor in self.held)
-            self.held = count, mean, spread
 
 
 def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
@@ -350,7 +326,7 @@ def _moments(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return count, mean, centred.transpose(-1, -2) @ centred
 
 
-def _pool(old: tuple[Tensor, Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _pool(old: Sequence[Tensor], new: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Moments of two disjoint sets as one."""
     count = old[0] + new[0]
     share = (new[0] / count.clamp_min(1.0))[:, None, None]
@@ -366,6 +342,8 @@ class HiddenStates(Observer):
     Kept only for presses that compute their score from hidden states, as presses written for NVIDIA kvpress may.
     """
 
+    held = ("states",)
+
     def __init__(self, size: int = 256) -> None:
         self.size = size
         self.states: Tensor | None = None
@@ -375,13 +353,3 @@ class HiddenStates(Observer):
         self.states = call.hidden_states if old is None else torch.cat([old, call.hidden_states], dim=1)
         if call.phase == "decode":
             self.states = self.states[:, -self.size :].clone()
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.states is None else [self.states]
-
-    def select_rows(self, rows: Tensor) -> None:
-        if self.states is not None:
-            self.states = self.states.index_select(0, rows.to(self.states.device))
-
-    def to(self, device: torch.device | str) -> None:
-        self.states = None if self.states is None else self.states.to(device)

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvpress.calibrate.run import Recorder, Settings
+from kvpress.calibrate.run import Settings
 from kvpress.calibration import Calibration
 from kvpress.context import LayerCall
+from kvpress.observe import Observer
 from kvpress.sparse.channels import METHOD, write_official
 
 
@@ -41,7 +42,7 @@ class ChannelSettings(Settings):
             super().write(found, model, out)
 
 
-class ChannelMeans(Recorder):
+class ChannelMeans(Observer):
     """Sums of magnitudes over `count` tokens, `totals` by name."""
 
     def __init__(self) -> None:

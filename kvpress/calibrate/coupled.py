@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import Recorder, Settings
+from kvpress.calibrate.run import Settings
 from kvpress.checks import check_count
 from kvpress.context import LayerCall
+from kvpress.observe import Observer
 from kvpress.quant.coupled import METHOD, check_coupling
 from kvpress.quant.kmeans import kmeans
 from kvpress.shapes import layer_shapes
@@ -56,7 +57,7 @@ class CoupledSettings(Settings):
         return fit_books(observed, self)
 
 
-class PairRecorder(Recorder):
+class PairRecorder(Observer):
     """Copies what a layer puts into an empty cache: keys before their rotary embedding and values, `[tokens, H, D]`.
 
     With `gradients`, also their squared gradients.

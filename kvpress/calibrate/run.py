@@ -62,19 +62,6 @@ class Settings(ABC):
         found.write(out)
 
 
-class Recorder(Observer):
-    """An observer of whole sequences, outside any cache, so that nothing is ever moved or reordered."""
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Nothing is held per row."""
-
-    def to(self, device: torch.device | str) -> None:
-        """Nothing is held on a device."""
-
-
 def calibrate(
     model: Any,
     sequences: Tensor,
@@ -204,7 +191,7 @@ class _Watching(BasePress):
         return {"calibration": partial(_ByLayer, self.layers)}
 
 
-class _ByLayer(Recorder):
+class _ByLayer(Observer):
     def __init__(self, layers: dict[int, Observer]) -> None:
         self.layers = layers
 

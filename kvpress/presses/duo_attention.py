@@ -30,12 +30,12 @@ OUTSIDE = "outside"
 class DuoAttentionPress(StreamingHeadsPress):
     """Let the heads that retrieve least keep a window only.
 
-    How much a head retrieves is read from a `table`. With `on_the_fly_scoring` it is measured on the prompt instead, while
-    it is read: for a sample of queries i at positions from `sink_size + recent_size` on, rarer the further they are,
+    How much a head retrieves is read from a `table`. `on_the_fly_scoring` measures it on the prompt instead, while that is
+    read, by a sample of the queries i that see more than sinks and window, rarer the further they are:
 
         score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size
 
-    The first prompt decides; later turns and generated tokens keep to it. See `StreamingHeadsPress`.
+    The first prompt decides; later turns and generated tokens keep to it. Otherwise as `StreamingHeadsPress`.
 
     Paper: Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, 2024,
     arXiv:2410.10819.
@@ -103,6 +103,8 @@ class OutsideMass(Observer):
     measured.
     """
 
+    held = ("total", "count", "streaming")
+
     def __init__(self, sink_size: int, recent_size: int) -> None:
         self.sink_size, self.recent_size = sink_size, recent_size
         self.total: Tensor | None = None
@@ -160,15 +162,6 @@ class OutsideMass(Observer):
             weights = torch.exp(scores - lse[..., None]) * outside
             self.total[rows] += weights.sum(dim=(3, 4)).mean(dim=2)  # type: ignore[index]
         self.count[rows] += len(sample)  # type: ignore[index]
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.total, self.count, self.streaming) if tensor is not None]
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.total, self.count, self.streaming = (
-            None if tensor is None else tensor[rows.to(tensor.device)]
-            for tensor in (self.total, self.count, self.streaming)
-        )
 
     def to(self, device: torch.device | str) -> None:
         """What was decided stays on the host."""

@@ -68,6 +68,7 @@ class ChunkMass(Observer):
     """
 
     sides = ("chunk_mass",)
+    held = ("queries",)
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -130,13 +131,3 @@ class ChunkMass(Observer):
         # 0 stands for pairs that were not read.
         received = (received / groups).clamp_min(torch.finfo(torch.float32).tiny)
         return received.view(batch, heads, length)
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.queries is None else [self.queries]
-
-    def select_rows(self, rows: Tensor) -> None:
-        if self.queries is not None:
-            self.queries = self.queries.index_select(0, rows.to(self.queries.device))
-
-    def to(self, device: torch.device | str) -> None:
-        self.queries = None if self.queries is None else self.queries.to(device)
