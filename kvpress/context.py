@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from kvpress.attention import Logits
 from kvpress.cache.layout import interleave
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
+
+if TYPE_CHECKING:
+    from kvpress.sparse.base import Sets
 
 Phase = Literal["prefill", "decode"]
 
@@ -23,8 +26,9 @@ class LayerCall:
 
     `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `columns [B, seen]` marks real tokens,
     None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
-    ran. `layer` counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared`
-    is state that all layers of the cache have in common.
+    ran. `read` is what a selector read of the sealed segments, None for all of them. `layer` counts attention layers, of
+    `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state that all layers of the cache
+    have in common.
     """
 
     module: nn.Module
@@ -42,6 +46,7 @@ class LayerCall:
     sinks: Tensor | None = None
     columns: Tensor | None = None
     lse: Tensor | None = None
+    read: Sets = None
     attentions: Tensor | None = None
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None

@@ -64,8 +64,8 @@ class Selector(ABC):
         """Index a sealed segment, so that its memory shows and no query waits for it."""
 
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
-        """Attend from `queries [N, G, D]` to the chosen pairs of `call.store.segments`."""
-        sets = self.choose(call, queries)
+        """Attend from `queries [N, G, D]` to the chosen pairs of `call.store.segments`, and leave them in `call.read`."""
+        sets = call.read = self.choose(call, queries)
         if sets is None:
             return [segment.attend(queries, call.logits) for segment in call.store.segments]
         heads = queries.split(queries.shape[1] // len(sets), dim=1)

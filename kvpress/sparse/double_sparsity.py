@@ -40,11 +40,11 @@ class DoubleSparsityPress(SelectorPress):
 
         score[t] = max (or sum) over the query heads of the group of q[channels] . label[t]
 
-    Labels are kept beside the pairs in `label_bits` bits per channel: 16 as they are, fewer with one scale and zero
-    per label. By default a label has a quarter of the channels in 4 bits, a sixteenth of a key.
-    Which channels matter is measured once per model (`kvpress calibrate --method double_sparsity`) as the mean over tokens
-    of |q * k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format of
-    the authors; the bundled reference model needs none. The first `skip_layers` layers read everything.
+    `reduce` is "max" or "sum". Labels are kept beside the pairs in `label_bits` bits per channel: 16 as they are, fewer with
+    one scale and zero per label. By default a label has a quarter of the channels in 4 bits, a sixteenth of a key. Which
+    channels matter is measured once per model (`kvpress calibrate --method double_sparsity`) as the mean over tokens of |q *
+    k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format of the authors;
+    the bundled reference model needs none. The first `skip_layers` layers read everything.
 
     With `offload`, sealed pairs of the other layers lie in host memory, and only labels and what is read come to the device.
     While one layer is under way, the pairs of the next are chosen and fetched: by queries that the next layer's
@@ -215,6 +215,7 @@ class DoubleSparsitySelector(Selector):
         fetched = ordered.parts.result() if ordered is not None else []
         if ordered is None or ordered.store is not call.store or ordered.seen != call.store.seen or not fetched:
             return super().attend(call, queries)
+        call.read = [[part.chosen for part in fetched]]
         return [part.attend(queries, call.logits) for part in fetched]
 
     def _labels(self, segment: Segment) -> Labels:

@@ -90,25 +90,23 @@ def _host(tensor: Tensor, home: torch.device) -> Tensor:
 
 @dataclass
 class Fetched:
-    """Chosen pairs that were brought to where they are read: `keys` and `values [N, K, D]`, the first `counts[n]` of each."""
+    """Chosen pairs that were brought to where they are read: `keys` and `values [N, K, D]` of the rows `chosen`."""
 
     keys: Tensor
     values: Tensor
-    counts: Tensor
+    chosen: Chosen
     ready: torch.cuda.Event | None = None
 
     def attend(self, queries: Tensor, logits: Logits) -> Partial:
         """Attend from `queries [N, G, D]`."""
         if self.ready is not None:
             torch.cuda.current_stream(self.keys.device).wait_event(self.ready)
-        streams, width, _ = self.keys.shape
+        counts, (streams, width, _) = self.chosen.counts, self.keys.shape
         if kernels.serves(queries, self.keys):
-            starts = torch.arange(streams, device=self.counts.device) * width
+            starts = torch.arange(streams, device=counts.device) * width
             keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-            return kernels.dense_decode(
-                queries, keys, values, starts, self.counts, logits.scale, softcap=logits.softcap
-            )
-        visible = torch.arange(width, device=self.counts.device) < self.counts[:, None]
+            return kernels.dense_decode(queries, keys, values, starts, counts, logits.scale, softcap=logits.softcap)
+        visible = torch.arange(width, device=counts.device) < counts[:, None]
         return attend(queries, self.keys, self.values, logits, visible[:, None])
 
 
@@ -182,7 +180,7 @@ def _gather(
             moved.append(_buffer(slot, f"{name} {i}", len(rows), source, home, False))
             moved[-1].copy_(staged, non_blocking=True)
         keys, values = (tensor.view(*part.rows.shape, -1) for tensor in moved)
-        fetched.append(Fetched(keys, values, part.counts))
+        fetched.append(Fetched(keys, values, part))
     return fetched
 
 
