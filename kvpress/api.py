@@ -35,5 +35,7 @@ def reference_path() -> str:
 def load_model(name: str, **kwargs: Any) -> tuple[Any, Any]:
     """Return `(model, tokenizer)` of `reference`, a local folder or a hub name; keyword arguments go to the model."""
     from kvpress.hf import load
+    from kvpress.pipeline import register_pipeline
 
+    register_pipeline()
     return load(reference_path() if name == "reference" else name, **kwargs)

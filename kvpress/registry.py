@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from kvpress.facts import FACTS, Facts
+
 Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select"]
 PressT = TypeVar("PressT", bound="type[Any]")
 
@@ -27,6 +29,11 @@ class Entry:
     def summary(self) -> str:
         """First line of the docstring."""
         return (self.press.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def facts(self) -> Facts:
+        """What the class does not say; of presses registered elsewhere only the name is known."""
+        return FACTS.get(self.name, Facts(self.name))
 
 
 _entries: dict[str, Entry] = {}

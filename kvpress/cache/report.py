@@ -96,7 +96,7 @@ class MemoryReport:
         table.add_section()
         sums = [format_bytes(self.components[name]) for name in names]
         table.add_row("all", *sums, format_bytes(self.total_bytes), format_bytes(self.uncompressed_bytes), share)
-        console = Console(width=120)
+        console = Console(width=120, force_jupyter=False)
         with console.capture() as captured:
             console.print(table)
         factor = f"{self.compression_factor:.2f} times smaller, {self.bits_per_value:.2f} bits per value"

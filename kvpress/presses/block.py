@@ -21,7 +21,8 @@ class BlockPress(WrapperPress):
 
         S = the first `kept` pairs;   for each block of `block_size` others:   S = keep(S + block)
 
-    The working set never exceeds `kept + block_size` pairs per head, which bounds the memory of a scorer.
+    `block_size` is how many pairs come at a time. The working set never exceeds `kept + block_size` pairs per head, which
+    bounds the memory of a scorer.
 
     Paper: the block-wise eviction of KeyDiff, Park et al., 2025, arXiv:2504.15364.
     Differs from the paper: the prompt is read with full attention before the first block is evicted from.

@@ -23,9 +23,10 @@ class CompactorPress(ScorerPress):
 
         score = blending * z(leverage) + z(chunk attention),   z(x) = (x - mean) / std over the pairs of a row
 
-    The terms are those of `LeverageScorePress` and `NonCausalAttnPress`. `blending` defaults to the fraction of pairs
-    removed: the harder a cache is cut, the more leverage counts. Where only a schedule knows that fraction, as in
-    `DecodingPress(CompactorPress())`, it is 1. The first `sink_size_start` and last `sink_size_end` tokens are always kept.
+    The terms are those of `LeverageScorePress`, with its `sketch_dimension`, and `NonCausalAttnPress`, with its `chunk_size`.
+    `blending` defaults to the fraction of pairs removed: the harder a cache is cut, the more leverage counts. Where only a
+    schedule knows that fraction, as in `DecodingPress(CompactorPress())`, it is 1. The first `sink_size_start` and last
+    `sink_size_end` tokens are always kept.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.

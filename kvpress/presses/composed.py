@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class ComposedPress(BasePress):
     """Apply presses together: evictions in order, one codec for what stays, one selector for what is read.
 
+    `presses` are the parts, at most one of them a codec, one a selector and one that evicts while tokens are generated.
+
     Paper: none; a composition.
     Differs from the paper: nothing.
     """

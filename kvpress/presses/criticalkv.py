@@ -29,8 +29,9 @@ class CriticalKVPress(WrapperPress):
         1. the `first_stage_ratio` of the budget goes to the best scores;
         2. the rest to the best (score + epsilon) * w.
 
-    W_o[g] are the columns of the output projection that read query head g. Scores that may be negative are first shifted so
-    that the smallest of a head is 0.
+    `first_stage_ratio` is the share of the budget that the scores alone decide about. W_o[g] are the columns of the output
+    projection that read query head g. Scores that may be negative are first shifted so that the smallest of a head is 0.
+    `epsilon` lets pairs without any score be told apart by their reach.
 
     Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
     arXiv:2502.03805.
@@ -64,6 +65,8 @@ class CriticalKVPress(WrapperPress):
 @dataclass
 class CriticalAdaKVPress(AdaKVPress):
     """AdaKV's head budgets, spent by the two stages of `CriticalKVPress`.
+
+    `alpha_safeguard` is that of `AdaKVPress`; `epsilon` and `first_stage_ratio` are those of `CriticalKVPress`.
 
     Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
     arXiv:2502.03805.

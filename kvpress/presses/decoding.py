@@ -22,8 +22,9 @@ from kvpress.registry import register
 class DecodingPress(BasePress):
     """Cut the cache down to `target_size` pairs per head every `compression_interval` generated tokens.
 
-    Works with any scorer, head-wise ones included. `target_ratio` sets the target as a fraction of the tokens seen
-    instead: 0.75 removes three quarters. The prompt is not compressed: see `PrefillDecodingPress`.
+    `base_press` may be any scorer, head-wise ones included; how much it keeps by itself does not matter here. `target_ratio`
+    sets the target as a fraction of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
+    `PrefillDecodingPress`. A press that reads hidden states gets the newest `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.
@@ -77,6 +78,9 @@ class DecodingPress(BasePress):
 class PrefillDecodingPress(BasePress):
     """Compress the prompt with one press and generated tokens with another.
 
+    `prefilling_press` is one that evicts, `decoding_press` one that evicts while tokens are generated, such as
+    `DecodingPress` or `H2OPress`. Either may be left out.
+
     Paper: none; a schedule.
     Differs from the paper: nothing.
     """
@@ -90,6 +94,11 @@ class PrefillDecodingPress(BasePress):
     def validate(self) -> None:
         for press in self._parts:
             press.validate()
+            if press.encodes or press.selects:
+                raise ValueError(
+                    f"{type(press).__name__} stores or chooses pairs at all times, not in one phase; compose it with the rest: "
+                    f"PrefillDecodingPress(...) + {type(press).__name__}(...)"
+                )
         if self.decoding_press is not None and not self.decoding_press.acts_in_decoding:
             raise ValueError(
                 f"decoding_press must act while tokens are generated, got {type(self.decoding_press).__name__}; wrap it: "

@@ -27,7 +27,8 @@ class ExpectedAttentionPress(ScorerPress):
         z[t]     = scale * k_t . mu' + scale^2 / 2 * k_t^T S' k_t
         score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
-    The first `n_sink` tokens are left out of the statistics and always kept.
+    The first `n_sink` tokens are left out of the statistics and always kept. `use_covariance=False` leaves out S', and
+    `use_vnorm=False` the norm of the value. `epsilon` lets that norm decide among pairs of hardly any expected attention.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution, 2025, arXiv:2510.00636.

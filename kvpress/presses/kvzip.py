@@ -39,8 +39,8 @@ class KVzipPress(BudgetPress):
     attention and W_o the output projection of the query head. The first `n_sink` tokens always stay, and so do pairs that
     survived an earlier turn. `layerwise` gives every layer the same number of pairs.
 
-    The prompt of repetition is text: the tokenizer is `tokenizer`, else the one beside the model. `repeat_prompt=""` needs
-    none: the prompt is simply read a second time.
+    The prompt of repetition is text, which `tokenizer` reads, else the one beside the model. `repeat_prompt=""` needs none:
+    the prompt is simply read a second time.
 
     Paper: Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416.
     Differs from the paper: nothing in the scores; rows of a batch are scored alone, and what is evicted is freed.

@@ -28,8 +28,8 @@ class LeverageScorePress(ScorerPress):
         X[b, h]        = (K - mean over t of K) S,   K [n, D] keys before rotation, S [D, s] Gaussian
         score[b, h, t] = x_t (X^T X + r I)^-1 x_t^T,   r = 0.01 tr(X^T X) / s
 
-    S is the same for all layers and calls; where the head dimension is not larger than `sketch_dimension`, nothing is
-    sketched.
+    `sketch_dimension` is s; where the head dimension D is not larger, nothing is sketched. S is the same for all layers and
+    calls.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.

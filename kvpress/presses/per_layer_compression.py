@@ -21,8 +21,8 @@ from kvpress.registry import register
 class PerLayerCompressionPress(BasePress):
     """Apply another press with a compression ratio of its own in every layer.
 
-    `compression_ratios` holds one ratio per layer that is compressed, first layer first; layers with a sliding window are
-    not counted. The ratio of the inner press itself is not used.
+    `press` is the one that scores. `compression_ratios` holds one ratio per layer that is compressed, first layer first;
+    layers with a sliding window are not counted. The ratio of the inner press itself is not used.
 
     Paper: none.
     Differs from the paper: nothing.

@@ -15,8 +15,8 @@ from kvpress.registry import register
 class PyramidKVPress(SnapKVPress):
     """SnapKV with a budget that falls linearly from the first layer to the last; the mean over layers stays.
 
-    With mean budget `m` and window `w`, the last layer keeps `w`'s pairs plus `(m - w) / beta`, the first layer what the
-    mean then leaves.
+    With m pairs on average and w of them in the window, the last layer keeps w + (m - w) / `beta`, the first layer what the
+    mean then leaves: the larger `beta`, the steeper.
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, 2024,
     arXiv:2406.02069.

@@ -14,7 +14,7 @@ from kvpress.registry import register
 class RLKVPress(StreamingHeadsPress):
     """Let the heads with the lowest gates of a table learned by reinforcement learning keep a window only.
 
-    `StreamingHeadsPress` with the table and the windows of RLKV: 16 sinks and 64 recent tokens.
+    A `StreamingHeadsPress` with the table and the windows of RLKV: 16 sinks and 64 recent tokens.
 
     Paper: Du et al., Which Heads Matter for Reasoning? RL-Guided KV Cache Compression, 2025, arXiv:2510.08525.
     Differs from the paper: gates are read, not learned; ties go by layer and head instead of by noise.

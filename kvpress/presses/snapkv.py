@@ -24,7 +24,8 @@ class SnapKVPress(ScorerPress):
         a[b, g, t] = mean over the last w queries i of softmax(q_i . k)[t],   t < n - w
         score      = mean over the query heads of the group of avg_pool(a, kernel_size)
 
-    The window itself is always kept; prompts that fit into it are left whole.
+    The window itself is always kept; prompts that fit into it are left whole. `kernel_size` is the odd number of neighbours
+    that share a score; 1 smooths nothing.
 
     Paper: Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024, arXiv:2404.14469.
     Differs from the paper: query heads of a group share one choice, the mean of their scores, because they share keys.

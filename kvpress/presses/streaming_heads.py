@@ -20,10 +20,10 @@ from kvpress.presses.streams import Stored, real_columns
 class StreamingHeadsPress(BasePress):
     """Let `round(head_compression_ratio * L * H)` of the kv heads, those of the lowest value, keep a window only.
 
-    After the prompt and every `interval` generated tokens, streaming heads are cut down to the first `sink_size` and the
+    After the prompt and every `interval` generated tokens, these streaming heads are cut down to the first `sink_size` and the
     newest `recent_size` tokens, so that they never hold more than `sink_size + recent_size + interval` pairs. The other heads
-    keep everything. `table` is a file or folder (`HeadTable`); sizes that are None are those of its config.json, else of the
-    method.
+    keep everything. `table` is a .tsv file with a line per layer and a column per kv head, or the folder that holds it. Sizes
+    that are None are those of the config.json beside it, else of the method.
     """
 
     acts_in_decoding: ClassVar[bool] = True

@@ -15,7 +15,10 @@ from kvpress.presses.evict import Moved, evict
 
 @dataclass
 class WrapperPress(BasePress):
-    """A press around another one that scores; what is not overridden is the inner press's."""
+    """A press around another one that scores; what is not overridden is the inner press's.
+
+    `press` is the inner one, any that scores.
+    """
 
     press: ScorerPress
 

@@ -33,8 +33,8 @@ class CoupledQuantPress(QuantisingPress):
         code = argmin_e |x[group] - book[head, group, e]|^2
 
     That is ``bits / coupled`` bits per value: CQ-4c8b is `coupled=4, bits=8`. Keys are coded before their rotary embedding
-    and turned when they are read. Books come from `calibration`, a file made by `kvpress calibrate --method cq`; those of
-    the bundled reference model are found without it. `coupled` and `bits` are one number or a pair (keys, values).
+    and turned when they are read. Books come from `calibration`, a file made by `kvpress calibrate --method cq`; those of the
+    bundled reference model are found without it. One number each, or a pair (keys, values), sets `coupled` and `bits`.
 
     Paper: Zhang et al., KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled
     Quantization, 2024, arXiv:2405.03917.

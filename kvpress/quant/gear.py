@@ -29,11 +29,11 @@ class GEARPress(QuantisingPress):
 
         X ~ decode(codes) + Q P^T + S
 
-    S holds, of every key channel of a chunk and of every token's values, the `outliers / 2` largest and smallest entries.
-    The rest is quantised in groups of `group_size`, keys per channel and values per token (`backbone="kivi"`), or with one
-    group per key channel of a chunk and per token (`"kcvt"`). Q P^T of rank `rank`, per head, approximates the error of
-    that by power iteration; chunks of `buffer_length` generated tokens get `generated_rank`. Attention adds both
-    corrections to logits and outputs, and never rebuilds keys or values.
+    `outliers` is the share of entries in S: half of them the largest and half the smallest, of every key channel of a chunk
+    and of every token's values. The rest is quantised in groups of `group_size`, keys per channel and values per token
+    (`backbone="kivi"`), or with one group per key channel of a chunk and per token (`"kcvt"`). Q P^T of rank `rank`, per
+    head, approximates the error of that by `passes` rounds of power iteration; chunks of `buffer_length` generated tokens get
+    `generated_rank`. Attention adds both corrections to logits and outputs, and never rebuilds keys or values.
 
     Paper: Kang et al., GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM,
     2024, arXiv:2403.05527.

@@ -15,7 +15,11 @@ from kvpress.shapes import LayerShape, layer_shapes
 
 
 class QuantisingPress(BasePress):
-    """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`."""
+    """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`.
+
+    `bits` is one number, a pair (keys, values), or a list with either for every layer. The newest `residual_length` pairs of
+    every head and its first `sinks` stay as they are. The layers in `skip_layers` are left dense.
+    """
 
     bits: Bits
     residual_length: int
