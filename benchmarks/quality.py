@@ -4,7 +4,7 @@
     python benchmarks/quality.py --composition [...]
 
 The first compares methods from 8 bits down to 1: the divergence of the next-token distributions along decoding from the
-full cache (`kvpress divergence`), and the accuracy on three tasks whose answers depend on exact pairs (`kvpress eval`). The
+full cache (`kvpress fidelity`), and the accuracy on three tasks whose answers depend on exact pairs (`kvpress eval`). The
 second holds about a tenth of the bytes in different ways, from few pairs in 16 bits to many in 2, on all tasks.
 
 Bits per value count every byte that is held once the context was read. The dense tail is 32 to 95 tokens for every codec, and
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from kvpress_eval.cells import hash_json
 from kvpress_eval.config import RunConfig
-from kvpress_eval.divergence import Comparison, read_texts
+from kvpress_eval.fidelity import Comparison, read_texts
 from kvpress_eval.models import Engine, load_engine
 from kvpress_eval.runner import RunResult, run
 from kvpress_eval.store import replace_file, write_json
@@ -113,7 +113,7 @@ def divergences(presses: Sequence[str], sizes: Sizes, runs: Path) -> dict[str, d
     config = RunConfig(lengths=(sizes.context,), samples=sizes.texts)
     engine = load_engine(config)
     comparison = Comparison(engine, read_texts(config, engine, sizes.tokens), sizes.context, batch_size=sizes.texts)
-    folder = runs / "divergence"
+    folder = runs / "fidelity"
     folder.mkdir(parents=True, exist_ok=True)
     rows = {}
     for press in presses:
@@ -121,7 +121,7 @@ def divergences(presses: Sequence[str], sizes: Sizes, runs: Path) -> dict[str, d
         path = folder / f"{hash_json(known)[:16]}.json"
         if not path.exists():
             print(f"divergence of {press}", flush=True)
-            write_json(path, comparison.divergence(press).row())
+            write_json(path, comparison.fidelity(press).row())
         rows[press] = json.loads(path.read_text())
     return rows
 

@@ -12,21 +12,20 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from kvpress_eval.layers import columns_read, watching
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.attention import Partial
+from kvpress.attention import group_queries
 from kvpress.context import LayerCall
 from kvpress.presses.base import BasePress
-from kvpress.sparse.base import Selector, Sets
 
 PROMPTS = Path(__file__).parent / "data" / "refmodel_test.jsonl.gz"
 TASKS = ("mk16", "vt2")
@@ -51,47 +50,33 @@ class Recall:
     best: float
 
 
-@contextmanager
-def watched(press: BasePress, model: Any) -> Iterator[list[tuple[LayerCall, Tensor, Sets]]]:
-    """Install a press, and list every choice that its selectors make."""
-    choices: list[tuple[LayerCall, Tensor, Sets]] = []
-    with press(model) as session:
-        for selector in session.selectors.values():
-            selector.attend = _listing(selector, choices)  # type: ignore[method-assign]
-        yield choices
-
-
-def _listing(selector: Selector, choices: list[tuple[LayerCall, Tensor, Sets]]) -> Any:
-    attend = selector.attend
-
-    def attending(call: LayerCall, queries: Tensor) -> list[Partial]:
-        choices.append((call, queries, selector.choose(call, queries)))
-        return attend(call, queries)
-
-    return attending
-
-
 @torch.no_grad()
 def recall(model: Any, prompts: Sequence[Tensor], press: BasePress) -> Recall:
     """Measure a selector on prompts `[1, n]`, at the token that follows each."""
     read, random, best = [], [], []
+
+    def see(call: LayerCall, output: Tensor) -> None:
+        del output
+        marks = columns_read(call)
+        if call.read is None or marks is None:
+            return
+        (segment,) = call.store.segments
+        streams, sealed = segment.layout.streams, segment.layout.longest
+        keys = segment.read(slice(None))[0].view(streams, sealed, -1)
+        weights = torch.softmax(call.logits(group_queries(call.queries, call.store.heads), keys), dim=-1)
+        chosen = marks[..., :sealed]
+        ranked = weights.sort(dim=-1, descending=True).values
+        as_many = torch.arange(sealed) < chosen.sum(dim=-1, keepdim=True)
+        for found, values in ((read, weights * chosen), (best, ranked * as_many), (random, as_many / sealed)):
+            found.append(values.sum(dim=-1).flatten())
+
     for ids in prompts:
         cache = DynamicCache(config=model.config)
-        with watched(press, model) as choices:
+        with press(model) as session:
             model(ids[:, :-1], past_key_values=cache)
-            model(ids[:, -1:], past_key_values=cache)
-        for call, queries, sets in choices:
-            (segment,) = call.store.segments
-            for n in range(segment.layout.streams if sets else 0):
-                span = segment.layout.rows(n)
-                weights = torch.softmax(call.logits(queries[n], segment.read(span)[0]), dim=-1)
-                for head, received in enumerate(weights):
-                    part = (sets or [])[head * len(sets or []) // len(weights)][0]
-                    chosen = part.rows[n, : part.counts[n]].long() - span.start
-                    read.append(float(received[chosen].sum()))
-                    best.append(float(received.topk(len(chosen)).values.sum()))
-                    random.append(len(chosen) / len(received))
-    return Recall(*(sum(part) / len(part) for part in (read, random, best)))
+            with watching(session, see):
+                model(ids[:, -1:], past_key_values=cache)
+    return Recall(*(float(torch.cat(part).mean()) for part in (read, random, best)))
 
 
 def read_prompts(tokenizer: Any, samples: int) -> list[Tensor]:

@@ -74,7 +74,7 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.TidalDecodePress(128, skip_layers=1, reselect_layer=9, heads="query", correction=16, n_sink=4),
     ComposedPress([KnormPress(0.5), KIVIPress(4), QuestPress(128)]),
     kvpress.PrefillDecodingPress(
-        ComposedPress([KnormPress(0.5), KIVIPress(2)]), kvpress.DecodingPress(kvpress.TOVAPress())
+        ComposedPress([KnormPress(0.5), kvpress.KeyDiffPress(0.25)]), kvpress.DecodingPress(kvpress.TOVAPress())
     ),
 ]
 named = pytest.mark.parametrize("press", NON_DEFAULT, ids=lambda p: type(p).__name__)

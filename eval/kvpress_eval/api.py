@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedModel
 
-from kvpress_eval.results import CellResult
+from kvpress.spec import to_spec
+from kvpress_eval.errors import ConfigError
+from kvpress_eval.models import engine_of, name_of
+from kvpress_eval.results import flatten
 from kvpress_eval.runner import run
 from kvpress_eval.yaml_config import load_config
 
 
-def run_rows(**fields: Any) -> Any:
+def run_rows(
+    model: str | PreTrainedModel, presses: Sequence[Any], tasks: Sequence[str], tokenizer: Any, fields: dict[str, Any]
+) -> Any:
     """Run a configuration and return its rows; a cell that failed is one row with the reason."""
-    result = run(load_config(None, fields), Console())
+    placed = sorted({"device", "device_map", "dtype"} & fields.keys())
+    if placed and not isinstance(model, str):
+        raise ConfigError(
+            f"{', '.join(placed)} cannot be chosen for a model that is loaded already; give its name instead"
+        )
+    specs = [press if isinstance(press, str) else to_spec(press) for press in presses]
+    engine = None if isinstance(model, str) else engine_of(model, tokenizer)
+    name = model if isinstance(model, str) else name_of(model)
+    config = load_config(None, {**fields, "model": name, "presses": specs, "tasks": tasks})
+    result = run(config, Console(), engine)
     rows = [row for cell in result.cells for row in flatten(cell)]
     if importlib.util.find_spec("pandas") is None:
         return rows
     import pandas
 
     return pandas.DataFrame(rows)
-
-
-def flatten(result: CellResult) -> list[dict[str, Any]]:
-    """Return the rows of a cell with the press, task and length in each of them."""
-    source, depth = result.cell.source, result.cell.depth
-    place = {"press": result.cell.press, "task": source.task, "length": source.length, "depth": depth}
-    rows = []
-    for row in result.rows:
-        values = {key: value for key, value in row.items() if key not in ("cell", "measured", "sha256")}
-        rows.append({**place, **values, **row["measured"]})
-    if result.failure and not result.complete:
-        rows.append({**place, "status": result.failure["status"], "message": result.failure["message"]})
-    return rows

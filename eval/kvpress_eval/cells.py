@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 import kvpress
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError
+from kvpress_eval.gsm8k import NAME as GSM8K
+from kvpress_eval.gsm8k import Gsm8kTask, read_task
 from kvpress_eval.languages import LANGUAGES
 from kvpress_eval.longbench.tasks import LongBenchTask, expand, is_longbench
 from kvpress_eval.tasks import SOURCES, UNPLACED, Sample, answer_room, generate, sample_id
@@ -20,7 +22,7 @@ from kvpress_eval.tasks.files import PREFIX, TaskFile, read_file, split_source
 from kvpress_eval.tasks.filler import NOISE, Filler, read_filler
 from kvpress_eval.tasks.questions import QuestionSet, read_questions
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
 
 
@@ -69,7 +71,7 @@ class TaskLength:
         return config.max_new_tokens or answer_room(self.task, config.wording)
 
 
-Source = TaskLength | LongBenchTask
+Source = TaskLength | LongBenchTask | Gsm8kTask
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,18 @@ class Cell:
     @property
     def label(self) -> str:
         """How progress lines and error messages call the cell."""
-        return f"{self.press} on {self.source.task} at {self.source.length}{self.where}"
+        return f"{self.press} on {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Task, length and depth in words."""
+        length = f" at {self.source.length}" if self.source.length else ""
+        return f"{self.source.task}{length}{self.where}"
+
+    @property
+    def weight(self) -> int:
+        """How much work a sample is, beside those of other cells: its tokens."""
+        return max(1, self.source.length)
 
     @property
     def depth(self) -> float | None:
@@ -105,6 +118,9 @@ def expand_tasks(config: RunConfig) -> list[Source]:
         if is_longbench(name):
             named = {(source.task, source.length) for source in sources}
             sources += [task for task in expand(name, config) if (task.task, task.length) not in named]
+            continue
+        if name == GSM8K:
+            sources.append(read_task(config.data_dir))
             continue
         if not name.startswith(PREFIX):
             questions = read_questions(name, config.data_dir) if name in SOURCES else None

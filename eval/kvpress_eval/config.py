@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 import kvpress
 from kvpress_eval.errors import unknown_name
+from kvpress_eval.gsm8k import NAME as GSM8K
 from kvpress_eval.longbench.tasks import check_name, is_longbench
 from kvpress_eval.tasks import TASKS, TRAINED, worded
 from kvpress_eval.tasks.files import PREFIX
@@ -26,7 +27,8 @@ class RunConfig(BaseModel):
     The context is compressed before the question is seen, unless `question_aware`. `depth` hides the answer
     at that fraction of the context (None: anywhere), `depths` at each of several. `filler` surrounds it: "noise",
     "repeat" or `file:PATH`. `max_new_tokens` None is what the answers of a task may need. `language` "auto" is the
-    reference model's own language for the model `reference`, English for every other. `data_dir` holds the files of
+    reference model's own language for the model `reference`, English for every other. `device_map` spreads the layers of a
+    model over all devices, as accelerate does. `data_dir` holds the files of
     published benchmarks, where they do not come from the hub.
     """
 
@@ -48,6 +50,7 @@ class RunConfig(BaseModel):
     batch_size: int = Field(default=1, ge=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     threads: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     max_seconds_per_sample: float | None = Field(default=None, gt=0)
@@ -68,8 +71,8 @@ class RunConfig(BaseModel):
         for task in tasks:
             if is_longbench(task):
                 check_name(task)
-            elif task not in TASKS and not task.startswith(PREFIX):
-                raise ValueError(unknown_name("task", task, TASKS))
+            elif task not in (*TASKS, GSM8K) and not task.startswith(PREFIX):
+                raise ValueError(unknown_name("task", task, (*TASKS, GSM8K)))
         return tuple(dict.fromkeys(tasks))
 
     @field_validator("lengths")
@@ -107,6 +110,13 @@ class RunConfig(BaseModel):
         if depths and info.data.get("depth") is not None:
             raise ValueError("give depth or depths, not both")
         return tuple(dict.fromkeys(depths))
+
+    @field_validator("device_map")
+    @classmethod
+    def _one_way_to_say_device(cls, device_map: str | None, info: ValidationInfo) -> str | None:
+        if device_map and info.data.get("device", "auto") != "auto":
+            raise ValueError("give device or device_map, not both: a map places the layers itself")
+        return device_map
 
     @property
     def wording(self) -> str:

@@ -24,9 +24,11 @@ def _without_extra(missing: str) -> Callable[[], None]:
 
 _COMMANDS = {
     "eval": "eval:eval_command",
-    "divergence": "divergence:divergence_command",
+    "fidelity": "fidelity:fidelity_command",
     "reselect": "reselect:reselect_command",
     "lm-eval": "lm_eval:lm_eval_command",
+    "report": "report:report_command",
+    "show": "show:show_command",
     "demo": "eval:demo_command",
 }
 """Where each command is, below `kvpress_eval.commands`."""

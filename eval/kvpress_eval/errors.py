@@ -34,7 +34,7 @@ class OutputError(EvalError):
 
 
 class BusyError(EvalError):
-    """Another process is writing to the same output folder."""
+    """Other processes are running some of the cells."""
 
     exit_code = 5
 

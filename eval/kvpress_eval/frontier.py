@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,14 @@ from kvpress_eval.stats import Estimate
 from kvpress_eval.summary import PressSummary
 
 INK, MUTED, GRID, ACCENT = "#1f2933", "#9aa5b1", "#e4e7eb", "#0b69a3"
+_THEMED = {
+    INK: "var(--ink)",
+    MUTED: "var(--faint)",
+    GRID: "var(--line)",
+    ACCENT: "var(--accent)",
+    "#ffffff": "var(--page)",
+}
+"""The page, light or dark, says what a colour is."""
 _STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -78,15 +87,19 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def frontier_svg(points: Sequence[Point], axis: Axis) -> str:
-    """Return one plot as an `<svg>` element."""
+    """Return one plot as an `<svg>` element in the colours of the page around it."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": axis.title}):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure.add_subplot(), points, axis)
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
+        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    # A page has several plots: only names that are unique, by their hash, may stay.
+    text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", text[text.index("<svg") :])
+    for colour, themed in _THEMED.items():
+        text = text.replace(colour, themed)
+    return text.replace("<svg", f'<svg role="img" aria-label="Accuracy against: {axis.title}"', 1)
 
 
 def write_frontier_png(summaries: Sequence[PressSummary], path: Path) -> None:

@@ -1,35 +1,39 @@
-"""Prefill, compress, answer: one batch of prompts under one press, timed and measured."""
+"""Read, compress, answer: contexts are read once for all the presses and questions that can share the reading."""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, StopStringCriteria
 
 import kvpress
+from kvpress.clock import now
 from kvpress_eval.models import Engine
 from kvpress_eval.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long an answer may get, in tokens and in seconds."""
+    """How long an answer may get, in tokens and in seconds, and at which strings it ends."""
 
     max_new_tokens: int
     max_seconds: float | None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answer:
     """What the model said to one prompt, and what it took.
 
-    `text` is None when the time ran out. `bytes` are those of the compressed context, before the question.
+    `text` is None when the time ran out. `bytes` are those of the compressed context, before the question, `end_bytes` what
+    the cache holds after the answer.
     `seconds_per_token` is None for answers of one token: there is no step to time.
     """
 
@@ -38,6 +42,8 @@ class Answer:
     context_tokens: int
     bytes: float
     uncompressed_bytes: float
+    end_bytes: float
+    end_uncompressed_bytes: float
     bits_per_value: float
     kept: float
     prefill_seconds: float
@@ -53,7 +59,7 @@ class _StepClock(StoppingCriteria):
     ticks: list[float] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.ticks.append(_now(input_ids.device))
+        self.ticks.append(now(input_ids.device))
         return torch.full((len(input_ids),), self.expired, device=input_ids.device)
 
     @property
@@ -77,40 +83,85 @@ class _RefuseNaN(LogitsProcessor):
         return scores
 
 
+@dataclass(frozen=True)
+class Context:
+    """Contexts that were read together and compressed under one press: rows of `cache`, all that is measured about them.
+
+    `seconds` is what one of them took under this press; `shared_by` presses took part in the same reading, which itself
+    took `reading_seconds` a context.
+    """
+
+    press: Any
+    cache: DynamicCache
+    ids: Tensor
+    mask: Tensor
+    report: kvpress.MemoryReport
+    kept: list[float]
+    seconds: float
+    reading_seconds: float
+    shared_by: int
+
+
 @torch.inference_mode()
-def answer_batch(
-    engine: Engine, press: Any, prompts: Sequence[Prompt], limits: Limits
-) -> tuple[list[Answer], DynamicCache]:
-    """Return an answer to each prompt, and the compressed cache as it was before the questions."""
-    ids, mask = _pad_left(engine, [prompt.first for prompt in prompts])
-    started = _now(ids.device)
-    cache = DynamicCache(config=engine.model.config)
-    with press(engine.model):
-        logits = read(engine.model, ids, mask, cache)
-        prefill_seconds = (_now(ids.device) - started) / len(prompts)
+def read_contexts(engine: Engine, presses: Sequence[Any], contexts: Sequence[list[int]]) -> list[Context]:
+    """Read and compress contexts together, once for all presses if they share it; a press that does not comes alone."""
+    ids, mask = pad_left(contexts, engine.tokenizer.pad_token_id, engine.model.device)
+    if len(presses) > 1 or presses[0].shares_prefill:
+        shared = kvpress.prefill(engine.model, presses, ids, mask)
+        logits, caches, reading, own = shared.logits, shared.caches, shared.seconds, shared.press_seconds
+    else:
+        started = now(ids.device)
+        caches = [DynamicCache(config=engine.model.config)]
+        with presses[0](engine.model):
+            logits = read(engine.model, ids, mask, caches[0])
+        reading, own = now(ids.device) - started, [0.0]
     if torch.isnan(logits).any():
         raise FloatingPointError("NaN in the logits of the prefill")
-    report, kept = kvpress.memory_report(cache), kept_fractions(cache, mask)
-    answers: list[Answer] = [None] * len(prompts)  # type: ignore[list-item]
-    for rows in _equal_questions(prompts):
-        second = torch.tensor([prompts[row].second for row in rows], device=ids.device)
-        branch = copy.deepcopy(cache)
-        if len(rows) < len(prompts):
-            branch.batch_select_indices(torch.tensor(rows, device=ids.device))
-        tokens, clock = _decode(engine, press, branch, ids[rows], mask[rows], second, limits)
-        for row, new in zip(rows, tokens, strict=True):
-            answers[row] = Answer(
+    return [
+        Context(
+            press=press,
+            cache=cache,
+            ids=ids,
+            mask=mask,
+            report=kvpress.memory_report(cache),
+            kept=kept_fractions(cache, mask),
+            seconds=(reading + seconds) / len(contexts),
+            reading_seconds=reading / len(contexts),
+            shared_by=len(presses),
+        )
+        for press, cache, seconds in zip(presses, caches, own, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def answer(engine: Engine, context: Context, asked: Sequence[tuple[int, Prompt]], limits: Limits) -> list[Answer]:
+    """Return an answer to each `(row, prompt)`; any number of prompts may ask about the same row. Uses up the cache."""
+    answers: list[Answer] = [None] * len(asked)  # type: ignore[list-item]
+    rounds = _rounds(asked)
+    for number, places in enumerate(rounds):
+        rows = [asked[place][0] for place in places]
+        second = torch.tensor([asked[place][1].second for place in places], device=context.ids.device)
+        last = number == len(rounds) - 1
+        branch = context.cache if last else copy.deepcopy(context.cache)
+        if rows != list(range(len(context.ids))):
+            branch.batch_select_indices(torch.tensor(rows, device=context.ids.device))
+        tokens, clock = _decode(engine, context.press, branch, context.ids[rows], context.mask[rows], second, limits)
+        end = kvpress.memory_report(branch)
+        for place, row, new in zip(places, rows, tokens, strict=True):
+            answers[place] = Answer(
                 text=None if clock.expired else engine.tokenizer.decode(new, skip_special_tokens=True),
                 new_tokens=_length(new, engine),
-                context_tokens=len(prompts[row].first),
-                bytes=report.total_bytes / len(prompts),
-                uncompressed_bytes=report.uncompressed_bytes / len(prompts),
-                bits_per_value=report.bits_per_value,
-                kept=kept[row],
-                prefill_seconds=prefill_seconds,
+                context_tokens=int(context.mask[row].sum()),
+                bytes=context.report.total_bytes / len(context.ids),
+                uncompressed_bytes=context.report.uncompressed_bytes / len(context.ids),
+                end_bytes=end.total_bytes / len(rows),
+                end_uncompressed_bytes=end.uncompressed_bytes / len(rows),
+                bits_per_value=context.report.bits_per_value,
+                kept=context.kept[row],
+                prefill_seconds=context.seconds,
                 seconds_per_token=clock.seconds_per_token,
             )
-    return answers, cache
+    return answers
 
 
 def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
@@ -123,9 +174,15 @@ def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
     return fractions
 
 
-def _pad_left(engine: Engine, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    padded = engine.tokenizer.pad({"input_ids": list(rows)}, padding_side="left", return_tensors="pt")
-    return padded["input_ids"].to(engine.model.device), padded["attention_mask"].to(engine.model.device)
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return rows of ids as one tensor `[B, longest]`, padded on the left, and the mask of what is real."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, longest - len(tokens) :] = torch.tensor(tokens)
+        mask[row, longest - len(tokens) :] = 1
+    return ids.to(device), mask.to(device)
 
 
 def read(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
@@ -152,6 +209,7 @@ def _decode(
 ) -> tuple[Tensor, _StepClock]:
     ids, mask = torch.cat([first, second], dim=1), torch.cat([mask, torch.ones_like(second)], dim=1)
     clock = _StepClock(limits.max_seconds)
+    stops = [StopStringCriteria(engine.tokenizer, list(limits.stop))] if limits.stop else []
     with kvpress.reading(engine.model, press):
         if second.shape[1] > 1:
             # Selectors read everything where several tokens come at once, so the last one comes alone, as generated ones do.
@@ -166,17 +224,19 @@ def _decode(
                 eos_token_id=engine.model.generation_config.eos_token_id,
                 pad_token_id=engine.tokenizer.pad_token_id,
             ),
-            stopping_criteria=[clock],
+            stopping_criteria=[clock, *stops],
             logits_processor=[_RefuseNaN()],
         )
     return out[:, ids.shape[1] :], clock
 
 
-def _equal_questions(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the rows grouped by question length, so that no padding is needed between the two parts."""
-    groups: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        groups.setdefault(len(prompt.second), []).append(row)
+def _rounds(asked: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
+    """Return the places of prompts that can be read together: of one length, so that nothing is padded, each row once."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    times: Counter[int] = Counter()
+    for place, (row, prompt) in enumerate(asked):
+        groups.setdefault((times[row], len(prompt.second)), []).append(place)
+        times[row] += 1
     return list(groups.values())
 
 
@@ -184,9 +244,3 @@ def _length(tokens: Tensor, engine: Engine) -> int:
     """Return the number of tokens up to the end of the answer; a batch pads the shorter ones."""
     pad = engine.tokenizer.pad_token_id
     return int((tokens != pad).sum()) if pad != engine.tokenizer.eos_token_id else len(tokens)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

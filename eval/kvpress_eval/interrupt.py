@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one finishes the sample in flight, the second one stops at once."""
+"""Ctrl-C: the first one finishes the sample in flight, the second one stops at once; SIGTERM does not wait either."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
+class Terminated(KeyboardInterrupt):
+    """The process was told to end (SIGTERM); every finished sample is on disk already."""
+
+
 class Interrupt:
-    """Inside the `with` block the first SIGINT only sets `requested`."""
+    """Inside the `with` block the first SIGINT only sets `requested`, and SIGTERM raises `Terminated`."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         # Python delivers signals to the main thread only, and only there may handlers be set.
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            for number, handle in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+                self._previous[number] = signal.signal(number, handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handle in self._previous.items():
+            signal.signal(number, handle)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        raise Terminated

@@ -27,7 +27,7 @@ from kvpress.hf import new_cache
 from kvpress.presses.base import BasePress
 from kvpress_eval.config import REFERENCE
 from kvpress_eval.errors import ConfigError, unknown_name
-from kvpress_eval.generation import read
+from kvpress_eval.generation import pad_left, read
 
 LOADING = (
     "attn_implementation", "cache_dir", "device_map", "local_files_only", "max_memory", "quantization_config", "token",
@@ -131,7 +131,7 @@ class KVPressLM(HFLM):
             tasks = ", ".join(sorted({str(request.task_name) for request in requests}))
             warnings.warn(
                 f"{kind} (task {tasks}) is scored in one pass, which never reads the cache: the press has no effect on it, "
-                "and any press scores like `none`; `kvpress divergence` measures a press on running text",
+                "and any press scores like `none`; `kvpress fidelity` measures a press on running text",
                 stacklevel=3,
             )
 
@@ -170,7 +170,7 @@ class KVPressLM(HFLM):
         if order and size == "auto":
             size = override_bs or self._detect_batch_size([(None, list(order[0]), [])])
         for batch in _batches(order, size):
-            ids, mask = self._pad_left([context[:-1] for context in batch])
+            ids, mask = pad_left([context[:-1] for context in batch], self.tokenizer.pad_token_id, self.device)
             cache = self._read(ids, mask)
             asked = [(row, index) for row, context in enumerate(batch) for index in contexts[context]]
             asked.sort(key=lambda pair: -len(requests[pair[1]][2]))
@@ -216,15 +216,6 @@ class KVPressLM(HFLM):
             read(self.model, ids, mask, cache)
         self.held.add(cache, len(ids))
         return cache
-
-    def _pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(rows):
-            ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-            mask[row, longest - len(tokens) :] = 1
-        return ids.to(self.device), mask.to(self.device)
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:

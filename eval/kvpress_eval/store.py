@@ -1,6 +1,7 @@
 """Results on disk: one JSON line per sample, synced; readable after a kill at any byte.
 
 - `OUT/runs.jsonl`: one line per invocation: versions, machine, configuration
+- `OUT/cells/ID/.lock`: held by the process that works on the cell
 - `OUT/cells/ID/cell.json`: what the cell is
 - `OUT/cells/ID/rows.jsonl`: one line per sample, each with its checksum
 - `OUT/cells/ID/kept.json`: which tokens of one context were kept (some cells)
@@ -9,10 +10,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,24 +37,46 @@ class CellStore:
         """The results, one line per sample."""
         return self.path / "rows.jsonl"
 
-    def open(self, cell: Cell) -> dict[str, Row]:
-        """Make the folder ready to be appended to; return the rows that are already there, by sample id."""
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Make the folder and hold it for this process; False where another one does.
+
+        The system lets go of the claim with the process, however that ends.
+        """
         with translated_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        spec_path = self.path / "cell.json"
-        if spec_path.exists() and json.loads(spec_path.read_text()) != dict(cell.spec):
-            raise OutputError(f"{spec_path} describes another cell; use a new output folder")
-        if not spec_path.exists():
-            write_json(spec_path, dict(cell.spec))
+            lock = (self.path / ".lock").open("wb")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def open(self, cell: Cell, asked: Sequence[str]) -> dict[str, Row]:
+        """Make a claimed folder ready to be appended to; return the rows that are already there, by sample id.
+
+        A cell that lacks one of the samples that are asked for is not done, whatever it was before.
+        """
+        spec = self._optional("cell.json")
+        if spec is None:
+            write_json(self.path / "cell.json", dict(cell.spec))
+        elif spec != dict(cell.spec):
+            raise OutputError(f"{self.path / 'cell.json'} describes another cell; use a new output folder")
         rows, bad, torn = read_rows(self.rows_path)
         if torn:
             warnings.warn(f"{self.rows_path}: dropped an unfinished last line", stacklevel=2)
         if bad:
             warnings.warn(f"{self.rows_path}: moved {len(bad)} damaged rows to *.corrupt", stacklevel=2)
-            with self.rows_path.with_suffix(".jsonl.corrupt").open("ab") as file:
+            aside = self.rows_path.with_suffix(".jsonl.corrupt")
+            with translated_os_errors(aside), aside.open("ab") as file:
                 file.writelines(line + b"\n" for line in bad)
         if torn or bad:
             replace_file(self.rows_path, b"".join(encode_row(row) for row in rows))
+        if not {row["sample"] for row in rows}.issuperset(asked):
+            with translated_os_errors(self.path):
+                (self.path / "done.json").unlink(missing_ok=True)
         return {row["sample"]: row for row in rows}
 
     def append(self, row: Row) -> None:
@@ -63,15 +88,18 @@ class CellStore:
 
     def finish(self, samples: int) -> None:
         """Mark the cell as complete."""
-        (self.path / "failed.json").unlink(missing_ok=True)
+        with translated_os_errors(self.path):
+            (self.path / "failed.json").unlink(missing_ok=True)
         write_json(self.path / "done.json", {"samples": samples})
 
-    def fail(self, status: str, message: str, details: str) -> None:
-        """Record why the cell could not be completed."""
-        (self.path / "done.json").unlink(missing_ok=True)
-        write_json(self.path / "failed.json", {"status": status, "message": message, "details": details})
+    def fail(self, status: str, message: str, details: str, peak_bytes: int) -> None:
+        """Record why the cell could not be completed, and the most memory that had been in use."""
+        with translated_os_errors(self.path):
+            (self.path / "done.json").unlink(missing_ok=True)
+        failure = {"status": status, "message": message, "details": details, "peak_bytes": peak_bytes}
+        write_json(self.path / "failed.json", failure)
 
-    def failure(self) -> dict[str, str] | None:
+    def failure(self) -> dict[str, Any] | None:
         """Return what `fail` recorded, if anything."""
         return self._optional("failed.json")
 
@@ -85,8 +113,17 @@ class CellStore:
         return self._optional("kept.json")
 
     def _optional(self, name: str) -> Any:
+        """Return the content of a file, or None; one that cannot be read is moved aside."""
         path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            warnings.warn(f"{path}: not readable, moved to *.corrupt", stacklevel=3)
+            with translated_os_errors(path):
+                os.replace(path, path.with_name(f"{name}.corrupt"))
+            return None
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:

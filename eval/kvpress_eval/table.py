@@ -1,18 +1,17 @@
-"""The result table: on the terminal, as Markdown, as CSV."""
+"""The result table: on the terminal, as Markdown, as records for files."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvpress_eval.longbench.subsets import averages
-from kvpress_eval.stats import Estimate
+from kvpress_eval.stats import ALPHA, Estimate
 from kvpress_eval.summary import Place, PressSummary
 
 MISSING = "-"
@@ -44,14 +43,15 @@ def interval(estimate: Estimate | None) -> str:
     return MISSING if estimate is None else f"{100 * estimate.low:.0f}-{100 * estimate.high:.0f}"
 
 
-def difference(estimate: Estimate | None) -> str:
-    """Return a difference in points, starred where its interval excludes zero."""
-    return MISSING if estimate is None else f"{100 * estimate.mean:+.1f}{star(estimate)}"
+def difference(summary: PressSummary) -> str:
+    """Return the difference from no press in points, starred where it is more than chance."""
+    estimate = summary.difference
+    return MISSING if estimate is None else f"{100 * estimate.mean:+.1f}{star(summary)}"
 
 
-def star(estimate: Estimate | None) -> str:
-    """Return a star for an interval that excludes zero."""
-    return "*" if estimate and (estimate.low > 0 or estimate.high < 0) else ""
+def star(summary: PressSummary) -> str:
+    """Return a star for a difference that is more than chance."""
+    return "*" if summary.significant else ""
 
 
 def factor(value: float | None) -> str:
@@ -64,7 +64,7 @@ def worst(task: tuple[str, float] | None) -> str:
     return MISSING if task is None else f"{task[0]} {100 * task[1]:.0f}"
 
 
-DIFFERENCE = Column("vs none", lambda s: difference(s.difference))
+DIFFERENCE = Column("vs none", difference)
 COLUMNS = (
     Column("press", lambda s: s.press, folds=True),
     Column("accuracy %", lambda s: percent(s.accuracy)),
@@ -90,7 +90,7 @@ def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
     for summary in summaries:
         texts = [column.text(summary) for column in columns]
         if narrow:
-            texts[1] += star(summary.difference)
+            texts[1] += star(summary)
         table.add_row(*map(Text, texts))
     console.print(table)
     console.print(Text(note(summaries), style="dim"))
@@ -102,7 +102,9 @@ def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
 def note(summaries: Sequence[PressSummary]) -> str:
     """Return what the columns mean, in one line."""
     most = max((summary.samples for summary in summaries), default=0)
-    return f"{most} samples per press. * the 95% interval of the paired difference from none excludes 0."
+    tests = sum(summary.p_value is not None for summary in summaries)
+    stars = f" * differs from none: p < {ALPHA:g}, paired permutation test, adjusted by Holm for {tests} presses."
+    return f"{most} samples per press.{stars if tests else ''}"
 
 
 def to_markdown(summaries: Sequence[PressSummary]) -> str:
@@ -115,28 +117,41 @@ def to_markdown(summaries: Sequence[PressSummary]) -> str:
     return "\n".join([*lines, "", note(summaries), *problems]) + "\n"
 
 
-def to_csv(summaries: Sequence[PressSummary]) -> str:
-    """Return unrounded numbers; an empty field is a number that was not measured.
+def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
+    """Return unrounded numbers by column name, one record per press; None is a number that was not measured.
 
-    After the tasks come the places of a needle grid, as in `niah_single 1024, depth 0.5`.
+    After the tasks come lengths, if there are several, and the places of a needle grid, as in `niah_single 1024, depth 0.5`.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    tables = [{**summary.tasks, **averages(summary.tasks)} for summary in summaries]
-    tasks = list(dict.fromkeys(task for table in tables for task in table))
-    places = list(dict.fromkeys(place for summary in summaries for place in summary.grid))
-    names = ("bytes", "factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token")
-    writer.writerow(
-        ["press", "samples", "accuracy", "low", "high", "difference", *names, *tasks, *map(place_name, places)]
-    )
-    for summary, table in zip(summaries, tables, strict=True):
+    found = []
+    for summary in summaries:
         accuracy, delta = summary.accuracy, summary.difference
-        estimates = [accuracy.mean, accuracy.low, accuracy.high] if accuracy else [None] * 3
-        measured = [getattr(summary, name) for name in names]
-        scores = [table.get(task) for task in tasks]
-        head = [summary.press, summary.samples, *estimates, delta and delta.mean]
-        writer.writerow([*head, *measured, *scores, *(summary.grid.get(place) for place in places)])
-    return out.getvalue()
+        lengths = summary.lengths if len(summary.lengths) > 1 else {}
+        found.append(
+            {
+                "press": summary.press,
+                "samples": summary.samples,
+                "accuracy": accuracy and accuracy.mean,
+                "low": accuracy and accuracy.low,
+                "high": accuracy and accuracy.high,
+                "difference": delta and delta.mean,
+                "difference_low": delta and delta.low,
+                "difference_high": delta and delta.high,
+                "p_value": summary.p_value,
+                "bytes": summary.bytes,
+                "factor": summary.factor,
+                "end_factor": summary.end_factor,
+                "bits_per_value": summary.bits_per_value,
+                "kept": summary.kept,
+                "prefill_seconds": summary.prefill_seconds,
+                "milliseconds_per_token": summary.milliseconds_per_token,
+                "problems": "; ".join(summary.problems),
+                **summary.tasks,
+                **averages(summary.tasks),
+                **{f"length {length}": value for length, value in lengths.items()},
+                **{place_name(place): value for place, value in summary.grid.items()},
+            }
+        )
+    return found
 
 
 def place_name(place: Place) -> str:

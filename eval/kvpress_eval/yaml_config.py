@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,25 @@ from kvpress_eval.errors import ConfigError, unknown_name
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> RunConfig:
     """Return the configuration in a file (or the defaults) with some fields replaced."""
+    values, lines = read_values(path)
+    return validate({**values, **overrides}, path, lines, overrides)
+
+
+def read_values(path: Path | None, further: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the keys of a file and their lines; they must be fields of a run or `further` ones."""
     values, lines = read_yaml(path) if path else ({}, {})
+    allowed = [*RunConfig.model_fields, *further]
     for key in values:
-        if key not in RunConfig.model_fields:
-            allowed = ", ".join(RunConfig.model_fields)
-            message = unknown_name("key", str(key), RunConfig.model_fields)
-            raise ConfigError(f"{path}:{lines[key]}: {message} (allowed: {allowed})")
+        if key not in allowed:
+            message = unknown_name("key", str(key), allowed)
+            raise ConfigError(f"{path}:{lines[key]}: {message} (allowed: {', '.join(allowed)})")
+    return values, lines
+
+
+def validate(values: dict[str, Any], path: Path | None, lines: dict[str, int], overrides: dict[str, Any]) -> RunConfig:
+    """Return the configuration with these values; errors name the line of those that stand in a file."""
     try:
-        return RunConfig.model_validate({**values, **overrides})
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(item, path, lines, overrides) for item in error.errors())) from error
 

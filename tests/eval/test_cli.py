@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +9,12 @@ from typing import Any
 
 import pytest
 import typer
-from kvpress_eval import runner
+from kvpress_eval import job, runner
 from kvpress_eval.commands.eval import demo_command, eval_command
 from kvpress_eval.demo import demo_config
 from typer.testing import CliRunner
+
+import kvpress
 
 app = typer.Typer()
 app.command("eval")(eval_command)
@@ -55,7 +59,13 @@ def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
         (["--depths", "0,1.5"], 2, "depths.1"),
         (["--depths", "0,1", "--depth", "0.5"], 2, "give depth or depths, not both"),
         (["--filler", "file:none.txt", "--language", "english"], 3, "place it at"),
-        (["--tasks", "qa_1", "--language", "english", "--data-dir", "none"], 3, "place squad.json"),
+        (["--ratios", "0.5", "--press", "kivi:bits=4"], 2, "go to no press"),
+        (["--press", "snapkv", "--ratios", "0.5,2"], 2, "snapkv:2"),
+        (["--device", "cpu", "--device-map", "auto"], 2, "give device or device_map, not both"),
+        (["--device-map", "everywhere"], 2, "device_map"),
+        (["--model", "reference", "--model", "no/such/model/here"], 3, "cannot load model 'no/such/model/here'"),
+        (["--lengths", "8192"], 2, "length 8192 is over the 4096 positions"),
+        (["--tasks", "qa_1", "--language", "english", "--data-dir", "none"], 3, "squad.json"),
     ],
 )
 def test_mistakes_are_told_before_the_model_loads(
@@ -64,6 +74,36 @@ def test_mistakes_are_told_before_the_model_loads(
     got, output = invoke(*arguments, "--out", str(tmp_path))
     assert got == code
     assert message in output
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_dry_run_loads_no_weights(tmp_path: Path) -> None:
+    options = ["--press", "none", "--press", "snapkv", "--ratios", "0.25,0.5", "--tasks", "vt", "--lengths", "64"]
+    code, output = invoke(*options, "--samples", "3", "--dry-run", "--out", str(tmp_path / "run"))
+    assert code == 0
+    assert all(press in output for press in ("none", "snapkv:0.25", "snapkv:0.5"))
+    assert "time at least" in output
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_several_models_share_a_report(tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    shutil.copytree(kvpress.reference_path(), twin)
+    options = ["--tasks", "vt", "--lengths", "64", "--samples", "1", "--threads", "1", "--language", "reference"]
+    out = tmp_path / "run"
+    code, output = invoke("--model", "reference", "--model", str(twin), *options, "--out", str(out))
+    assert code == 0
+    assert f"\n{twin}\n" in output.replace(" \n", "\n")
+    assert str(twin) in (out / "report.html").read_text()
+    assert len(list((out / "cells").iterdir())) == 2
+
+
+def test_a_map_places_the_layers(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--press", "snapkv:0.5", "--tasks", "vt", "--lengths", "64", "--samples", "1", "--device-map", "auto"]
+    assert invoke(*options, "--out", str(out))[0] == 0
+    (record,) = {json.loads(line)["config"]["device_map"] for line in (out / "runs.jsonl").read_text().splitlines()}
+    assert record == "auto"
 
 
 @pytest.mark.usefixtures("no_model")
@@ -95,7 +135,7 @@ def test_a_failed_cell_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(runner, "answer_batch", fail)
+    monkeypatch.setattr(job, "read_contexts", fail)
     code, output = invoke("--lengths", "64", "--tasks", "vt", "--samples", "1", "--out", str(tmp_path))
     assert code == 1
     assert "none: vt 64: error: RuntimeError: broken" in output
@@ -105,7 +145,7 @@ def test_the_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def stop(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "answer_batch", stop)
+    monkeypatch.setattr(job, "answer", stop)
     assert invoke("--lengths", "64", "--tasks", "vt", "--out", str(tmp_path))[0] == 130
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvpress_eval.config import RunConfig
-from kvpress_eval.generation import Limits, answer_batch
-from kvpress_eval.highlight import describe_kept
+from kvpress_eval.generation import Limits, answer, read_contexts
 from kvpress_eval.languages import LANGUAGES
 from kvpress_eval.models import Engine, load_engine
 from kvpress_eval.prompts import make_prompt
@@ -29,22 +30,55 @@ def test_a_mixed_batch_equals_each_prompt_alone(engine: Engine, spec: str) -> No
     ]
     prompts = [make_prompt(engine.tokenizer, sample, question_aware=False) for sample in samples]
     press = kvpress.get_press(spec)
-    together, cache = answer_batch(engine, press, prompts, LIMITS)
+    (context,) = read_contexts(engine, [press], [prompt.first for prompt in prompts])
+    together = answer(engine, context, list(enumerate(prompts)), LIMITS)
     for index, prompt in enumerate(prompts):
-        (alone,), _ = answer_batch(engine, press, [prompt], LIMITS)
+        (own,) = read_contexts(engine, [press], [prompt.first])
+        (alone,) = answer(engine, own, [(0, prompt)], LIMITS)
         assert together[index].text == alone.text
         assert together[index].new_tokens == alone.new_tokens
         assert together[index].kept == pytest.approx(alone.kept)
-    shown = describe_kept(cache, engine.tokenizer, prompts[0], samples[0])
-    assert shown is not None
-    assert {len(layer) for layer in shown["layers"]} == {len(prompts[0].first)} == {len(shown["offsets"])}
 
 
-def test_the_cache_that_comes_back_has_not_seen_the_question(engine: Engine) -> None:
+def test_several_questions_share_a_context(engine: Engine) -> None:
+    (sample,) = generate("niah_multikey", engine.tokenizer, 256, 1, language=LANGUAGES["reference"])
+    prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
+    longer = replace(prompt, second=[*prompt.second, *prompt.second])
+    press = kvpress.get_press("kivi:bits=4,group_size=16,residual_length=16")
+    (context,) = read_contexts(engine, [press], [prompt.first])
+    size = context.report.total_bytes
+    answers = answer(engine, context, [(0, prompt), (0, longer), (0, prompt)], LIMITS)
+    for asked, given in zip((prompt, longer, prompt), answers, strict=True):
+        (own,) = read_contexts(engine, [press], [prompt.first])
+        (alone,) = answer(engine, own, [(0, asked)], LIMITS)
+        assert (given.text, given.bytes, given.end_bytes) == (alone.text, size, alone.end_bytes)
+
+
+def test_presses_share_a_reading(engine: Engine) -> None:
+    (sample,) = generate("vt", engine.tokenizer, 128, 1, language=LANGUAGES["reference"])
+    prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
+    presses = [kvpress.get_press(spec) for spec in ("none", "snapkv:0.5", "kivi:bits=2,group_size=16")]
+    contexts = read_contexts(engine, presses, [prompt.first])
+    assert len({context.reading_seconds for context in contexts}) == 1
+    for press, context in zip(presses, contexts, strict=True):
+        assert context.shared_by == 3
+        assert context.seconds > context.reading_seconds
+        (own,) = read_contexts(engine, [press], [prompt.first])
+        assert context.report == own.report
+        (together,), (alone,) = (answer(engine, one, [(0, prompt)], LIMITS) for one in (context, own))
+        assert (together.text, together.end_bytes) == (alone.text, alone.end_bytes)
+
+
+def test_end_bytes_count_what_the_answer_added(engine: Engine) -> None:
     (sample,) = generate("vt", engine.tokenizer, 64, 1, language=LANGUAGES["reference"])
     prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
-    _, cache = answer_batch(engine, kvpress.get_press("none"), [prompt], LIMITS)
-    assert cache.get_seq_length() == len(prompt.first)
+    (context,) = read_contexts(engine, [kvpress.get_press("none")], [prompt.first])
+    assert context.cache.get_seq_length() == len(prompt.first)
+    (given,) = answer(engine, context, [(0, prompt)], LIMITS)
+    per_token = given.uncompressed_bytes / len(prompt.first)
+    # The last token of an answer is never read.
+    read_tokens = len(prompt.first) + len(prompt.second) + given.new_tokens - 1
+    assert given.end_uncompressed_bytes == pytest.approx(per_token * read_tokens)
 
 
 def test_plain_prompts_are_the_text_itself(reference_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -68,3 +102,18 @@ def test_a_chat_template_makes_one_turn(byte_tokenizer: PreTrainedTokenizerBase)
     assert prompt.text == f"<user>{sample.context}"
     query = sample.query
     assert byte_tokenizer.decode(prompt.second) == f"{query.question}</user><reply>{query.answer_prefix}"
+
+
+def test_an_answer_ends_at_a_stop_string(engine: Engine) -> None:
+    (sample,) = generate("vt", engine.tokenizer, 64, 1, language=LANGUAGES["reference"])
+    prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
+    (whole,) = answer(
+        engine, *read_contexts(engine, [kvpress.get_press("none")], [prompt.first]), [(0, prompt)], LIMITS
+    )
+    words = str(whole.text).split()
+    limits = replace(LIMITS, stop=(words[2],))
+    (context,) = read_contexts(engine, [kvpress.get_press("none")], [prompt.first])
+    (ended,) = answer(engine, context, [(0, prompt)], limits)
+    assert str(ended.text).split() == words[: words.index(words[2]) + 1]
+    assert ended.new_tokens < whole.new_tokens
+    assert ended.end_uncompressed_bytes < whole.end_uncompressed_bytes

@@ -202,7 +202,7 @@ def test_what_never_reads_the_cache_warns_and_scores_like_hflm() -> None:
     lm, plain = KVPressLM("reference", PRESS, **SETTINGS), HFLM(kvpress.reference_path(), **SETTINGS)
     text = " The code for tiger is 4837. A king waits here."
     rolling, empty = requests("loglikelihood_rolling", (text,)), requests("loglikelihood", ("", text))
-    with pytest.warns(UserWarning, match=r"loglikelihood_rolling \(task demo\).*kvpress divergence"):
+    with pytest.warns(UserWarning, match=r"loglikelihood_rolling \(task demo\).*kvpress fidelity"):
         assert lm.loglikelihood_rolling(rolling, True) == pytest.approx(plain.loglikelihood_rolling(rolling, True))
     with pytest.warns(UserWarning, match="without a context"):
         assert lm.loglikelihood(empty, True)[0] == pytest.approx(plain.loglikelihood(empty, True)[0])

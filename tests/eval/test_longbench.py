@@ -4,20 +4,22 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
-from kvpress_eval import evaluate, runner
+from kvpress_eval import evaluate, job
 from kvpress_eval.cells import expand_tasks, make_cells
-from kvpress_eval.commands.eval import write_outputs
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.longbench import tasks
+from kvpress_eval.longbench.data import Classified, Published, Question, read_rows, version_1
 from kvpress_eval.longbench.subsets import CATEGORIES, CHOICE, EVEN, FORMS, averages
 from kvpress_eval.longbench.tasks import LongBenchTask, cut_middle
 from kvpress_eval.prompts import make_prompt
+from kvpress_eval.report import write_outputs
 from kvpress_eval.runner import run
 from kvpress_eval.tasks import Sample, score
 from kvpress_eval.yaml_config import load_config
@@ -286,36 +288,28 @@ def test_a_missing_file_says_what_to_place_where(tmp_path: Path) -> None:
 
 
 def test_without_network_the_message_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(url: str) -> None:
+    def fail(url: str, timeout: float) -> None:
         assert url.startswith("https://huggingface.co/datasets/zai-org/LongBench-v2/resolve/2b48e494")
         raise OfflineModeIsEnabled("offline\nand more")
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: None)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fail)
-    with pytest.raises(DataError, match=r"\(offline\); .* place it at FOLDER/longbench-v2\.json .* choice_A, choice_B"):
+    with pytest.raises(
+        DataError, match=r"\(offline\); .* place it at FOLDER/longbench-v2\.json: .* choice_A, choice_B"
+    ):
         expand("longbench-v2", None)
 
 
-def test_the_hub_is_asked_for_a_fixed_revision(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fetch(repository: str, path: str, *, repo_type: str, revision: str) -> str:
-        asked.append((repository, path, repo_type, len(revision)))
-        with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-            archive.write(data / "trec.jsonl", "data/trec.jsonl")
-        return str(tmp_path / "data.zip")
-
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: None)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    (from_hub,), (from_folder,) = expand("longbench:trec", None), expand("longbench:trec", data)
-    assert asked == [("zai-org/LongBench", "data.zip", "dataset", 40)]
+def test_a_subset_comes_from_the_archive(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as members:
+        members.write(data / "trec.jsonl", "data/trec.jsonl")
+    file = replace(version_1("trec", Classified).file, sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: str(archive))
+    from_hub, from_folder = (read_rows(Published(file, Classified), folder) for folder in (None, data))
     assert (from_hub.rows, from_hub.sha256) == (from_folder.rows, from_folder.sha256)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: str(tmp_path / "data.zip"))
-    assert expand("longbench:trec", None)[0].rows == from_hub.rows
-    assert len(asked) == 1
     with pytest.raises(DataError, match=r"cannot fetch data/lcc\.jsonl in data\.zip"):
-        expand("longbench:lcc", None)
+        read_rows(Published(replace(file, member="data/lcc.jsonl"), Question), None)
 
 
 def cell_ids(config: RunConfig) -> list[str]:
@@ -380,7 +374,7 @@ def test_a_stopped_run_continues(
     run(whole, quiet)
     assert continued.exit_code == 0
     assert content(tiny()) == content(whole)
-    monkeypatch.setattr(runner, "answer_batch", None)
+    monkeypatch.setattr(job, "read_contexts", None)
     assert run(tiny(), quiet).exit_code == 0
 
 
@@ -388,7 +382,7 @@ def test_a_question_aware_run_shows_what_it_kept(tiny: Callable[..., RunConfig],
     config = tiny(question_aware=True, samples=1, max_new_tokens=4)
     result = run(config, quiet)
     assert result.exit_code == 0
-    report = next(path for path in write_outputs(result, config) if path.name == "report.html")
+    report, *_ = write_outputs([config.out], config.out / "report.html")
     assert "How far is star 0?" in report.read_text()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvpress_eval import evaluate, runner
+from kvpress_eval import job, runner
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError, DiskFullError
 from kvpress_eval.interrupt import Interrupt
@@ -32,22 +32,22 @@ def rows_on_disk(out: Path) -> int:
 def test_a_run_measures_what_it_says(finished: tuple[RunConfig, RunResult]) -> None:
     _, result = finished
     assert result.exit_code == 0
-    assert [cell.cell.press for cell in result.cells] == ["none", "random:0.5"] * 2
+    assert [cell.press for cell in result.cells] == ["none", "none", "random:0.5", "random:0.5"]
     for cell in result.cells:
         assert cell.complete
         for row in cell.rows:
-            evicted = cell.cell.press != "none"
+            evicted = cell.press != "none"
             assert row["kept"] == pytest.approx(0.5 if evicted else 1.0, abs=0.02)
             assert row["bytes"] < 0.75 * row["uncompressed_bytes"] if evicted else row["bits_per_value"] >= 16
             assert row["measured"]["prefill_seconds"] > 0
-    assert all(score == 1 for cell in result.cells if cell.cell.press == "none" for score in cell.scores.values())
+    assert all(score == 1 for cell in result.cells if cell.press == "none" for score in cell.scores.values())
     assert {"torch", "transformers", "kvpress", "threads", "dtype", "config", "date"} <= set(result.record)
 
 
 def test_a_finished_run_is_not_repeated(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small()
     run(config, quiet)
-    monkeypatch.setattr(runner, "answer_batch", None)
+    monkeypatch.setattr(job, "read_contexts", None)
     assert run(config, quiet).exit_code == 0
 
 
@@ -105,25 +105,30 @@ def test_a_killed_run_continues_to_the_same_result(small: Small, quiet: Console,
     ("error", "status"),
     [(torch.OutOfMemoryError("full"), "oom"), (FloatingPointError("NaN"), "nan"), (RuntimeError("broken"), "error")],
 )
+@pytest.mark.parametrize("when", ["read_contexts", "answer"])
 def test_one_cell_fails_and_the_others_run(
-    small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
+    small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, when: str
 ) -> None:
-    config = small(samples=2)
-    answer = runner.answer_batch
+    config = small(presses=("none", "random:0.5", "knorm:0.5"), samples=2)
+    work = getattr(job, when)
 
-    def fail_for_random(engine: Any, press: Any, *rest: Any) -> Any:
-        if type(press).__name__ == "RandomPress":
+    def fail_for_random(engine: Any, subject: Any, *rest: Any) -> Any:
+        presses = subject if isinstance(subject, list) else [subject.press]
+        if any(type(press).__name__ == "RandomPress" for press in presses):
             raise error
-        return answer(engine, press, *rest)
+        return work(engine, subject, *rest)
 
-    monkeypatch.setattr(runner, "answer_batch", fail_for_random)
+    monkeypatch.setattr(job, when, fail_for_random)
     result = run(config, quiet)
-    none, half = result.cells
+    none, half, knorm = result.cells
     assert result.exit_code == 1
     assert none.complete
+    assert knorm.complete
     assert half.failure is not None
     assert half.failure["status"] == status
     assert type(error).__name__ in half.failure["details"]
+    assert "fail_for_random" in half.failure["details"]
+    assert half.failure["peak_bytes"] > 2**20
     assert half.problem == f"{status}: {type(error).__name__}: {error}"
     assert half.scores == {}
     monkeypatch.undo()
@@ -160,13 +165,13 @@ def test_a_length_that_holds_no_facts_fails_its_cells_only(small: Small, quiet: 
 
 def test_ctrl_c_finishes_the_sample(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small()
-    answer = runner.answer_batch
+    answer = job.answer
 
     def interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return answer(*args)
 
-    monkeypatch.setattr(runner, "answer_batch", interrupted)
+    monkeypatch.setattr(job, "answer", interrupted)
     result = run(config, quiet)
     assert result.exit_code == 130
     assert rows_on_disk(config.out) == 1
@@ -196,11 +201,3 @@ def test_a_full_disk_ends_the_run(small: Small, quiet: Console, monkeypatch: pyt
 def test_lengths_beyond_the_positions_of_the_model(small: Small, quiet: Console) -> None:
     with pytest.raises(ConfigError, match="length 8192 is over the 4096 positions"):
         run(small(lengths=(8192,)), quiet)
-
-
-def test_evaluate_returns_rows(finished: tuple[RunConfig, RunResult]) -> None:
-    config, _ = finished
-    fields = config.model_dump(exclude={"model", "presses", "tasks"})
-    rows = evaluate("reference", config.presses, config.tasks, **fields)
-    assert len(rows) == 2 * 2 * 3
-    assert {"press", "task", "length", "score", "bytes", "prefill_seconds"} <= set(rows.columns)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
-from kvpress_eval.stats import mean_interval, paired_difference
+from kvpress_eval.stats import PERMUTATIONS, holm, mean_interval, paired_difference, paired_p_value
 from scipy import stats as scipy_stats
 
 
@@ -57,3 +59,46 @@ def test_pairing_removes_what_is_common() -> None:
     assert estimate.high - estimate.low < 0.1
     same = paired_difference([[(1.0, 1.0), (0.0, 0.0)]])
     assert (same.mean, same.low, same.high) == (0, 0, 0)
+
+
+def test_p_values_count_all_exchanges() -> None:
+    """All ways to exchange the pairs of two groups of different size, one by one."""
+    groups = [[(1.0, 0.0), (0.5, 0.25), (1.0, 1.0)], [(0.0, 1.0), (1.0, 0.5), (1.0, 0.0), (1.0, 0.25)]]
+    weighted = [(ours - theirs) / len(group) for group in groups for ours, theirs in group]
+    sums = [abs(np.dot(signs, weighted)) for signs in product((-1, 1), repeat=len(weighted))]
+    expected = np.mean([found >= abs(sum(weighted)) - 1e-12 for found in sums])
+    assert paired_p_value(groups) == pytest.approx(expected)
+
+
+def test_p_values_of_many_pairs() -> None:
+    rng = np.random.default_rng(0)
+    worse = [(float(rng.random() < 0.3), 1.0) for _ in range(50)]
+    assert paired_p_value([worse]) == pytest.approx(1 / PERMUTATIONS, abs=2 / PERMUTATIONS)
+    signs = rng.integers(2, size=100)
+    even = [(float(up), float(1 - up)) for up in signs]
+    exact = scipy_stats.binomtest(int(signs.sum()), len(signs)).pvalue
+    assert paired_p_value([even]) == pytest.approx(exact, abs=0.02)
+
+
+def test_p_values_agree_with_scipy() -> None:
+    rng = np.random.default_rng(3)
+    for pairs in (8, 60):
+        ours, theirs = rng.random(pairs), rng.random(pairs) + 0.1
+        expected = scipy_stats.permutation_test(
+            (ours, theirs), lambda x, y: np.mean(x - y), permutation_type="samples", rng=0
+        ).pvalue
+        got = paired_p_value([list(zip(ours.tolist(), theirs.tolist(), strict=True))])
+        assert got == pytest.approx(expected, abs=1e-12 if pairs == 8 else 0.01)
+
+
+def test_few_pairs_prove_nothing() -> None:
+    assert paired_p_value([[(1.0, 1.0), (0.0, 0.0)]]) == 1
+    assert paired_p_value([[(0.0, 1.0), (1.0, 1.0)]]) == 1
+    assert paired_p_value([[(0.0, 1.0)] * 3]) == 0.25
+
+
+def test_holm_agrees_with_the_definition() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1, 1]
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvpress_eval.cells import Cell
-from kvpress_eval.errors import BusyError, DiskFullError, OutputError, translated_os_errors
-from kvpress_eval.output import claim
+from kvpress_eval.errors import DiskFullError, OutputError, translated_os_errors
+from kvpress_eval.output import make_folder
 from kvpress_eval.store import CellStore, decode_row, encode_row, read_rows
+
+ASKED = [f"vt-64-0-{index}" for index in range(3)]
 
 
 def row(index: int) -> dict[str, object]:
@@ -20,15 +22,16 @@ def row(index: int) -> dict[str, object]:
 @pytest.fixture
 def store(tmp_path: Path, cell: Cell) -> CellStore:
     store = CellStore(tmp_path / "cell")
-    store.open(cell)
+    store.path.mkdir()
+    store.open(cell, ASKED)
     for index in range(3):
         store.append(row(index))
     return store
 
 
 def test_rows_come_back(store: CellStore, cell: Cell) -> None:
-    rows = store.open(cell)
-    assert list(rows) == [f"vt-64-0-{index}" for index in range(3)]
+    rows = store.open(cell, ASKED)
+    assert list(rows) == ASKED
     assert rows["vt-64-0-1"]["prediction"] == row(1)["prediction"]
 
 
@@ -38,7 +41,7 @@ def test_a_last_record_cut_at_any_byte_is_dropped_alone(store: CellStore, cell: 
     start = whole.rindex(b"\n", 0, -1) + 1
     for cut in range(start, len(whole)):
         store.rows_path.write_bytes(whole[:cut])
-        assert list(store.open(cell)) == ["vt-64-0-0", "vt-64-0-1"]
+        assert list(store.open(cell, ASKED)) == ["vt-64-0-0", "vt-64-0-1"]
         assert store.rows_path.read_bytes() == whole[:start]
     store.append(row(2))
     assert store.rows_path.read_bytes() == whole
@@ -48,7 +51,7 @@ def test_an_unfinished_line_is_reported(store: CellStore, cell: Cell) -> None:
     with store.rows_path.open("ab") as file:
         file.write(b'{"sample": "vt')
     with pytest.warns(UserWarning, match="dropped an unfinished last line"):
-        assert len(store.open(cell)) == 3
+        assert len(store.open(cell, ASKED)) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"null", b"[]", b'{"sample": "x"}', b"[" * 100_000])
@@ -56,7 +59,7 @@ def test_damaged_rows_are_set_aside(store: CellStore, cell: Cell, damage: bytes)
     lines = store.rows_path.read_bytes().splitlines(keepends=True)
     store.rows_path.write_bytes(lines[0] + damage + b"\n" + lines[2])
     with pytest.warns(UserWarning, match="moved 1 damaged rows"):
-        assert list(store.open(cell)) == ["vt-64-0-0", "vt-64-0-2"]
+        assert list(store.open(cell, ASKED)) == ["vt-64-0-0", "vt-64-0-2"]
     assert store.rows_path.read_bytes() == lines[0] + lines[2]
     assert store.rows_path.with_suffix(".jsonl.corrupt").read_bytes() == damage + b"\n"
 
@@ -83,15 +86,30 @@ def test_reading_never_fails(tmp_path: Path, noise: bytes) -> None:
 def test_a_folder_holds_one_cell(store: CellStore, cell: Cell) -> None:
     other = Cell(cell.press, cell.source, {"press": "other"}, cell.id)
     with pytest.raises(OutputError, match="describes another cell"):
-        store.open(other)
+        store.open(other, ASKED)
 
 
-def test_markers(store: CellStore) -> None:
-    store.fail("oom", "out of memory", "trace")
-    assert store.failure() == {"status": "oom", "message": "out of memory", "details": "trace"}
+def test_markers(store: CellStore, cell: Cell) -> None:
+    store.fail("oom", "out of memory", "trace", 5)
+    assert store.failure() == {"status": "oom", "message": "out of memory", "details": "trace", "peak_bytes": 5}
     store.finish(3)
     assert store.failure() is None
-    assert json.loads((store.path / "done.json").read_text()) == {"samples": 3}
+    done = store.path / "done.json"
+    assert json.loads(done.read_text()) == {"samples": 3}
+    store.open(cell, ASKED[:2])
+    assert done.exists()
+    store.open(cell, [*ASKED, "vt-64-0-3"])
+    assert not done.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b'{"press": '])
+@pytest.mark.parametrize("name", ["cell.json", "failed.json", "kept.json"])
+def test_damaged_files_are_set_aside(store: CellStore, cell: Cell, name: str, damage: bytes) -> None:
+    (store.path / name).write_bytes(damage)
+    with pytest.warns(UserWarning, match="not readable"):
+        assert (len(store.open(cell, ASKED)), store.failure(), store.kept()) == (3, None, None)
+    assert (store.path / f"{name}.corrupt").read_bytes() == damage
+    assert json.loads((store.path / "cell.json").read_text()) == cell.spec
 
 
 def test_system_errors_become_exit_codes(tmp_path: Path) -> None:
@@ -102,15 +120,17 @@ def test_system_errors_become_exit_codes(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_one_process_per_folder(tmp_path: Path) -> None:
-    with claim(tmp_path), pytest.raises(BusyError, match="another process"), claim(tmp_path):
-        pass
-    with claim(tmp_path):
-        pass
+def test_one_process_per_cell(store: CellStore, tmp_path: Path) -> None:
+    with store.claim() as ours, store.claim() as theirs, CellStore(tmp_path / "other").claim() as other:
+        assert (ours, theirs, other) == (True, False, True)
+    with store.claim() as again:
+        assert again
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.touch()
-    with pytest.raises(OutputError, match="cannot write"), claim(path):
+    with pytest.raises(OutputError, match="cannot write"):
+        make_folder(path)
+    with pytest.raises(OutputError, match="cannot write"), CellStore(path / "cell").claim():
         pass

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
+import pyarrow.parquet
 import pytest
 from kvpress_eval.cells import expand_tasks, make_cells
 from kvpress_eval.config import RunConfig
@@ -75,33 +76,22 @@ def test_published_forms(task: str, name: str, text: str, expected: Question, tm
     assert read_questions(task, tmp_path).questions == (expected,)
 
 
-def test_rows_of_the_hub_at_a_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def load(*names: str, **settings: str) -> Any:
-        asked.append((names, settings))
-        return datasets.Dataset.from_list([HUB_HOTPOT])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    found = read_questions("qa_2", None)
-    ((names, settings),) = asked
-    assert found.questions == (HOTPOT,)
-    assert names == ("hotpotqa/hotpot_qa", "distractor")
-    assert len(settings["revision"]) == 40
-    assert settings["revision"] in found.origin
-
-
-def test_without_the_hub_the_file_to_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*names: str, **settings: str) -> Any:
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"rajpurkar/squad_v2 .*offline.*place squad.json or .*--data-dir"):
-        read_questions("qa_1", None)
+@pytest.mark.parametrize(
+    ("task", "name", "row", "expected"),
+    [
+        ("qa_1", "squad.parquet", HUB_SQUAD[0], replace(SQUAD, near=())),
+        ("qa_2", "hotpotqa.parquet", HUB_HOTPOT, HOTPOT),
+    ],
+)
+def test_the_form_of_the_hub(task: str, name: str, row: dict[str, Any], expected: Question, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
+    assert read_questions(task, tmp_path).questions == (expected,)
 
 
 def test_a_folder_without_the_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"qa_2 needs questions: place hotpotqa.json .* in {tmp_path}"):
+    with pytest.raises(
+        DataError, match=f"place it at {tmp_path}/hotpotqa.json, or there as hotpotqa.jsonl .*hotpot_qa at 1908d6"
+    ):
         expand_tasks(RunConfig(tasks=("qa_2",), language="english", data_dir=tmp_path))
 
 

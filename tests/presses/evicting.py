@@ -1,9 +1,11 @@
 """Every evicting press, as a spec for prompts of a few dozen tokens: the suites of all presses run over this list.
 
-Where a press cannot take part in a suite, the suite says so beside its parametrisation and `docs/presses.md` gives the reason.
+Where a press cannot take part in a suite, `kvpress/facts.py` gives the reason, and `docs/presses/README.md` shows it.
 """
 
 from __future__ import annotations
+
+from kvpress.facts import EVERY_SUITE, FACTS
 
 EVICTING = [
     "random:0.5,seed=3",
@@ -31,11 +33,5 @@ EVICTING = [
     "critical_adakv(expected_attention:0.5)",
 ]
 
-EXEMPT = {
-    "expected_attention_stats": "needs a file per model",
-    "key_rerotation": "keys move",
-    "per_layer_compression": "one ratio per layer",
-    "duo_attention": "no budget per layer",
-    "rlkv": "no budget per layer",
-}
-"""Presses that have suites of their own instead, and why; `docs/eviction.md` says it at length."""
+EXEMPT = frozenset(name for name, facts in FACTS.items() for item in facts.exempt if item.suite == EVERY_SUITE)
+"""Presses that have suites of their own instead."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvpress_eval.commands.divergence import diverge
+from kvpress_eval.commands.fidelity import compare
 from kvpress_eval.commands.terminal import exit_codes
 from kvpress_eval.errors import ConfigError
 from kvpress_eval.reselect import best, candidates
@@ -23,7 +23,7 @@ def reselect_command(
     skip_layers: Annotated[int, typer.Option(help="The layer that chooses first.", min=0)] = 2,
     heads: Annotated[str, typer.Option(help="mean, max or query.")] = "mean",
     context: Annotated[int, typer.Option(help="Tokens that are read in one pass.", min=16)] = 1024,
-    tokens: Annotated[int, typer.Option(help="Tokens that follow, one at a time.", min=1)] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens that follow, one at a time.", min=2)] = 128,
     samples: Annotated[int, typer.Option(help="Texts.")] = 8,
     text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
@@ -51,7 +51,7 @@ def reselect_command(
             "device": device,
             "threads": threads,
         }
-        record = diverge(options, tokens, text, out, console)
+        record = compare(options, tokens, text, out, console)
         chosen = best(record["rows"])
         console.print(Text(f"best: {chosen}"))
         if out:

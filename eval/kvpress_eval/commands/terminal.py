@@ -12,7 +12,11 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from kvpress_eval.errors import EvalError, translated_os_errors
+from kvpress_eval.interrupt import Terminated
 from kvpress_eval.runner import INTERRUPTED
+
+TERMINATED = 143
+"""128 and the number of SIGTERM, as a shell reports a process that it ended."""
 
 _PLAIN_WIDTH = 120
 """Columns of tables that go to a file or a pipe."""
@@ -42,5 +46,7 @@ def exit_codes() -> Iterator[Console]:
         message = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(message)
         raise typer.Exit(error.exit_code) from error
+    except Terminated:
+        raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpress_eval.errors import DataError
+from kvpress_eval.hub import HubFile, read
 
 
 class Row(BaseModel, ABC):
@@ -100,24 +98,10 @@ class Choice(Row):
 
 @dataclass(frozen=True)
 class Published:
-    """A file of rows: its name in the user's folder, and what it is on the hub.
+    """A published file, and what its rows must be."""
 
-    The revisions are commits of the dataset repositories. Version 1 is read from the archive because its repository loads by a
-    script, which `datasets` has refused since 4.0.
-    """
-
-    name: str
+    file: HubFile
     schema: type[Row]
-    repository: str
-    revision: str
-    path: str
-    member: str | None = None
-
-    @property
-    def origin(self) -> str:
-        """Where the file comes from, for messages."""
-        member = f"{self.member} in " if self.member else ""
-        return f"{member}{self.path} of https://huggingface.co/datasets/{self.repository} at {self.revision}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,38 +113,27 @@ class Rows:
 
 
 def version_1(subset: str, schema: type[Question]) -> Published:
-    """Return the file of a subset, such as `trec` or `trec_e`."""
-    return Published(
-        f"{subset}.jsonl",
-        schema,
+    """Return the file of a subset, such as `trec` or `trec_e`.
+
+    It is read from the archive because the repository loads by a script, which `datasets` has refused since 4.0.
+    """
+    file = HubFile(
+        (f"{subset}.jsonl",),
+        _form(schema),
         "zai-org/LongBench",
         "5e628be450b7e67fb7ae6e201bd6d8f7056f7672",
         "data.zip",
-        f"data/{subset}.jsonl",
+        "cb45b11a4133c6bc1d6a44b0f8e701335ff1e543195db1103472e575857f7f64",
+        member=f"data/{subset}.jsonl",
     )
+    return Published(file, schema)
 
 
-VERSION_2 = Published(
-    "longbench-v2.json", Choice, "zai-org/LongBench-v2", "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9", "data.json"
-)
-
-
-def read(published: Published, folder: Path | None) -> Rows:
+def read_rows(published: Published, folder: Path | None) -> Rows:
     """Read a file from the user's folder or, without one, from the hub or its cache on this machine."""
-    if folder is None:
-        raw = _download(published)
-        where = published.origin
-    else:
-        path = folder / published.name
-        where = str(path)
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError as error:
-            raise DataError(f"no such file: place it at {path.absolute()}; {_describe(published)}") from error
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error}") from error
+    content = read(published.file, folder)
     rows, seen = [], dict[str, str]()
-    for place, value in _parse(raw, where):
+    for place, value in content.rows():
         try:
             row = published.schema.model_validate(value)
         except ValidationError as error:
@@ -171,52 +144,22 @@ def read(published: Published, folder: Path | None) -> Rows:
             raise DataError(f"{place}: the _id {row.id!r} is that of {seen[row.id]} too")
         seen[row.id] = place
         rows.append(row)
-    return Rows(rows, hashlib.sha256(raw).hexdigest())
+    return Rows(rows, content.sha256)
 
 
-def _parse(raw: bytes, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield every row with its place, from JSON lines or from one JSON array.
-
-    Lines are split as bytes: `str.splitlines` would also split at the line separators that texts contain.
-    """
-    if raw.lstrip().startswith(b"["):
-        for number, value in enumerate(_json(raw, where), start=1):
-            yield f"{where}: row {number}", value
-        return
-    for number, line in enumerate(raw.splitlines(), start=1):
-        yield f"{where}:{number}", _json(line, f"{where}:{number}")
+def _form(schema: type[Row]) -> str:
+    fields = ", ".join(field.alias or name for name, field in schema.model_fields.items())
+    return f"JSON objects with the fields {fields}"
 
 
-def _json(raw: bytes, place: str) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from error
-
-
-def _download(published: Published) -> bytes:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
-    place = (published.repository, published.path)
-    which: dict[str, Any] = {"repo_type": "dataset", "revision": published.revision}
-    try:
-        path = try_to_load_from_cache(*place, **which)
-        if not isinstance(path, str):
-            # Without network this fails at once, where the download alone would try again for half a minute.
-            get_hf_file_metadata(hf_hub_url(*place, **which))
-            path = hf_hub_download(*place, **which)
-        if published.member is None:
-            return Path(path).read_bytes()
-        with zipfile.ZipFile(path) as archive:
-            return archive.read(published.member)
-    except Exception as error:  # the libraries below have errors of their own, old and new
-        reason = str(error).partition("\n")[0]
-        raise DataError(
-            f"cannot fetch {published.origin} ({reason}); "
-            f"without network, place it at FOLDER/{published.name} and give --data-dir FOLDER; {_describe(published)}"
-        ) from error
-
-
-def _describe(published: Published) -> str:
-    fields = ", ".join(field.alias or name for name, field in published.schema.model_fields.items())
-    return f"it is {published.origin}, JSON objects with the fields {fields}"
+VERSION_2 = Published(
+    HubFile(
+        ("longbench-v2.json",),
+        _form(Choice),
+        "zai-org/LongBench-v2",
+        "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9",
+        "data.json",
+        "15d61c22d92c96900b3c4948b6aeea218d3214b676a65df48e7b8555604c7fe2",
+    ),
+    Choice,
+)

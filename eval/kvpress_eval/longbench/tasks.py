@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpress_eval.errors import ConfigError, DataError, unknown_name
 from kvpress_eval.longbench import metrics
-from kvpress_eval.longbench.data import VERSION_2, Classified, Published, Question, Row, read, version_1
+from kvpress_eval.longbench.data import VERSION_2, Classified, Published, Question, Row, read_rows, version_1
 from kvpress_eval.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORMS, PARTS, Form
 from kvpress_eval.longbench.wording import published_wording
 from kvpress_eval.tasks.sample import Query, Sample
@@ -100,10 +100,10 @@ def expand(name: str, config: RunConfig) -> list[LongBenchTask]:
     for subset in _names()[name]:
         if subset.form.needs_jieba and importlib.util.find_spec("jieba") is None:
             raise ConfigError(f"{subset.name} is scored by words that jieba separates: pip install jieba")
-        table = read(subset.published, config.data_dir)
+        table = read_rows(subset.published, config.data_dir)
         rows = [row for row in table.rows if subset.takes(row)]
         if not rows:
-            raise DataError(f"no rows for {subset.name} in {subset.published.origin}")
+            raise DataError(f"no rows for {subset.name} in {subset.published.file.origin}")
         form = published_wording(subset.form, subset.asked_as, config.data_dir)
         tasks += [LongBenchTask(subset.name, length, form, rows, table.sha256) for length in config.lengths]
     return tasks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpress_eval.errors import DataError
+from kvpress_eval.hub import HubFile, read
 from kvpress_eval.tasks.sample import Query, Spans
 from kvpress_eval.tasks.scene import Scene
 
@@ -31,7 +30,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions, and the hash or revision that says which they are."""
+    """Questions, and the hash that says which they are."""
 
     origin: str
     questions: tuple[Question, ...]
@@ -74,7 +73,7 @@ def answer_question(scene: Scene) -> tuple[str, Spans, Query]:
 
 def _squad(rows: Iterable[Row]) -> Iterator[Question]:
     """Read rows with title, context, question and answers; the other passages of a title are the near ones."""
-    rows = list(rows)
+    rows = [flat for row in rows for flat in _flatten(row)]
     titles: dict[str, dict[str, None]] = {}
     for row in rows:
         titles.setdefault(row["title"], {})[row["context"]] = None
@@ -83,6 +82,22 @@ def _squad(rows: Iterable[Row]) -> Iterator[Question]:
         if answers:  # SQuAD 2 also has questions that the passage does not answer
             near = tuple(text for text in titles[row["title"]] if text != row["context"])
             yield Question(row["question"], answers, (row["context"],), near)
+
+
+def _flatten(row: Row) -> Iterator[Row]:
+    """Yield the rows behind a row: itself, or those of all articles if it is the whole published file."""
+    if "data" not in row:
+        yield row
+        return
+    for article in row["data"]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                yield {
+                    "title": article.get("title", ""),
+                    "context": paragraph["context"],
+                    "question": asked["question"],
+                    "answers": {"text": [answer["text"] for answer in asked["answers"]]},
+                }
 
 
 def _hotpot(rows: Iterable[Row]) -> Iterator[Question]:
@@ -103,28 +118,33 @@ def _hotpot(rows: Iterable[Row]) -> Iterator[Question]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the questions of a task come from: files of these names, or a dataset of the hub at this revision."""
+    """Where the questions of a task come from, and how its rows are read."""
 
-    files: tuple[str, ...]
-    dataset: str
-    config: str
-    revision: str
+    file: HubFile
     read: Callable[[Iterable[Row]], Iterator[Question]]
 
 
 SOURCES = {
     "qa_1": Source(
-        ("squad.json", "squad.jsonl", "dev-v2.0.json"),
-        "rajpurkar/squad_v2",
-        "squad_v2",
-        "3ffb306f725f7d2ce8394bc1873b24868140c412",
+        HubFile(
+            ("squad.json", "squad.jsonl", "squad.parquet", "dev-v2.0.json"),
+            "rows with title, context, question and answers, or the published JSON file",
+            "rajpurkar/squad_v2",
+            "3ffb306f725f7d2ce8394bc1873b24868140c412",
+            "squad_v2/validation-00000-of-00001.parquet",
+            "0560174ab095c5ac0a8c8dc8da05f1625453c45a77e4ce9cabc6947ddfdd24cb",
+        ),
         _squad,
     ),
     "qa_2": Source(
-        ("hotpotqa.json", "hotpotqa.jsonl", "hotpot_dev_distractor_v1.json"),
-        "hotpotqa/hotpot_qa",
-        "distractor",
-        "1908d6afbbead072334abe2965f91bd2709910ab",
+        HubFile(
+            ("hotpotqa.json", "hotpotqa.jsonl", "hotpotqa.parquet", "hotpot_dev_distractor_v1.json"),
+            "rows with question, answer, context and supporting_facts",
+            "hotpotqa/hotpot_qa",
+            "1908d6afbbead072334abe2965f91bd2709910ab",
+            "distractor/validation-00000-of-00001.parquet",
+            "c20b638ca82b21d04fe12e14ff417ad05153d4d215a65de54497fca4e972f7c6",
+        ),
         _hotpot,
     ),
 }
@@ -138,62 +158,13 @@ def read_questions(task: str, data_dir: Path | None) -> QuestionSet:
         DataError: there is no such file, it has another form, or the hub cannot be reached.
     """
     source = SOURCES[task]
-    if data_dir is None:
-        rows = _download(source, task)
-        return _parse(source, lambda: rows, f"{source.dataset}@{source.revision}", source.dataset)
-    for path in (data_dir / name for name in source.files):
-        if path.exists():
-            break
-    else:
-        raise DataError(f"{task} needs questions: {_placing(source, str(data_dir.absolute()))}")
+    content = read(source.file, data_dir)
     try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    origin = f"sha256:{hashlib.sha256(raw).hexdigest()}"
-    return _parse(source, lambda: _rows(raw.decode(), lines=path.suffix == ".jsonl"), origin, str(path))
-
-
-def _placing(source: Source, folder: str) -> str:
-    names = " or ".join(source.files)
-    return f"place {names}, in the form of {source.dataset} or of its published file, in {folder}"
-
-
-def _download(source: Source, task: str) -> Iterable[Row]:
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(source.dataset, source.config, split="validation", revision=source.revision)
-    except Exception as error:  # each library that datasets reads with has errors of its own
-        advice = f"{_placing(source, 'a folder')} and give it as --data-dir"
-        raise DataError(f"{task}: cannot load {source.dataset} from the hub ({error}); {advice}") from error
-
-
-def _rows(text: str, *, lines: bool) -> list[Row]:
-    if lines:
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    whole = json.loads(text)
-    return whole if isinstance(whole, list) else [row for article in whole["data"] for row in _flatten(article)]
-
-
-def _flatten(article: Row) -> Iterator[Row]:
-    """Yield the rows of an article of a published SQuAD file."""
-    for paragraph in article["paragraphs"]:
-        for asked in paragraph["qas"]:
-            answers = [answer["text"] for answer in asked["answers"]]
-            yield {
-                "title": article.get("title", ""),
-                "context": paragraph["context"],
-                "question": asked["question"],
-                "answers": {"text": answers},
-            }
-
-
-def _parse(source: Source, rows: Callable[[], Iterable[Row]], origin: str, name: str) -> QuestionSet:
-    try:
-        questions = tuple(source.read(rows()))
+        questions = tuple(source.read([row for _, row in content.rows()]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{name}: not questions in the form of {source.dataset} ({error!r})") from error
+        raise DataError(
+            f"{content.where}: not questions in the form of {source.file.repository} ({error!r})"
+        ) from error
     if not questions:
-        raise DataError(f"{name} holds no question that can be answered")
-    return QuestionSet(origin, questions)
+        raise DataError(f"{content.where} holds no question that can be answered")
+    return QuestionSet(f"sha256:{content.sha256}", questions)

@@ -18,7 +18,7 @@ class Query:
     its answer freely and each expected string counts by itself ("any": one is enough), and a function where a benchmark
     has its own score.
     `separator` stands between question and answer prefix of a model without a chat template; `chat` says whether a
-    model's template is used.
+    model's template is used. An answer ends early at any of the `stop` strings, where a model would go on by itself.
     """
 
     question: str
@@ -27,6 +27,7 @@ class Query:
     match: Match
     separator: str = "\n"
     chat: bool = True
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

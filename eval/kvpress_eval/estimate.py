@@ -1,0 +1,196 @@
+"""What a run would take: cells, memory by formula, and time from what this machine can do or what was measured before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM
+
+import kvpress
+from kvpress.cache.report import format_bytes
+from kvpress.clock import now
+from kvpress.plan import Geometry, plan
+from kvpress_eval.cells import Cell, expand_tasks, make_cells
+from kvpress_eval.config import RunConfig
+from kvpress_eval.errors import ConfigError
+from kvpress_eval.models import device_of, fingerprint, read_settings, source_of
+from kvpress_eval.output import cell_store
+from kvpress_eval.store import Row, read_rows
+
+_SIDE, _READ_BYTES, _ROUNDS = 2048, 2**27, 5
+"""Rows and columns of the matrices that are multiplied, bytes that are read, and how often, to see how fast a device is."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the work of a model: its parameters and, of its cache, the layers that grow."""
+
+    parameters: int
+    query_width: int
+    geometry: Geometry
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.parameters * self.geometry.dtype.itemsize
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Multiplications and additions of reading so many tokens: every weight, and half of queries x keys, twice."""
+        return 2 * self.parameters * tokens + 2 * len(self.geometry.full) * self.query_width * tokens**2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device reaches on large products and long reads, per second."""
+
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class PressEstimate:
+    """One press over all cells of a run; `seconds` are those of what is missing, as an upper bound on answers."""
+
+    press: str
+    samples: int
+    done: int
+    cache_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run before it is made."""
+
+    config: RunConfig
+    presses: Sequence[PressEstimate]
+    weight_bytes: int
+    cache_bytes: int
+    seconds: float
+    measured: bool
+
+    def show(self, console: Console) -> None:
+        """Print what would run."""
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("press", overflow="fold")
+        word = "about" if self.measured else "at least"
+        for heading in ("samples", "done", "cache", f"alone {word}"):
+            table.add_column(heading, justify="right")
+        for one in self.presses:
+            cache, alone = format_bytes(one.cache_bytes), _time(one.seconds)
+            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, alone)
+        console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
+        console.print(table)
+        source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
+        console.print(
+            f"memory about {format_bytes(self.weight_bytes + self.cache_bytes)}: weights {format_bytes(self.weight_bytes)}, "
+            f"caches of {self.config.batch_size} x {max(self.config.lengths)} tokens {format_bytes(self.cache_bytes)}",
+            highlight=False,
+        )
+        console.print(
+            f"time {word} {_time(self.seconds)}, {source}; contexts are read once for all presses that share them",
+            highlight=False,
+        )
+
+
+def estimate(config: RunConfig) -> Estimate:
+    """Estimate a run from the model's configuration, the results that its folder holds, and a second of measuring.
+
+    Raises:
+        ConfigError: a press does not suit a length.
+    """
+    shape = read_shape(config)
+    machine = measure_machine(config, shape.geometry.dtype)
+    device, dtype = device_of(config), str(shape.geometry.dtype).removeprefix("torch.")
+    cells = make_cells(config, expand_tasks(config), fingerprint(source_of(config)), torch.device(device).type, dtype)
+    presses, answering, measured = [], 0.0, False
+    reading: dict[tuple[Any, ...], float] = {}
+    for press in config.presses:
+        own = [cell for cell in cells if cell.press == press]
+        rows = {cell.id: read_rows(cell_store(config.out, cell).rows_path)[0] for cell in own}
+        measured |= any(rows.values())
+        caches = {cell.source.length: cache_bytes(config, press, cell.source.length, shape) for cell in own}
+        seconds = 0.0
+        for cell in own:
+            missing = config.samples - len(rows[cell.id])
+            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches[cell.source.length])
+            shared = kvpress.get_press(press).shares_prefill
+            key = (cell.source.task, cell.source.length, cell.depth, "" if shared else press)
+            reading[key] = max(reading.get(key, 0.0), read * missing)
+            answering += answer * missing
+            seconds += (read + answer) * missing
+        done = sum(map(len, rows.values()))
+        presses.append(PressEstimate(press, config.samples * len(own), done, max(caches.values()), seconds))
+    together = sum(one.cache_bytes for one in presses)
+    return Estimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
+
+
+def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int:
+    """Return what the caches of one batch hold under a press."""
+    try:
+        return plan(kvpress.get_press(press), shape.geometry, max(1, length), config.batch_size).total_bytes
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"press {press!r} at {length} tokens: {error}") from error
+
+
+def cell_seconds(
+    config: RunConfig, cell: Cell, rows: Sequence[Row], shape: Shape, machine: Machine, cache: int
+) -> tuple[float, float]:
+    """Return the time to read a context and to answer about it: as measured on earlier samples, or as the machine allows."""
+    tokens = cell.source.max_new_tokens(config)
+    step = (shape.weight_bytes + cache) / config.batch_size / machine.bandwidth
+    timed = [row["measured"] for row in rows]
+    steps = [one["seconds_per_token"] for one in timed if one["seconds_per_token"]]
+    read = (
+        median(one["prefill_seconds"] for one in timed)
+        if timed
+        else shape.prefill_flops(cell.source.length) / machine.flops
+    )
+    return read, tokens * (median(steps) if steps else step)
+
+
+def read_shape(config: RunConfig) -> Shape:
+    """Read the shape of a model from its configuration; no weights are loaded."""
+    settings = read_settings(config)
+    text = settings.get_text_config(decoder=True)
+    if config.dtype != "auto":
+        text.dtype = settings.dtype = getattr(torch, config.dtype)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(settings).parameters())
+    geometry = Geometry.of(settings)
+    width = text.num_attention_heads * (geometry.full or geometry.sliding)[0].head_dim
+    return Shape(parameters, width, geometry)
+
+
+def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
+    """Multiply and read for a moment, as the run will: in its dtype, with its threads."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = torch.device(device_of(config))
+    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
+    block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    return Machine(
+        flops=2 * _SIDE**3 / _best(lambda: matrix @ matrix, device), bandwidth=_READ_BYTES / _best(block.sum, device)
+    )
+
+
+def _best(work: Callable[[], Any], device: torch.device) -> float:
+    work()
+    times = []
+    for _ in range(_ROUNDS):
+        started = now(device)
+        work()
+        times.append(now(device) - started)
+    return min(times)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
