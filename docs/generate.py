@@ -1,0 +1,326 @@
+"""Write the pages that say what the code says: one per press and per command, the table of methods, and the index.
+
+python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from kvpress_eval.console import app
+
+import kvpress
+from kvpress.facts import ALL_REFUSE, Facts, allows_decoding, phases
+from kvpress.presses.base import BasePress
+from kvpress.registry import Entry
+
+DOCS = Path(__file__).parent
+GENERATED = ("presses", "commands")
+NOTE = "<!-- Written by docs/generate.py from the code. -->"
+
+EXAMPLES = {
+    "list": "kvpress list",
+    "plan": "kvpress plan --model reference --context 2048 --press snapkv:0.5 --press kivi:bits=4",
+    "calibrate": "kvpress calibrate --model reference --method expected_attention --data text.jsonl --out stats.safetensors",
+    "eval": "kvpress eval --model reference --press none --press snapkv:0.5 --tasks niah_single,vt --lengths 512 --samples 20",
+    "fidelity": "kvpress fidelity --model reference --press kivi:bits=2 --press snapkv:0.5 --layers",
+    "report": "kvpress report runs/first --out report.html",
+    "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
+    "reselect": "kvpress reselect --model reference --context 1024 --samples 8",
+    "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",
+    "demo": "kvpress demo --out runs/demo",
+}
+"""A line that shows how each command is used."""
+
+_ROLES = {
+    "baseline": "what others are compared with",
+    "evict": "keeps fewer pairs",
+    "budget": "decides how many pairs each layer or head keeps",
+    "schedule": "decides when, or puts presses together",
+    "quantise": "stores pairs in fewer bits",
+    "select": "reads fewer pairs",
+}
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every generated page by its path below this folder."""
+    entries = kvpress.list_presses()
+    written = {f"presses/{entry.name}.md": press_page(entry) for entry in entries}
+    written["presses/README.md"] = methods_page(entries)
+    commands = _commands()
+    written |= {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
+    written["README.md"] = index_page(entries, commands)
+    return {name: text.rstrip() + "\n" for name, text in written.items()}
+
+
+def press_page(entry: Entry) -> str:
+    """Return what there is to know about one press."""
+    facts = entry.facts
+    doc = Docstring.of(entry.press)
+    press = kvpress.get_press(facts.example)
+    known = {other.press for other in kvpress.list_presses()}
+    shared = [base for base in entry.press.__mro__[1:] if base not in known and _code(base.__name__) in doc.body]
+    about = [doc.body, *(f"{_code(base.__name__)}: {Docstring.of(base).whole}" for base in shared)]
+    source = "" if doc.paper == "none." else f" Paper: {_cited(doc.paper)}"
+    parts = [
+        f"# {entry.name}",
+        NOTE,
+        _linked(doc.summary, entry),
+        f"`kvpress.{entry.press.__name__}`: {_ROLES[entry.role]}.{source}",
+        f'```python\npress = kvpress.get_press("{facts.example}")\n```',
+        _table(("", ""), _properties(entry, press, facts)),
+        *(_linked(text, entry) for text in about if text),
+    ]
+    if _parameters(entry.press):
+        parts += ["## Arguments", _table(("argument", "default", "meaning"), _arguments(entry))]
+    if entry.paper or doc.differs != "Nothing.":
+        parts += ["## Differs from the paper", _linked(doc.differs, entry)]
+    if facts.refuses:
+        parts += ["## Refused", _table(("spec", "why"), [(_code(item.spec), item.why) for item in facts.refuses])]
+    if facts.exempt:
+        rows = [(item.suite, item.settings or "any", item.why) for item in facts.exempt]
+        parts += ["## Left out of the suites of all presses", _table(("suite", "settings", "why"), rows)]
+    parts.append("What every press refuses, and all methods in one table: [README.md](README.md).")
+    return "\n\n".join(parts)
+
+
+def methods_page(entries: Sequence[Entry]) -> str:
+    """Return the table of all methods, and what they are exempt from."""
+    columns = ("press", "role", "acts on", "in `decoding(...)`", "heads differ", "needs", "left out of", "paper")
+    rows, exempt, refused = [], [], []
+    for entry in entries:
+        facts, name = entry.facts, f"[`{entry.name}`]({entry.name}.md)"
+        press = kvpress.get_press(facts.example)
+        suites = "; ".join(dict.fromkeys(item.suite for item in facts.exempt))
+        acts = ", ".join(phases(press)) or "nothing"
+        inside = "yes" if allows_decoding(press) else ""
+        rows.append((name, entry.role, acts, inside, _head_wise(entry), facts.needs, suites, _cited(entry.paper)))
+        exempt += [(name, item.suite, item.settings or "any", item.why) for item in facts.exempt]
+        refused += [(name, _code(item.spec), item.why) for item in facts.refuses]
+    return "\n\n".join(
+        [
+            "# Methods",
+            NOTE,
+            "A page per press says what it computes, what its arguments mean and how it differs from its paper. `acts on` is "
+            "what a press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where heads "
+            "differ, those of a layer may keep different numbers of pairs, and storage is ragged.",
+            _table(columns, rows),
+            "## Left out of the suites of all presses",
+            "`tests/presses/evicting.py` lists a spec of every evicting press, and these suites run over it: decoding equals "
+            "full attention with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, "
+            "chunked prefill, no state in the press, bytes held. Left out, with what tests them instead:",
+            _table(("press", "suite", "settings", "why"), exempt),
+            "## Refused",
+            "With an error that says what to do, as early as it can be known:",
+            _table(("press", "spec", "why"), refused),
+            "By every press:",
+            "\n".join(f"- {text}" for text in ALL_REFUSE),
+        ]
+    )
+
+
+def command_page(name: str, command: Any) -> str:
+    """Return usage and options of one command, from its own help."""
+    required = "".join(f" {_usage(option)}" for option in command.params if option.required)
+    guide = DOCS / f"{name}.md"
+    parts = [
+        f"# kvpress {name}",
+        NOTE,
+        inspect.cleandoc(command.help or ""),
+        f"```\nkvpress {name}{required} [OPTIONS]\n```",
+    ]
+    if name in EXAMPLES:
+        parts += ["For example:", f"```bash\n{EXAMPLES[name]}\n```"]
+    if guide.exists():
+        parts.append(f"What it measures and writes: [{_heading(guide)}](../{guide.name}).")
+    if command.params:
+        parts += [
+            "## Options",
+            _table(("option", "default", "meaning"), [_option(option) for option in command.params]),
+        ]
+    return "\n\n".join(parts)
+
+
+def index_page(entries: Sequence[Entry], commands: Iterable[str]) -> str:
+    """Return the list of all pages, those written by hand first."""
+    by_hand = sorted(path for path in DOCS.glob("*.md") if path.name != "README.md")
+    lists = {
+        "Guides": [
+            *(f"- [{_heading(path)}]({path.name})" for path in by_hand),
+            "- [Notebooks](../notebooks/README.md)",
+        ],
+        "Commands": [f"- [`kvpress {name}`](commands/{name}.md)" for name in sorted(commands)],
+        "Presses": [
+            "- [all methods in one table](presses/README.md)",
+            *(f"- [`{entry.name}`](presses/{entry.name}.md): {entry.summary}" for entry in entries),
+        ],
+    }
+    return "\n\n".join(
+        ["# Documentation", NOTE, *(f"## {title}\n\n" + "\n".join(rows) for title, rows in lists.items())]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Docstring:
+    """The parts of a press's docstring, as Markdown."""
+
+    summary: str
+    body: str
+    paper: str
+    differs: str
+
+    @property
+    def whole(self) -> str:
+        """Summary and body."""
+        return f"{self.summary}\n\n{self.body}"
+
+    @classmethod
+    def of(cls, press: type[Any]) -> Docstring:
+        """Take a docstring apart; `Paper:` and `Differs from the paper:` end every one."""
+        summary, _, rest = inspect.cleandoc(press.__doc__ or "").partition("\n\n")
+        body, _, end = f"\n{rest}".partition("\nPaper: ")
+        paper, _, differs = end.partition("Differs from the paper: ")
+        differs = _joined(differs)
+        return cls(_joined(summary), "\n\n".join(_blocks(body)), _joined(paper), differs[:1].upper() + differs[1:])
+
+
+def meaning(press: type[Any], argument: str) -> str:
+    """Return the sentence about an argument, best one that begins with it; nothing if the docstrings have none."""
+    for base in press.__mro__:
+        said = list(_sentences(base))
+        for form in (rf"`{argument}`", rf".*`[^`]*\b{argument}\b[^`]*`"):
+            for sentence in said:
+                if re.match(form, sentence):
+                    return sentence[:1].upper() + sentence[1:].rstrip(".:,")
+    return ""
+
+
+def _sentences(base: type[Any]) -> Iterator[str]:
+    """Yield what the docstring of a class says, without formulas, sentence by sentence."""
+    text = inspect.cleandoc(vars(base).get("__doc__") or "")
+    if base is not object and not text.startswith(f"{base.__name__}("):  # what dataclass makes up
+        for block in _blocks(text.partition("\nPaper: ")[0]):
+            if not block.startswith("```"):
+                yield from re.split(r"(?<=[.])\s+(?=[`A-Z])", block)
+
+
+def _properties(entry: Entry, press: BasePress, facts: Facts) -> list[tuple[str, str]]:
+    rows = [
+        ("role", entry.role),
+        ("acts on", ", ".join(phases(press)) or "nothing"),
+        ("heads of a layer differ", _head_wise(entry) or "no"),
+    ]
+    if entry.role in ("evict", "budget", "baseline"):
+        inside = "yes" if allows_decoding(press) else "no"
+        rows.append(("inside `decoding(...)`", inside))
+    return [*rows, ("needs", facts.needs or "nothing")]
+
+
+def _head_wise(entry: Entry) -> str:
+    own = inspect.getattr_static(entry.press, "is_head_wise")
+    return "as the inner press" if isinstance(own, property) else "yes" if own else ""
+
+
+def _parameters(press: type[Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(press).parameters.values())
+
+
+def _arguments(entry: Entry) -> list[tuple[str, str, str]]:
+    rows: list[tuple[str, str, str]] = []
+    told: dict[str, str] = {}
+    for item in _parameters(entry.press):
+        default = "required" if item.default is item.empty else _code(repr(item.default))
+        keyword = ", keyword only" if item.kind is item.KEYWORD_ONLY else ""
+        about = meaning(entry.press, item.name)
+        rows.append((_code(item.name), default + keyword, f"see {_code(told[about])}" if about in told else about))
+        told.setdefault(about, item.name)
+    return rows
+
+
+def _option(option: Any) -> tuple[str, str, str]:
+    names = ", ".join(_code(name) for name in (_usage(option).split(" ")[0], *option.opts[1:], *option.secondary_opts))
+    if option.required:
+        default = "required"
+    else:
+        default = "" if option.default is None else _code(str(option.default))
+    return names, default, option.help or ""
+
+
+def _usage(option: Any) -> str:
+    """Return how an option or a positional argument is written on the command line."""
+    if option.param_type_name != "argument":
+        return f"{option.opts[0]} ..."
+    return option.name.upper() + ("..." if option.nargs != 1 else "")
+
+
+def _commands() -> dict[str, Any]:
+    return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009  # of a group, which the type does not say
+
+
+def _heading(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def _blocks(text: str) -> list[str]:
+    """Return paragraphs on one line each, and indented blocks as code."""
+    blocks = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        if block.startswith("    "):
+            blocks.append(f"```text\n{inspect.cleandoc(block)}\n```")
+        elif block.strip():
+            blocks.append(_joined(block))
+    return blocks
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def _linked(text: str, entry: Entry) -> str:
+    """Turn the names of other presses' classes into links."""
+    classes = {other.press.__name__: other.name for other in kvpress.list_presses() if other.name != entry.name}
+
+    def link(match: re.Match[str]) -> str:
+        name = classes.get(match[1])
+        return f"[`{match[1]}`]({name}.md)" if name else match[0]
+
+    return re.sub(r"`(\w+)`", link, text)
+
+
+def _cited(text: str) -> str:
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return _joined(text).replace("|", "\\|")
+
+
+def main() -> None:
+    """Write all pages, and remove those of what is gone."""
+    found = pages()
+    for folder in GENERATED:
+        (DOCS / folder).mkdir(exist_ok=True)
+        for path in (DOCS / folder).glob("*.md"):
+            if f"{folder}/{path.name}" not in found:
+                path.unlink()
+    for name, text in found.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The generated pages say what the code says now, and what they say is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from kvpress_eval.console import app
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.facts import FACTS, Refusal, allows_decoding, phases
+from kvpress.presses.base import BasePress
+from kvpress.registry import Entry
+from tests.models import tiny_model, tokens
+
+DOCS = Path(__file__).parent.parent / "docs"
+ENTRIES = kvpress.list_presses()
+REFUSALS = [refusal for facts in FACTS.values() for refusal in facts.refuses]
+MEASURABLE = [entry for entry in ENTRIES if entry.name != "rlkv"]  # whose heads a user's table names
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = _load()
+PAGES: dict[str, str] = generate.pages()
+COMMANDS: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+
+
+def by_name(entry: Entry) -> str:
+    return entry.name
+
+
+def test_pages_are_those_of_the_code() -> None:
+    there = {str(path.relative_to(DOCS)) for folder in generate.GENERATED for path in (DOCS / folder).glob("*.md")}
+    assert there | {"README.md"} == set(PAGES), "run python docs/generate.py"
+    stale = [name for name, text in PAGES.items() if (DOCS / name).read_text(encoding="utf-8") != text]
+    assert not stale, "run python docs/generate.py"
+
+
+def test_facts_are_about_presses_that_exist() -> None:
+    assert set(FACTS) == {entry.name for entry in ENTRIES}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=by_name)
+def test_a_page_says_everything(entry: Entry) -> None:
+    press = kvpress.get_press(entry.facts.example)
+    assert type(press) is entry.press
+    assert kvpress.get_press(kvpress.to_spec(press)) == press
+    for item in inspect.signature(entry.press).parameters.values():
+        assert generate.meaning(entry.press, item.name), f"no sentence of the docstring is about `{item.name}`"
+    doc = generate.Docstring.of(entry.press)
+    assert doc.summary
+    assert doc.paper
+    assert doc.differs
+    if entry.paper:
+        cited = re.search(r"\d{4}\.\d{5}", entry.paper)
+        assert cited is not None
+        assert cited.group() in doc.paper
+
+
+@pytest.mark.parametrize("text", PAGES.values(), ids=PAGES.keys())
+def test_pages_are_plain_markdown(text: str) -> None:
+    assert text.startswith("# ")
+    assert text.count("```") % 2 == 0
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\((?!https://)([^)#]+)\)", PAGES[name]):
+        assert ((DOCS / name).parent / target).exists(), target
+
+
+def test_examples_are_of_commands_that_exist() -> None:
+    assert set(generate.EXAMPLES) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", generate.EXAMPLES)
+def test_examples_of_commands_parse(name: str) -> None:
+    program, command, *arguments = shlex.split(generate.EXAMPLES[name])
+    assert (program, command) == ("kvpress", name)
+    COMMANDS[name].make_context(name, arguments)
+    for spec in re.findall(r"--press (\S+)", generate.EXAMPLES[name]):
+        kvpress.get_press(spec)
+
+
+def talk(press: BasePress, model: Any) -> None:
+    """Read two prompts in turn under a press."""
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        for turn, length in enumerate((200, 40)):
+            model(tokens(1, length, seed=turn), past_key_values=cache)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.spec)
+def test_what_is_said_to_be_refused_is(refusal: Refusal) -> None:
+    model = tiny_model("llama")
+    with pytest.raises((ValueError, TypeError)):
+        talk(kvpress.get_press(refusal.spec), model)
+
+
+@pytest.mark.parametrize("entry", MEASURABLE, ids=by_name)
+def test_presses_act_on_the_prompt_where_they_say_so(entry: Entry) -> None:
+    model, tokenizer = kvpress.load_model("reference")
+    ids = tokenizer(" The code for tiger is 4837. The old river runs." * 60, return_tensors="pt")["input_ids"]
+    press = kvpress.get_press(entry.facts.example)
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+    report = kvpress.memory_report(cache)
+    assert (report.total_bytes < 0.99 * report.uncompressed_bytes) == ("prompt" in phases(press))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in MEASURABLE if allows_decoding(kvpress.get_press(entry.facts.example))],
+    ids=by_name,
+)
+def test_presses_work_inside_decoding_where_they_say_so(entry: Entry) -> None:
+    model, tokenizer = kvpress.load_model("reference")
+    ids = tokenizer(" The code for tiger is 4837. The old river runs." * 6, return_tensors="pt")["input_ids"]
+    inner = kvpress.get_press(entry.facts.example)
+    press = kvpress.DecodingPress(inner, compression_interval=4, target_size=40)
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+        assert kvpress.memory_report(cache).kept == kvpress.memory_report(cache).seen
+        for _ in range(4):
+            model(ids[:, -1:], past_key_values=cache)
+    report = kvpress.memory_report(cache)
+    heads = model.config.num_hidden_layers * model.config.num_key_value_heads
+    assert report.kept == 40 * heads
