@@ -82,9 +82,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Resample within groups; the same scores give the same interval, in whatever order they come."""
     rng = np.random.default_rng(_SEED)
     means = np.zeros(RESAMPLES)
-    for group in groups:
+    for group in sorted(sorted(group) for group in groups):
         values = np.asarray(group, dtype=float)
         means += values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.quantile(means / len(groups), [ALPHA / 2, 1 - ALPHA / 2])

@@ -311,6 +311,16 @@ def test_mistakes_are_told_before_the_model_loads(
     assert message in result.output
 
 
+def test_eval_runs_tasks_of_lm_eval_too(folder: Path, tmp_path: Path) -> None:
+    options = ["--press", "none", "--press", PRESS, "--lm-eval", "codes_generated", "--lm-eval-include", str(folder)]
+    result = CliRunner().invoke(app, ["eval", *options, "--samples", "2", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "run").glob("lm-eval-*.json")
+    found = json.loads(path.read_text())["presses"]
+    assert {one["press"] for one in found} == {"none", PRESS}
+    assert not (tmp_path / "run" / "cells").exists()
+
+
 def test_a_folder_of_tasks_that_does_not_exist(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "any", "--include", str(tmp_path / "none")])
     assert result.exit_code == 2

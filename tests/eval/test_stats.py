@@ -102,3 +102,13 @@ def test_holm_agrees_with_the_definition() -> None:
     assert holm([0.5, 0.6]) == [1, 1]
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
+
+
+def test_intervals_do_not_depend_on_the_order() -> None:
+    groups = [[1.0, 0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0, 1.0]]
+    turned = [group[::-1] for group in groups[::-1]]
+    found, again = mean_interval(groups), mean_interval(turned)
+    assert (found.low, found.high) == (again.low, again.high)
+    pairs = [[(score, 0.25) for score in group] for group in groups]
+    again = paired_difference([part[::-1] for part in pairs[::-1]])
+    assert (again.low, again.high) == (paired_difference(pairs).low, paired_difference(pairs).high)

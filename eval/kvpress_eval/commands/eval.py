@@ -58,6 +58,7 @@ def eval_command(
     lm_eval: Annotated[
         str | None, typer.Option(help="Also, or without --tasks only, tasks of lm-eval such as ruler,gsm8k.")
     ] = None,
+    lm_eval_include: Annotated[Path | None, typer.Option(help="Folder with lm-eval tasks of your own.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and estimate time and memory; run nothing.")
     ] = False,
@@ -98,17 +99,20 @@ def eval_command(
             return
         if lm_eval is not None:
             for run_config in runs:
-                _run_lm_eval(run_config, split(lm_eval) or (), console)
+                _run_lm_eval(run_config, split(lm_eval) or (), lm_eval_include, console)
         if not only_lm_eval:
             measure_and_write(runs, console)
 
 
-def _run_lm_eval(config: RunConfig, tasks: Sequence[str], console: Console) -> None:
-    """Score the presses of a run on tasks of lm-eval; the record is written beside the results."""
+def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, console: Console) -> None:
+    """Score the presses of a run on tasks of lm-eval, with as many samples and of such lengths as were asked for."""
     require_lm_eval()
     from kvpress_eval.lm_tasks import Selection, compare, to_table
 
-    record = compare(config, Selection(tuple(tasks)), console)
+    chosen = config.model_fields_set
+    limit = config.samples if "samples" in chosen else None
+    metadata = {"max_seq_lengths": list(config.lengths)} if "lengths" in chosen else {}
+    record = compare(config, Selection(tuple(tasks), include, limit, metadata=metadata), console)
     console.print(to_table(record))
     path = config.out / f"lm-eval-{hash_json(config.model)[:8]}.json"
     write_json(path, record)
