@@ -111,6 +111,7 @@ for name in ("triton", "matplotlib", "scipy", "pandas", "flash_attn", "ray", "ac
 import kvpress, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+config.eos_token_id = None
 model = LlamaForCausalLM(config)
 press = kvpress.get_press("knorm:0.5 + kivi:bits=4,group_size=16,residual_length=0 + quest:budget=16")
 with press(model):

@@ -57,12 +57,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class PressEstimate:
-    """One press over all cells of a run; `seconds` are those of what is missing, as an upper bound on answers."""
+    """One press over all cells of a run; `seconds` are those of what is missing, as an upper bound on answers.
+
+    `cache_bytes` are those of the longest contexts, None where tasks have no length.
+    """
 
     press: str
     samples: int
     done: int
-    cache_bytes: int
+    cache_bytes: int | None
     seconds: float
 
 
@@ -85,14 +88,14 @@ class Estimate:
         for heading in ("samples", "done", "cache", f"alone {word}"):
             table.add_column(heading, justify="right")
         for one in self.presses:
-            cache, alone = format_bytes(one.cache_bytes), _time(one.seconds)
-            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, alone)
+            cache = "-" if one.cache_bytes is None else format_bytes(one.cache_bytes)
+            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
         console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
         console.print(table)
         source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
         console.print(
             f"memory about {format_bytes(self.weight_bytes + self.cache_bytes)}: weights {format_bytes(self.weight_bytes)}, "
-            f"caches of {self.config.batch_size} x {max(self.config.lengths)} tokens {format_bytes(self.cache_bytes)}",
+            f"all caches of a batch of {self.config.batch_size} {format_bytes(self.cache_bytes)}; activations come on top",
             highlight=False,
         )
         console.print(
@@ -117,26 +120,29 @@ def estimate(config: RunConfig) -> Estimate:
         own = [cell for cell in cells if cell.press == press]
         rows = {cell.id: read_rows(cell_store(config.out, cell).rows_path)[0] for cell in own}
         measured |= any(rows.values())
-        caches = {cell.source.length: cache_bytes(config, press, cell.source.length, shape) for cell in own}
+        lengths = {cell.source.length for cell in own if cell.source.length}
+        caches = {length: cache_bytes(config, press, length, shape) for length in lengths}
         seconds = 0.0
         for cell in own:
             missing = config.samples - len(rows[cell.id])
-            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches[cell.source.length])
+            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches.get(cell.source.length, 0))
             shared = kvpress.get_press(press).shares_prefill
             key = (cell.source.task, cell.source.length, cell.depth, "" if shared else press)
             reading[key] = max(reading.get(key, 0.0), read * missing)
             answering += answer * missing
             seconds += (read + answer) * missing
         done = sum(map(len, rows.values()))
-        presses.append(PressEstimate(press, config.samples * len(own), done, max(caches.values()), seconds))
-    together = sum(one.cache_bytes for one in presses)
+        presses.append(
+            PressEstimate(press, config.samples * len(own), done, max(caches.values(), default=None), seconds)
+        )
+    together = sum(one.cache_bytes or 0 for one in presses)
     return Estimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
 
 
 def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int:
     """Return what the caches of one batch hold under a press."""
     try:
-        return plan(kvpress.get_press(press), shape.geometry, max(1, length), config.batch_size).total_bytes
+        return plan(kvpress.get_press(press), shape.geometry, length, config.batch_size).total_bytes
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"press {press!r} at {length} tokens: {error}") from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +85,11 @@ def test_what_is_shown(small: Small, quiet: Console) -> None:
     assert "knorm:0.5" in text
     assert "at least" in text
     assert "weights 5." in text
+
+
+def test_tasks_without_a_length_have_no_cache_to_plan(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "How much is 1 + 1?", "answer": "#### 2"}) + "\n")
+    found = estimate(small(tasks=("gsm8k",), data_dir=tmp_path, samples=1, max_new_tokens=10))
+    assert [one.cache_bytes for one in found.presses] == [None, None]
+    assert found.cache_bytes == 0
+    assert found.seconds > 0
