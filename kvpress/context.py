@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from kvpress.attention import Logits
 from kvpress.cache.layout import interleave
-from kvpress.cache.segment import Segment
+from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.store import KVStore
 
 if TYPE_CHECKING:
@@ -110,22 +111,40 @@ class View:
 
     Padding is gone: each row is as if it had been read alone. Shapes: `keys [b, h, n, D]`, `values [b, h, n, Dv]`,
     `positions [b, h, n]` original positions, ascending; `rows` and `heads` say which part of the layer this is;
-    `seen` counts the real tokens of these rows.
+    `seen` counts the real tokens of these rows. `vectors` gathers keys and values, once a scorer asks for them.
     """
 
     call: LayerCall
     rows: list[int]
     heads: slice
-    keys: Tensor
-    values: Tensor
+    vectors: Callable[[], tuple[Tensor, Tensor]]
     positions: Tensor
     seen: int
     side: dict[str, Tensor]
 
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, Tensor]:
+        return self.vectors()
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys `[b, h, n, D]`."""
+        return self._gathered[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Values `[b, h, n, Dv]`."""
+        return self._gathered[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows, heads and pairs, `[b, h, n]`."""
+        return self.positions.shape
+
     @property
     def length(self) -> int:
         """Pairs per head."""
-        return self.keys.shape[2]
+        return self.positions.shape[2]
 
     @property
     def groups(self) -> int:
@@ -177,16 +196,18 @@ class View:
     def pairs(self, index: Tensor) -> View:
         """Return a view of some pairs only: those at `index [b, h, m]`, ascending, in what every head stores."""
 
-        def vectors(source: Tensor) -> Tensor:
+        def chosen(source: Tensor) -> Tensor:
             return source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
 
         return replace(
             self,
-            keys=vectors(self.keys),
-            values=vectors(self.values),
+            vectors=lambda: (chosen(self.keys), chosen(self.values)),
             positions=self.positions.gather(2, index),
             side={name: array.gather(2, index) for name, array in self.side.items()},
         )
+
+    def _head(self, head: int) -> tuple[Tensor, Tensor]:
+        return self.keys[:, head : head + 1], self.values[:, head : head + 1]
 
     def per_head(self) -> list[View]:
         """Split into views of one kv head each, to bound the memory of a scorer."""
@@ -195,25 +216,25 @@ class View:
             replace(
                 self,
                 heads=slice(start + h, start + h + 1),
-                keys=self.keys[:, h : h + 1],
-                values=self.values[:, h : h + 1],
+                vectors=partial(self._head, h),
                 positions=self.positions[:, h : h + 1],
                 side={name: array[:, h : h + 1] for name, array in self.side.items()},
             )
-            for h in range(self.keys.shape[1])
+            for h in range(self.shape[1])
         ]
 
 
-def view_groups(call: LayerCall) -> list[list[View]]:
+def view_groups(call: LayerCall, opened: DenseSegment | None = None) -> list[list[View]]:
     """Return everything the layer stores: one group per set of rows, whose views together cover all kv heads.
 
     Rows that hold equally many real tokens share a group. Its heads share one view, unless head-wise eviction has made
-    them differ in length: then every head is a view of its own.
+    them differ in length: then every head is a view of its own. `opened` is what `KVStore.open_segment` returns, where that
+    is known.
     """
     store, columns = call.store, call.columns
     if not store.sealed and columns is None:
         return [[_whole_window(call)]]
-    opened = store.open_segment(columns)
+    opened = store.open_segment(columns) if opened is None else opened
     parts: list[Segment] = [*store.segments, opened]
     counts = [sum(part.layout.lengths[n] for part in parts) for n in range(store.batch * store.heads)]
     real = [store.seen] * store.batch if columns is None else columns.sum(dim=1).tolist()
@@ -235,8 +256,8 @@ def _whole_window(call: LayerCall) -> View:
     positions = torch.arange(window.first, window.first + window.length, device=window.keys.device)
     shape = (call.store.batch, call.store.heads, -1)
     return View(
-        call, list(range(call.store.batch)), slice(0, call.store.heads), window.filled_keys, window.filled_values,
-        positions.expand(shape), call.store.seen, dict(window.side),
+        call, list(range(call.store.batch)), slice(0, call.store.heads),
+        lambda: (window.filled_keys, window.filled_values), positions.expand(shape), call.store.seen, dict(window.side),
     )  # fmt: skip
 
 
@@ -244,23 +265,35 @@ def _gather(
     call: LayerCall, parts: list[Segment], pads: Tensor | None, rows: list[int], heads: slice, seen: int
 ) -> View:
     span = range(*heads.indices(call.store.heads))
-    taken = [
-        part.layout.take_streams([row * call.store.heads + head for row in rows for head in span]) for part in parts
-    ]
+    streams = [row * call.store.heads + head for row in rows for head in span]
+    whole = len(parts) == 1 and streams == list(range(parts[0].layout.streams))
+    taken = [part.layout.take_streams(streams) for part in parts]
     order, layout = interleave([found for _, found in taken])
     chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, taken, strict=True)]
     shape = (len(rows), len(span), layout.longest)
 
     def gathered(arrays: list[Tensor]) -> Tensor:
-        return torch.cat(arrays)[order.to(arrays[0].device)].unflatten(0, shape)
+        joined = torch.cat(arrays)
+        return joined.index_select(0, order.to(joined.device)).unflatten(0, shape)
 
-    keys, values = (gathered(list(side)) for side in zip(*[part.read(index) for part, index in chosen], strict=True))
-    positions = gathered([part.columns()[index] for part, index in chosen]).long()
+    def of_pairs(array: Callable[[Segment], Tensor]) -> Tensor:
+        if whole:
+            return array(parts[0]).unflatten(0, shape)
+        return gathered([array(part).index_select(0, index) for part, index in chosen])
+
+    def vectors() -> tuple[Tensor, Tensor]:
+        if whole:
+            keys, values = parts[0].read(slice(0, layout.total))
+            return keys.unflatten(0, shape), values.unflatten(0, shape)
+        read = [part.read(index) for part, index in chosen]
+        return gathered([keys for keys, _ in read]), gathered([values for _, values in read])
+
+    positions = of_pairs(Segment.columns).long()
     if pads is not None:
         positions = positions - pads[rows][:, None].expand(-1, len(span), -1).gather(2, positions)
     names = {name for part in parts for name in part.side}
-    side = {name: gathered([part.side_array(name)[index] for part, index in chosen]) for name in names}
-    return View(call, rows, heads, keys, values, positions, seen, side)
+    side = {name: of_pairs(partial(Segment.side_array, name=name)) for name in names}
+    return View(call, rows, heads, vectors, positions, seen, side)
 
 
 def view_of(kwargs: dict[str, Any]) -> View:

@@ -85,9 +85,10 @@ class Segment(ABC):
 
     def take(self: SegmentT, rows: Tensor, layout: Layout) -> SegmentT:
         """Return the segment made of flat `rows` (int64, on the host), laid out as `layout`."""
-        taken = self._take(rows.to(self.device), layout)
-        taken.side = {name: array[rows.to(array.device)] for name, array in self.side.items()}
-        taken._set_positions(self.columns()[rows.to(self.device)])
+        rows = rows.to(self.device)
+        taken = self._take(rows, layout)
+        taken.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
+        taken._set_positions(self.columns().index_select(0, rows))
         return taken
 
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
@@ -140,15 +141,15 @@ class Segment(ABC):
         """Store columns, as a start per stream where they are contiguous (the common case without eviction)."""
         layout = self.layout
         filled = [n for n in range(layout.streams) if layout.lengths[n]]
-        first = [0] * layout.streams
-        if filled:
-            heads = columns[torch.tensor([layout.offsets[n] for n in filled], device=columns.device)].tolist()
-            for n, column in zip(filled, heads, strict=True):
-                first[n] = column
-        self.first = tuple(first)
-        self.positions = None
-        if not torch.equal(self.columns(), columns.to(torch.int32)):
-            self.positions = columns.to(torch.int32)
+        ends = [(layout.offsets[n], layout.offsets[n + 1] - 1) for n in filled]
+        found = columns[torch.tensor(ends, dtype=torch.int64, device=columns.device)].tolist() if ends else []
+        starts = dict(zip(filled, (first for first, _ in found), strict=True))
+        self.first = tuple(starts.get(n, 0) for n in range(layout.streams))
+        # They ascend, but for pairs of no token, whose column is negative.
+        contiguous = all(
+            0 <= first == last - layout.lengths[n] + 1 for n, (first, last) in zip(filled, found, strict=True)
+        )
+        self.positions = None if contiguous else columns.to(torch.int32)
 
     def blocks(self) -> Iterator[Block]:
         """Dense blocks that cover all pairs, small enough never to amount to a dense copy."""
@@ -247,10 +248,27 @@ class DenseSegment(Segment):
         self.values = values
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        return self.keys[rows], self.values[rows]
+        if isinstance(rows, slice):
+            return self.keys[rows], self.values[rows]
+        return self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
     def _take(self, rows: Tensor, layout: Layout) -> DenseSegment:
-        return DenseSegment(self.keys[rows], self.values[rows], layout)
+        return DenseSegment(*self.read(rows), layout)
+
+    @classmethod
+    def join(cls, segments: Sequence[DenseSegment]) -> DenseSegment:
+        if cls is not DenseSegment or not all(segment.layout.uniform for segment in segments):
+            return super().join(segments)
+        # Copied once: streams of equal length lie side by side.
+        joined = cls(
+            _side_by_side(segments, [segment.keys for segment in segments]),
+            _side_by_side(segments, [segment.values for segment in segments]),
+            Layout(sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in segments), strict=True)),
+        )
+        names = {name for segment in segments for name in segment.side}
+        joined.side = {name: _side_by_side(segments, [s.side_array(name) for s in segments]) for name in names}
+        joined._set_positions(_side_by_side(segments, [segment.columns() for segment in segments]))
+        return joined
 
     @classmethod
     def _concatenate(cls, segments: Sequence[DenseSegment]) -> DenseSegment:
@@ -304,3 +322,12 @@ class DenseSegment(Segment):
                 queries, self.keys, self.values, rows, counts, logits.scale, softcap=logits.softcap
             )
         return super().attend_rows(queries, logits, rows, counts)
+
+
+def _side_by_side(segments: Sequence[Segment], arrays: Sequence[Tensor]) -> Tensor:
+    """Join arrays `[total, ...]` of segments with streams of one length each, stream by stream."""
+    split = [
+        array.unflatten(0, (segment.layout.streams, segment.layout.longest))
+        for segment, array in zip(segments, arrays, strict=True)
+    ]
+    return torch.cat(split, dim=1).flatten(0, 1)

@@ -178,9 +178,12 @@ class KVStore:
         self.window.clear(self.seen)
         self.sealed_tokens = [self.seen] * self.batch if columns is None else columns.sum(dim=1).tolist()
 
-    def evict(self, kept: Sequence[Tensor], columns: Tensor | None) -> None:
-        """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others."""
-        opened = self.open_segment(columns)
+    def evict(self, kept: Sequence[Tensor], columns: Tensor | None, opened: DenseSegment | None = None) -> None:
+        """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
+
+        `opened` is what `open_segment` returns, where that is known.
+        """
+        opened = self.open_segment(columns) if opened is None else opened
         parts: list[Segment] = [*self.segments, opened]
         marked = torch.cat(list(kept)).to(self.window.keys.device)
         if self.segments:

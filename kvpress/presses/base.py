@@ -239,10 +239,8 @@ class ScorerPress(BudgetPress):
     def scores(self, view: View) -> Tensor:
         """Run `score` on one view; float32 `[b, h, n]`."""
         scores = self.score(*score_arguments(view))
-        if scores.shape != view.keys.shape[:3]:
-            raise ValueError(
-                f"{type(self).__name__}.score returned {tuple(scores.shape)}, not {tuple(view.keys.shape[:3])}"
-            )
+        if scores.shape != view.shape:
+            raise ValueError(f"{type(self).__name__}.score returned {tuple(scores.shape)}, not {tuple(view.shape)}")
         return scores.float()
 
     def moved(self, view: View, mask: Tensor) -> Moved | None:

@@ -40,7 +40,7 @@ class BlockPress(WrapperPress):
         return [self._keep(view, min(kept, view.length)) for view in group]
 
     def _keep(self, view: View, kept: int) -> Tensor:
-        every = torch.arange(view.length, device=view.keys.device).expand(*view.keys.shape[:2], -1)
+        every = torch.arange(view.length, device=view.positions.device).expand(*view.shape[:2], -1)
         index = every[..., :kept]
         for start in range(kept, view.length, self.block_size):
             index = torch.cat([index, every[..., start : start + self.block_size]], dim=2)

@@ -44,6 +44,6 @@ class ChunkPress(WrapperPress):
         chunks = -(-length // self.chunk_length)
         edges = [length * i // chunks for i in range(chunks + 1)]
         for start, stop in itertools.pairwise(edges):
-            index = torch.arange(start, stop, device=view.keys.device).expand(*view.keys.shape[:2], -1)
+            index = torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1)
             masks += self.press.keep([view.pairs(index)], kept * stop // length - kept * start // length)
         return torch.cat(masks, dim=2)

@@ -54,12 +54,13 @@ def evict(call: LayerCall, press: Evictor, kept: Callable[[View], int]) -> None:
     targets = [0] * store.batch
     moves: list[tuple[View, Tensor, Moved]] = []
     everything = True
-    for group in view_groups(call):
+    opened = None if not store.sealed and call.columns is None else store.open_segment(call.columns)
+    for group in view_groups(call, opened):
         count = kept(group[0])
         for row in group[0].rows:
             targets[row] = count
         if all(view.length <= count for view in group):
-            chosen = [torch.ones(view.keys.shape[:3], dtype=torch.bool, device=view.keys.device) for view in group]
+            chosen = [torch.ones(view.shape, dtype=torch.bool, device=view.positions.device) for view in group]
         else:
             everything = False
             chosen = press.keep(group, count)
@@ -74,7 +75,7 @@ def evict(call: LayerCall, press: Evictor, kept: Callable[[View], int]) -> None:
     store.targets = targets
     store.since_eviction = 0
     if not everything:
-        store.evict(masks, call.columns)
+        store.evict(masks, call.columns, opened)
     for view, mask, moved in moves:
         _move(store.dense, view, mask, moved)
 

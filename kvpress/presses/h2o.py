@@ -68,7 +68,10 @@ class H2OPress(ScorerPress):
         attentions: Tensor | None, kwargs: dict,
     ) -> Tensor:  # fmt: skip
         """Return accumulated attention `[b, h, n]`."""
-        view = view_of(kwargs)
+        return self.scores(view_of(kwargs))
+
+    def scores(self, view: View) -> Tensor:
+        """Return accumulated attention; keys and values are not looked at, which would copy them at every token."""
         mass = view.side["mass" if self.decay is None else "decayed_mass"]
         return mass / view.observing_queries() if self.normalize == "count" else mass
 
