@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 
 import kvpress
 from kvpress.clock import now
+from kvpress.hf import new_cache
 from kvpress_eval.models import Engine
 from kvpress_eval.prompts import Prompt
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def read_contexts(engine: Engine, presses: Sequence[Any], contexts: Sequence[lis
         logits, caches, reading, own = shared.logits, shared.caches, shared.seconds, shared.press_seconds
     else:
         started = now(ids.device)
-        caches = [DynamicCache(config=engine.model.config)]
+        caches = [new_cache(engine.model)]
         with presses[0](engine.model):
             logits = read(engine.model, ids, mask, caches[0])
         reading, own = now(ids.device) - started, [0.0]
@@ -172,6 +175,11 @@ def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
         heads = [positions.cpu() for layer in layers for positions in layer[row]]
         fractions.append(sum(int(real[kept].sum()) for kept in heads) / (int(real.sum()) * len(heads)))
     return fractions
+
+
+def parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Cut a sequence into parts of `size` items, the last one shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

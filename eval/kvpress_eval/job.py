@@ -21,7 +21,7 @@ from kvpress_eval.cells import Cell, Source, hash_json
 from kvpress_eval.config import RunConfig
 from kvpress_eval.environment import now
 from kvpress_eval.errors import EvalError
-from kvpress_eval.generation import Answer, Context, Limits, answer, read_contexts
+from kvpress_eval.generation import Answer, Context, Limits, answer, parts, read_contexts
 from kvpress_eval.highlight import describe_kept
 from kvpress_eval.interrupt import Interrupt
 from kvpress_eval.models import Engine
@@ -129,13 +129,12 @@ class Job:
         return busy
 
     def _run_cells(self, source: Source, running: Sequence[_Running]) -> None:
-        ids, weight, first = source.sample_ids(self.config), running[0].cell.weight, True
+        ids, weight = source.sample_ids(self.config), running[0].cell.weight
         if any(name not in one.rows for one in running for name in ids):
             place = running[0].cell.place
             self.progress.start(f"{place}: {len(running)} presses, {len(ids)} samples")
             for batch in self._batches(source, running):
-                self._run_batch(running, batch, first)
-                first = False
+                self._run_batch(running, batch)
                 self.progress.advance(len(batch.samples) * weight * len(running))
                 if self.interrupt.requested:
                     return
@@ -160,17 +159,17 @@ class Job:
                 self._fail(one, error)
             return []
         contexts = [list(group) for _, group in groupby(asked, key=lambda pair: pair[1].first)]
-        return [_Batch(part) for part in _parts(contexts, self.config.batch_size)]
+        return [_Batch(part) for part in parts(contexts, self.config.batch_size)]
 
-    def _run_batch(self, running: Sequence[_Running], batch: _Batch, first: bool) -> None:
+    def _run_batch(self, running: Sequence[_Running], batch: _Batch) -> None:
         """Run what is missing of a batch: presses that share the reading together, every other alone."""
         missing = [one for one in running if one.open and any(s.id not in one.rows for s in batch.samples)]
         sharing = [one for one in missing if one.press.shares_prefill]
         for group in [sharing, *([one] for one in missing if one not in sharing)]:
             if group and not self.interrupt.requested:
-                self._read_and_answer(group, batch, first)
+                self._read_and_answer(group, batch)
 
-    def _read_and_answer(self, group: Sequence[_Running], batch: _Batch, first: bool) -> None:
+    def _read_and_answer(self, group: Sequence[_Running], batch: _Batch) -> None:
         """Read the contexts of a batch once for a group of presses; where that fails, for half of them at a time."""
         failure = None
         try:
@@ -179,17 +178,17 @@ class Job:
         except Exception as error:
             failure = _freed(error)
         if failure is not None:
-            self._retry(group, batch, first, failure)
+            self._retry(group, batch, failure)
             return
         self.savings.add(contexts, len(batch.contexts), len(batch.samples))
         for one in group:
             # Each cache is let go as soon as its questions are answered.
             if not self.interrupt.requested:
-                self._answer(one, contexts.pop(0), batch, first)
+                self._answer(one, contexts.pop(0), batch)
 
-    def _answer(self, one: _Running, context: Context, batch: _Batch, first: bool) -> None:
-        if first and one.cell.source is self.shown:
-            sample, prompt = batch.contexts[0][0]
+    def _answer(self, one: _Running, context: Context, batch: _Batch) -> None:
+        sample, prompt = batch.contexts[0][0]
+        if one.cell.source is self.shown and sample.id == self.shown.sample_ids(self.config)[0]:
             one.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
         self.progress.cell(one.cell.label)
         started = time.monotonic()
@@ -207,7 +206,7 @@ class Job:
         one.seconds += time.monotonic() - started
         if failure is not None:
             del context
-            self._retry([one], batch, first, failure)
+            self._retry([one], batch, failure)
             return
         for sample, given, (_, prompt) in zip(batch.samples, answers, batch.asked, strict=True):
             if sample.id in one.rows:
@@ -220,16 +219,16 @@ class Job:
             one.store.append(row)
             one.rows[sample.id] = row
 
-    def _retry(self, group: Sequence[_Running], batch: _Batch, first: bool, error: Exception) -> None:
+    def _retry(self, group: Sequence[_Running], batch: _Batch, error: Exception) -> None:
         """Find out whose failure it was: half of the presses each time; without memory, also half of the contexts."""
         release_memory()
         if len(group) > 1:
-            for half in _parts(group, (len(group) + 1) // 2):
-                self._read_and_answer(half, batch, first)
+            for half in parts(group, (len(group) + 1) // 2):
+                self._read_and_answer(half, batch)
         elif isinstance(error, torch.OutOfMemoryError) and len(batch.contexts) > 1:
-            for part in _parts(batch.contexts, (len(batch.contexts) + 1) // 2):
+            for part in parts(batch.contexts, (len(batch.contexts) + 1) // 2):
                 if group[0].open:
-                    self._read_and_answer(group, _Batch(part), first)
+                    self._read_and_answer(group, _Batch(part))
         else:
             self._fail(group[0], error)
 
@@ -288,10 +287,6 @@ def _status(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "oom"
     return "nan" if isinstance(error, FloatingPointError) else "error"
-
-
-def _parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _hash_ids(prompt: Prompt) -> str:

@@ -27,7 +27,7 @@ from kvpress.hf import new_cache
 from kvpress.presses.base import BasePress
 from kvpress_eval.config import REFERENCE
 from kvpress_eval.errors import ConfigError, unknown_name
-from kvpress_eval.generation import pad_left, read
+from kvpress_eval.generation import pad_left, parts, read
 
 LOADING = (
     "attn_implementation", "cache_dir", "device_map", "local_files_only", "max_memory", "quantization_config", "token",
@@ -169,12 +169,12 @@ class KVPressLM(HFLM):
         size = self.batch_size
         if order and size == "auto":
             size = override_bs or self._detect_batch_size([(None, list(order[0]), [])])
-        for batch in _batches(order, size):
+        for batch in parts(order, size):
             ids, mask = pad_left([context[:-1] for context in batch], self.tokenizer.pad_token_id, self.device)
             cache = self._read(ids, mask)
             asked = [(row, index) for row, context in enumerate(batch) for index in contexts[context]]
             asked.sort(key=lambda pair: -len(requests[pair[1]][2]))
-            for pairs in _batches(asked, size):
+            for pairs in parts(asked, size):
                 rows = torch.tensor([row for row, _ in pairs], device=self.device)
                 branch = copy.deepcopy(cache)
                 branch.batch_select_indices(rows)
@@ -236,7 +236,3 @@ def _read_press(press: str | Mapping[str, Any] | BasePress) -> BasePress:
         return kvpress.press_from_dict(dict(press)) if isinstance(press, Mapping) else kvpress.get_press(press)
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"press {press!r}: {error.args[0] if error.args else error}") from error
-
-
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[start : start + size] for start in range(0, len(items), size))

@@ -7,7 +7,7 @@ claimed one by one: several processes can share an output folder, and each cell 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def run(config: RunConfig, console: Console, engine: Engine | None = None) -> Ru
     record = {**record, "prefills": job.savings.as_dict()}
     log_run(config.out, record)
     results = [read_result(cell, cell_store(config.out, cell), cell.source.sample_ids(config)) for cell in cells]
-    return RunResult(results, record, interrupt.requested, replace(job.savings), [cell.label for cell in busy])
+    return RunResult(results, record, interrupt.requested, job.savings, [cell.label for cell in busy])
 
 
 def _run_sources(job: Job, sources: Sequence[Source], cells: Sequence[Cell]) -> list[Cell]:

@@ -112,6 +112,22 @@ def test_without_memory_smaller_batches_are_tried(
         assert [row["batch_size"] for row in cell.rows] == [2] * 4
 
 
+def test_what_was_kept_is_shown_of_the_first_sample_however_batches_are_cut(
+    small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = job.read_contexts
+
+    def limited(engine: Any, presses: Sequence[Any], contexts: Sequence[Any]) -> Any:
+        if len(contexts) > 1 and presses[0].encodes:
+            raise torch.OutOfMemoryError("full")
+        return read(engine, presses, contexts)
+
+    monkeypatch.setattr(job, "read_contexts", limited)
+    result = run(small(presses=(SHARING[2], SHARING[0]), samples=4, batch_size=4), quiet)
+    assert {str(cell.kept["sample"]) for cell in result.cells if cell.kept} == {result.cells[0].rows[0]["sample"]}
+    assert all(cell.kept for cell in result.cells)
+
+
 def test_a_batch_of_one_that_does_not_fit_fails_its_cell(
     small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
