@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -266,27 +266,25 @@ def _gather(
 ) -> View:
     span = range(*heads.indices(call.store.heads))
     streams = [row * call.store.heads + head for row in rows for head in span]
-    whole = len(parts) == 1 and streams == list(range(parts[0].layout.streams))
-    taken = [part.layout.take_streams(streams) for part in parts]
-    order, layout = interleave([found for _, found in taken])
-    chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, taken, strict=True)]
-    shape = (len(rows), len(span), layout.longest)
+    chosen: list[tuple[Segment, Tensor | slice]]
+    if len(parts) == 1 and streams == list(range(parts[0].layout.streams)):
+        chosen, order, longest = [(parts[0], slice(None))], None, parts[0].layout.longest
+    else:
+        taken = [part.layout.take_streams(streams) for part in parts]
+        order, layout = interleave([found for _, found in taken])
+        chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, taken, strict=True)]
+        longest = layout.longest
 
-    def gathered(arrays: list[Tensor]) -> Tensor:
-        joined = torch.cat(arrays)
-        return joined.index_select(0, order.to(joined.device)).unflatten(0, shape)
+    def joined(arrays: Sequence[Tensor]) -> Tensor:
+        whole = arrays[0] if order is None else torch.cat(list(arrays)).index_select(0, order.to(arrays[0].device))
+        return whole.unflatten(0, (len(rows), len(span), longest))
 
     def of_pairs(array: Callable[[Segment], Tensor]) -> Tensor:
-        if whole:
-            return array(parts[0]).unflatten(0, shape)
-        return gathered([array(part).index_select(0, index) for part, index in chosen])
+        return joined([array(part)[index] for part, index in chosen])
 
     def vectors() -> tuple[Tensor, Tensor]:
-        if whole:
-            keys, values = parts[0].read(slice(0, layout.total))
-            return keys.unflatten(0, shape), values.unflatten(0, shape)
-        read = [part.read(index) for part, index in chosen]
-        return gathered([keys for keys, _ in read]), gathered([values for _, values in read])
+        keys, values = zip(*[part.read(index) for part, index in chosen], strict=True)
+        return joined(keys), joined(values)
 
     positions = of_pairs(Segment.columns).long()
     if pads is not None:
