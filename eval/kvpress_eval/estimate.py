@@ -18,11 +18,12 @@ import kvpress
 from kvpress.cache.report import format_bytes
 from kvpress.clock import now
 from kvpress.plan import Geometry, plan
-from kvpress_eval.cells import Cell, expand_tasks, make_cells
+from kvpress_eval.cells import Cell, make_cells
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError
 from kvpress_eval.models import device_of, fingerprint, read_settings, source_of
 from kvpress_eval.output import cell_store
+from kvpress_eval.runner import prepare
 from kvpress_eval.store import Row, read_rows
 
 _SIDE, _READ_BYTES, _ROUNDS = 2048, 2**27, 5
@@ -110,10 +111,11 @@ def estimate(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: a press does not suit a length.
     """
+    sources = prepare(config)
     shape = read_shape(config)
     machine = measure_machine(config, shape.geometry.dtype)
     device, dtype = device_of(config), str(shape.geometry.dtype).removeprefix("torch.")
-    cells = make_cells(config, expand_tasks(config), fingerprint(source_of(config)), torch.device(device).type, dtype)
+    cells = make_cells(config, sources, fingerprint(source_of(config)), torch.device(device).type, dtype)
     presses, answering, measured = [], 0.0, False
     reading: dict[tuple[Any, ...], float] = {}
     for press in config.presses:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.report import MemoryReport
@@ -16,7 +15,7 @@ from kvpress_eval import page
 from kvpress_eval.config import RunConfig
 from kvpress_eval.environment import describe_run
 from kvpress_eval.errors import ConfigError, DataError
-from kvpress_eval.generation import read
+from kvpress_eval.generation import read_contexts
 from kvpress_eval.highlight import MOST_TOKENS, kept_of, tokens_of
 from kvpress_eval.models import Engine, check_lengths, load_engine
 
@@ -48,7 +47,7 @@ def show(config: RunConfig, text: str, tokens: int | None) -> tuple[list[Shown],
         raise DataError(
             f"the text has {len(ids)} tokens, a page shows at most {MOST_TOKENS}; --tokens {MOST_TOKENS} takes the first"
         )
-    check_lengths(config.model_copy(update={"lengths": (len(ids),)}))
+    check_lengths(config.model_copy(update={"lengths": (len(ids),)}), engine)
     pieces = tokens_of(engine.tokenizer, ids, text)
     return [_read(engine, press, ids, pieces) for press in config.presses], describe_run(config, engine)
 
@@ -72,19 +71,16 @@ def read_text(path: Path, standard_input: Any) -> str:
         raise DataError(f"cannot read {path}: {error}") from error
 
 
-@torch.inference_mode()
 def _read(engine: Engine, spec: str, ids: list[int], pieces: dict[str, Any]) -> Shown:
-    press, cache = kvpress.get_press(spec), DynamicCache(config=engine.model.config)
-    tokens = torch.tensor([ids], device=engine.model.device)
+    press = kvpress.get_press(spec)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # for presses that draw at random
         try:
-            with press(engine.model):
-                read(engine.model, tokens, torch.ones_like(tokens), cache)
-        except (ValueError, NotImplementedError) as error:
+            (context,) = read_contexts(engine, [press], [ids])
+        except (ValueError, NotImplementedError, FloatingPointError) as error:
             raise ConfigError(f"press {spec!r}: {error}") from error
-    memory = kvpress.memory_report(cache)
-    return Shown(spec, memory, {**kept_of(cache, len(ids)), **pieces}, _notes(press, memory))
+    kept = {**kept_of(context.cache, len(ids)), **pieces}
+    return Shown(spec, context.report, kept, _notes(press, context.report))
 
 
 def _notes(press: Any, memory: MemoryReport) -> tuple[str, ...]:

@@ -90,13 +90,14 @@ def eval_command(
     with exit_codes() as console:
         given = {key: value for key, value in options.items() if value is not None}
         runs = load_grid(config, given)
-        for run_config in runs:
+        if dry_run:
+            for estimated in [estimate(run_config) for run_config in runs]:
+                estimated.show(console)
+            return
+        # A run checks itself before its model loads; what comes after other work is checked now.
+        for run_config in runs[1:] if lm_eval is None else runs:
             prepare(run_config)
         only_lm_eval = lm_eval is not None and not any("tasks" in run_config.model_fields_set for run_config in runs)
-        if dry_run:
-            for run_config in runs:
-                estimate(run_config).show(console)
-            return
         if lm_eval is not None:
             for run_config in runs:
                 _run_lm_eval(run_config, split(lm_eval) or (), lm_eval_include, console)
