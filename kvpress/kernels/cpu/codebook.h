@@ -18,29 +18,6 @@ typedef float Quad __attribute__((vector_size(16)));
 // For loops whose counters a larger function would keep in memory, and for code worth compiling once, not per caller.
 #define KVPRESS_APART __attribute__((noinline))
 
-// Four indices as one word, and the byte offset of one of them into a table of Quads.
-inline uint32_t load_four(const uint8_t* indices) {
-  uint32_t four;
-  std::memcpy(&four, indices, sizeof four);
-  return four;
-}
-
-inline uint64_t load_four(const uint16_t* indices) {
-  uint64_t four;
-  std::memcpy(&four, indices, sizeof four);
-  return four;
-}
-
-template <int kWhich>
-inline uint64_t offset_of(uint32_t four) {
-  return (kWhich == 0 ? four << 4 : four >> (8 * kWhich - 4)) & 0xff0;
-}
-
-template <int kWhich>
-inline uint64_t offset_of(uint64_t four) {
-  return (four >> 16 * kWhich & 0xffff) << 4;
-}
-
 // Entries from one table to the next. Constant where it can be, which spares the loops over rows an addition per entry.
 template <class Index>
 inline int table_size(int bits) {
@@ -50,28 +27,19 @@ inline int table_size(int bits) {
 // Calls step(entry, k) for the entries of kColumns indices, k counting them, in neighbouring tables.
 template <int kColumns, class Index, class Entry, class Step>
 KVPRESS_INLINE void for_entries(const Index* indices, Entry* tables, int bits, Step&& step) {
-  if constexpr (kColumns == 4) {
-    using Byte = std::conditional_t<std::is_const_v<Entry>, const char, char>;
-    const int size = table_size<Index>(bits);
-    const auto four = load_four(indices);
-    const auto entry = [](Entry* table, uint64_t bytes) KVPRESS_INLINE_LAMBDA -> Entry& {
-      return *reinterpret_cast<Entry*>(reinterpret_cast<Byte*>(table) + bytes);
-    };
-    step(entry(tables, offset_of<0>(four)), 0);
-    step(entry(tables + size, offset_of<1>(four)), 1);
-    step(entry(tables + 2 * size, offset_of<2>(four)), 2);
-    step(entry(tables + 3 * size, offset_of<3>(four)), 3);
-  } else {
-    step(tables[*indices], 0);
-  }
+  const int size = table_size<Index>(bits);
+  unrolled<kColumns>([&](auto k) KVPRESS_INLINE_LAMBDA { step(tables[k * size + indices[k]], k); });
 }
 
-// Calls step(columns at once, first column).
+// Calls step(columns at once, first column, whether they are the first ones).
 template <class Step>
 inline void for_column_tiles(int columns, Step&& step) {
+  using std::integral_constant;
   int at = 0;
-  for (; at + 4 <= columns; at += 4) step(std::integral_constant<int, 4>{}, at);
-  for (; at < columns; ++at) step(std::integral_constant<int, 1>{}, at);
+  if (columns >= 4) step(integral_constant<int, 4>{}, at, std::true_type{}), at = 4;
+  for (; at + 4 <= columns; at += 4) step(integral_constant<int, 4>{}, at, std::false_type{});
+  if (at == 0) step(integral_constant<int, 1>{}, at++, std::true_type{});
+  for (; at < columns; ++at) step(integral_constant<int, 1>{}, at, std::false_type{});
 }
 
 // Indices of `Index` type at `first`, rows `stride` apart.
@@ -81,6 +49,9 @@ struct IndexBlock {
   int64_t stride;
 
   const Index* row(int t) const { return first + t * stride; }
+
+  // Fetch what the next kLookupRows rows will have here, where they follow these.
+  void prefetch_next() const { prefetch_line(reinterpret_cast<const char*>(first + kLookupRows * stride)); }
 };
 
 // Rows of codes as indices of tables. A byte that holds several codes is one index for all of them, codes of three bits
@@ -158,7 +129,9 @@ class IndexRows {
       const int shift = bits * part;
       int j = 0;
       for (; j + 4 <= width; j += 4) {
-        const uint32_t four = load_four(bytes + j) >> shift & mask;
+        uint32_t four;
+        std::memcpy(&four, bytes + j, sizeof four);
+        four = four >> shift & mask;
         std::memcpy(out + j, &four, sizeof four);
       }
       for (; j < width; ++j) out[j] = uint8_t(bytes[j] >> shift & mask);

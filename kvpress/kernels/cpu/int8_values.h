@@ -7,6 +7,10 @@
 namespace kvpress {
 
 class Int8Values {
+  // Chunks whose weights are all below this add nothing to a sum of weights that is at least one.
+  static constexpr float kSmallestWeight = 1e-20f;
+  static constexpr float kSmallestHalf = 0x1p-24f;
+
  public:
   // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
   static bool fits(const Rows& side) {
@@ -24,22 +28,22 @@ class Int8Values {
       : rows_(rows),
         queries_(int(queries)),
         groups_(int(rows.scales_per_row())),
-        sources_(round_up(groups_, 4) / 2),
+        pairs_((groups_ + 1) / 2),
         pick_(groups_),
-        live_(groups_ * sources_),
+        live_(groups_ * pairs_),
         halves_(kChunk * groups_ + 64),
         scale_(groups_ * kChunk),
         zero_(groups_ * kChunk),
-        normal_(4 * kChunk),
+        integral_(4 * kChunk),
         zero_sum_(queries * groups_),
         unit_(queries),
         bytes_(queries * 2 * groups_ * kChunk),
         words_(kChunk / 4) {
     for (int g = 0; g < groups_; ++g)
-      for (int t = 0; t < 16; ++t) {
+      for (int t = 0; t < 32; ++t) {
         const int at = t * groups_ + g;
         reinterpret_cast<uint16_t*>(&pick_[g])[t] = uint16_t(at % 64);
-        live_[g * sources_ + at / 64 * 2] |= __mmask32(1) << t;
+        live_[g * pairs_ + at / 64] |= __mmask32(1) << t;
       }
   }
 
@@ -47,9 +51,8 @@ class Int8Values {
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     const int padded = round_up(chunk.count, 32);
     rows_.locate(chunk.rows, chunk.count, padded, codes_);
-    const float bound = std::max(transpose_scales(rows_.side().scale, chunk, padded, scale_), 1e-30f);
+    const float bound = std::max(transpose_scales(rows_.side().scale, chunk, padded, scale_), kSmallestHalf);
     transpose_scales(rows_.side().zero, chunk, padded, zero_);
-    for (int i = 0; i < groups_ * kChunk; i += 16) store(scale_ + i, mul(load(scale_ + i), set1(kIntRange / bound)));
     for_query_tiles(queries_, [&](auto tile, int m) { fold<tile>(m, weights + m * kScoreStride, padded, bound); });
     for (const Plane& plane : rows_.planes())
       for (int at = 0; at < plane.bytes; at += 16) {
@@ -74,28 +77,29 @@ class Int8Values {
   }
 
  private:
-  // Scales of the chunk, float16 [rows, groups], become float32 [groups, rows]; returns the largest magnitude.
-  float transpose_scales(const void* base, const Chunk& chunk, int padded, float* out) {
+  // Scales of the chunk, [rows, groups], become [groups, rows]; returns the largest magnitude.
+  float transpose_scales(const void* base, const Chunk& chunk, int padded, f16* out) {
     const uint16_t* from = gather_scales(static_cast<const uint16_t*>(base), chunk, padded);
-    F best = set1(0.f);
-    for (int t = 0; t < padded; t += 16, from += 16 * groups_)
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i best = _mm512_setzero_si512();  // halves without their sign are in the order of their bits
+    for (int t = 0; t < padded; t += 32, from += 32 * groups_)
       for (int g = 0; g < groups_; ++g) {
         __m512i picked = _mm512_setzero_si512();
-        for (int k = 0; k < sources_; k += 2) {
-          const __m512i a = _mm512_loadu_si512(from + 32 * k), b = _mm512_loadu_si512(from + 32 * (k + 1));
-          picked = _mm512_or_si512(picked, _mm512_maskz_permutex2var_epi16(live_[g * sources_ + k], a, pick_[g], b));
+        for (int k = 0; k < pairs_; ++k) {
+          const __m512i a = _mm512_loadu_si512(from + 64 * k), b = _mm512_loadu_si512(from + 64 * k + 32);
+          picked = _mm512_or_si512(picked, _mm512_maskz_permutex2var_epi16(live_[g * pairs_ + k], a, pick_[g], b));
         }
-        const F x = _mm512_cvtph_ps(_mm512_castsi512_si256(picked));
-        best = max(best, _mm512_abs_ps(x));
-        store(out + g * kChunk + t, x);
+        best = _mm512_max_epu16(best, _mm512_and_si512(picked, magnitude));
+        _mm512_store_si512(out + g * kChunk + t, picked);
       }
-    return max_lane(best);
+    return max_lane(max(_mm512_cvtph_ps(_mm512_castsi512_si256(best)),
+                        _mm512_cvtph_ps(_mm512_extracti64x4_epi64(best, 1))));
   }
 
   // The scales in place when whole vectors of them can be read there, a zero padded copy otherwise.
   const uint16_t* gather_scales(const uint16_t* from, const Chunk& chunk, int padded) {
     const uint16_t* first = from + chunk.rows[0] * groups_;
-    if (chunk.contiguous && chunk.count == padded && groups_ % 4 == 0) return first;
+    if (chunk.contiguous && chunk.count == padded && groups_ % 2 == 0) return first;
     if (chunk.contiguous) {
       std::copy_n(first, chunk.count * groups_, static_cast<uint16_t*>(halves_));
     } else {
@@ -109,35 +113,34 @@ class Int8Values {
   // Weights times scales as two bytes per row and group, and the weighted sum of the zeros.
   template <int kQueries>
   void fold(int m, const float* weights, int padded, float bound) {
-    float largest[kQueries];
     for (int i = 0; i < kQueries; ++i) {
       const float* weight = weights + i * kScoreStride;
-      F best = set1(1e-30f);
+      F best = set1(kSmallestWeight);
       for (int t = 0; t < padded; t += 16) best = max(best, load(weight + t));
-      largest[i] = max_lane(best);
-      unit_[m + i] = largest[i] * bound / kIntRange;
-      const F factor = set1(1 / largest[i]);
-      for (int t = 0; t < padded; t += 16) store(normal_ + i * kChunk + t, mul(load(weight + t), factor));
+      const float largest = max_lane(best) * bound;
+      unit_[m + i] = largest / kIntRange;
+      const F factor = set1(kIntRange / largest);
+      for (int t = 0; t < padded; t += 16) store(integral_ + i * kChunk + t, mul(load(weight + t), factor));
     }
     // Locals, because a store of bytes may alias every member.
-    const float* const normal = normal_;
+    const float* const integral = integral_;
     const ByteSplit split;
     for (int g = 0; g < groups_; ++g) {
-      const float *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
+      const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
       int8_t* const byte = bytes(g, m);
       F zeros[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
       for (int t = 0; t < padded; t += 32) {
         const F s0 = load(scale + t), s1 = load(scale + t + 16), z0 = load(zero + t), z1 = load(zero + t + 16);
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           int8_t* high = byte + i * 2 * kChunk + t;
-          const F w0 = load(normal + i * kChunk + t), w1 = load(normal + i * kChunk + t + 16);
+          const F w0 = load(integral + i * kChunk + t), w1 = load(integral + i * kChunk + t + 16);
           split(w0, s0, w1, s1, high, high + kChunk);
           zeros[i] = fma(w0, z0, fma(w1, z1, zeros[i]));
         });
       }
       float sums[4];
       store_sums(sums, zeros[0], zeros[1], zeros[2], zeros[3]);
-      for (int i = 0; i < kQueries; ++i) zero_sum_[(m + i) * groups_ + g] = largest[i] * sums[i];
+      for (int i = 0; i < kQueries; ++i) zero_sum_[(m + i) * groups_ + g] = unit_[m + i] * sums[i];
     }
   }
 
@@ -192,11 +195,13 @@ class Int8Values {
   int8_t* bytes(int group, int m) const { return bytes_ + (group * queries_ + m) * 2 * kChunk; }
 
   const CodedRows& rows_;
-  const int queries_, groups_, sources_;
-  Buffer<__m512i> pick_;      // [groups]: where the scales of sixteen rows are
-  Buffer<__mmask32> live_;    // [groups, sources]: which of them each pair of source vectors holds
+  const int queries_, groups_, pairs_;
+  Buffer<__m512i> pick_;    // [groups]: where the scales of 32 rows are
+  Buffer<__mmask32> live_;  // [groups, pairs]: which of them each pair of source vectors holds
   Buffer<uint16_t> halves_;
-  Buffer<float> scale_, zero_, normal_, zero_sum_, unit_;
+  Buffer<f16> scale_, zero_;  // [groups, kChunk]
+  Buffer<float> integral_;    // [4, kChunk]: weights in units of the integers that they become, before their scale
+  Buffer<float> zero_sum_, unit_;
   Buffer<int8_t> bytes_;      // [groups, M, {high, low}, kChunk]
   Buffer<__m512i> words_;
   const uint8_t* codes_[kChunk];

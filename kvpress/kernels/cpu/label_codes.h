@@ -123,9 +123,35 @@ class CodedLabels {
   template <int kWords>
   void transpose(const uint8_t* codes, int size) {
     int32_t* const out = words_;
-    for (int t = 0; t < size; ++t)
+    int t = 0;
+#if defined(__AVX512F__)
+    for (; t + 16 <= size; t += 16) {
+      __m512i column[kWords];
+      split_rows(codes + t * kWords * 4, column);
+      for (int k = 0; k < kWords; ++k) _mm512_store_si512(out + k * kTileRows + t, column[k]);
+    }
+#endif
+    for (; t < size; ++t)
       for (int k = 0; k < kWords; ++k) std::memcpy(out + k * kTileRows + t, codes + (t * kWords + k) * 4, 4);
   }
+
+#if defined(__AVX512F__)
+  // column[k] = word k of sixteen rows; each step separates the even words of the lists from the odd ones.
+  template <int kWords>
+  static KVPRESS_INLINE void split_rows(const uint8_t* codes, __m512i (&column)[kWords]) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    for (int k = 0; k < kWords; ++k) column[k] = _mm512_loadu_si512(codes + 64 * k);
+    for (int step = 1; step < kWords; step *= 2) {
+      __m512i from[kWords];
+      std::copy_n(column, kWords, from);
+      for (int k = 0; k < kWords / 2; ++k) {
+        column[k] = _mm512_permutex2var_epi32(from[2 * k], even, from[2 * k + 1]);
+        column[kWords / 2 + k] = _mm512_permutex2var_epi32(from[2 * k], odd, from[2 * k + 1]);
+      }
+    }
+  }
+#endif
 
   void transpose(const uint8_t* codes, int size) {
     for (int64_t at = 0; at < p_.stride; at += 4)

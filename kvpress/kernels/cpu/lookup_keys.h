@@ -75,19 +75,16 @@ class LookupKeys {
   // scores[t] = sum over columns of table[column, index].
   void look_up(IndexBlock<Index> rows, int count, Quad* scores) {
     const int bits = int(p_.keys.bits);
-    for_column_tiles(indices_.columns(), [&](auto tile, int column) {
-      const IndexBlock<Index> from{rows.first + column, rows.stride};
+    for_column_tiles(indices_.columns(), [&](auto tile, int column, auto first) {
       const Quad* tables = table_ + int64_t(column) * indices_.size();
-      if (column == 0)
-        sum_columns<tile, true>(from, count, tables, bits, scores);
-      else
-        sum_columns<tile, false>(from, count, tables, bits, scores);
+      sum_columns<tile, first>({rows.first + column, rows.stride}, count, tables, bits, scores);
     });
   }
 
   template <int kColumns, bool kFirst>
   static KVPRESS_APART void sum_columns(IndexBlock<Index> rows, int count, const Quad* tables, int bits, Quad* scores) {
     for (int t = 0; t < count; ++t, rows.first += rows.stride) {
+      if (kFirst) rows.prefetch_next();
       Quad found[4] = {};
       for_entries<kColumns>(
           rows.first, tables, bits, [&](const Quad& entry, int k) KVPRESS_INLINE_LAMBDA { found[k] = entry; });

@@ -56,19 +56,21 @@ class LookupValues {
  private:
   // table[column, index] += weights[t] for every row t.
   void add_to_table(IndexBlock<Index> rows, int count, const Quad* weights) {
-    for_column_tiles(indices_.columns(), [&](auto tile, int column) {
+    for_column_tiles(indices_.columns(), [&](auto tile, int column, auto first) {
       Quad* tables = table_ + int64_t(column) * indices_.size();
-      add_to_columns<tile>({rows.first + column, rows.stride}, count, weights, tables, int(side_.bits));
+      add_to_columns<tile, first>({rows.first + column, rows.stride}, count, weights, tables, int(side_.bits));
     });
   }
 
-  template <int kColumns>
+  template <int kColumns, bool kFirst>
   static KVPRESS_APART void add_to_columns(IndexBlock<Index> rows, int count, const Quad* weights, Quad* tables,
                                            int bits) {
-    for (int t = 0; t < count; ++t, rows.first += rows.stride)
+    for (int t = 0; t < count; ++t, rows.first += rows.stride) {
+      if (kFirst) rows.prefetch_next();
       for_entries<kColumns>(
           rows.first, tables, bits,
           [weight = weights[t]](Quad& entry, int) KVPRESS_INLINE_LAMBDA { entry += weight; });
+    }
   }
 
   // sums[i, channel] += weights[t, i] * value of row t

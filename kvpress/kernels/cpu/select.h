@@ -1,4 +1,4 @@
-// The largest scores of each stream, exactly: most scores are ruled out by a bound, a radix search ranks the others.
+// The largest scores of each stream, exactly: most scores are ruled out by a bound, a search by bins ranks the others.
 #pragma once
 
 #include <numeric>
@@ -38,22 +38,38 @@ inline float from_key(uint32_t key) {
   return score;
 }
 
-// One bit per lane: whether x is not below the limit. NaN is below nothing, and nothing is below NaN.
-inline uint32_t not_below(F x, F limit) {
+// Scores that were chosen among others: their values and where they stand. A vector may be written past the last one.
+struct Taken {
+  float* values;
+  int32_t* places;
+};
+
+// A vector of scores that stand from `place` on: takes those that are not below the limit. NaN is below nothing, and
+// nothing is below NaN. Returns how many there are.
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ);
-#elif defined(__AVX2__)
-  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ)));
-#else
-  uint32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits |= uint32_t(!(x[i] < limit[i])) << i;
-  return bits;
-#endif
+inline int64_t take_reaching(const float* scores, float limit, int32_t place, Taken out) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const F x = load(scores);
+  const __mmask16 taken = _mm512_cmp_ps_mask(x, set1(limit), _CMP_NLT_UQ);
+  store(out.values, _mm512_maskz_compress_ps(taken, x));
+  _mm512_storeu_si512(out.places, _mm512_maskz_compress_epi32(taken, _mm512_add_epi32(lanes, _mm512_set1_epi32(place))));
+  return __builtin_popcount(taken);
 }
+#else
+inline int64_t take_reaching(const float* scores, float limit, int32_t place, Taken out) {
+  int64_t taken = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    out.values[taken] = scores[i];
+    out.places[taken] = place + i;
+    taken += !(scores[i] < limit);
+  }
+  return taken;
+}
+#endif
 
 // One thread's state.
 class Selector {
-  static constexpr int kDigits = 2048;
+  static constexpr int kBins = 2048;
 
  public:
   explicit Selector(const Select& p)
@@ -84,16 +100,23 @@ class Selector {
     int64_t ties;  // how many of the scores with this key are to be chosen
   };
 
+  // The bin that a key of some rank falls into: keys from `first` on that differ in the last `shift` bits.
+  struct Bin {
+    uint32_t first;
+    int shift;
+    int64_t rank;  // among the keys of the bin, counted from one
+  };
+
   template <class T>
   std::unique_ptr<T[]> scratch() const {
-    return std::unique_ptr<T[]>(new T[p_.capacity]);
+    return std::unique_ptr<T[]>(new T[p_.capacity + kLanes]);
   }
 
   // Numbers of the `count` best of `size` scores, counted from `start`, in ascending order.
   void choose_best(const float* scores, int64_t size, int64_t count, int32_t start, int32_t* out) {
     if (count == 0) return;
     const int64_t found = collect(scores, size, bound(scores, size, count));
-    Rank rank = find(values_.get(), found, count);
+    Rank rank = find(found, count);
     for (int64_t i = 0, n = 0; n < count; ++i) {
       const uint32_t key = to_key(values_[i]);
       const bool tie = key == rank.key && rank.ties > 0;
@@ -114,47 +137,60 @@ class Selector {
       for (int64_t g = 1; g < group; ++g) best = max(best, load(block + g * kLanes));
       store(best_.get() + b * kLanes, best);
     }
-    return from_key(find(best_.get(), blocks * kLanes, count).key);
+    rank_by_keys(best_.get(), blocks * kLanes);
+    return from_key(bin_of(blocks * kLanes, count).first);
   }
 
-  // Places and values of the scores that are not below the limit.
+  // Keep the values and places of the scores that are not below the limit; returns how many there are.
   int64_t collect(const float* scores, int64_t size, float limit) {
-    int64_t found = 0;
-    const auto take = [&](int64_t at) {
-      places_[found] = int32_t(at);
-      values_[found++] = scores[at];
-    };
-    int64_t at = 0;
-    for (; at + 64 <= size; at += 64) {
-      uint64_t bits = 0;
-      for (int i = 0; i < 64; i += kLanes) bits |= uint64_t(not_below(load(scores + at + i), set1(limit))) << i;
-      for (; bits; bits &= bits - 1) take(at + __builtin_ctzll(bits));
+    int64_t found = 0, at = 0;
+    float* const values = values_.get();
+    int32_t* const places = places_.get();
+    for (; at + kLanes <= size; at += kLanes)
+      found += take_reaching(scores + at, limit, int32_t(at), {values + found, places + found});
+    for (; at < size; ++at) {
+      values[found] = scores[at];
+      places[found] = int32_t(at);
+      found += !(scores[at] < limit);
     }
-    for (; at < size; ++at)
-      if (!(scores[at] < limit)) take(at);
     return found;
   }
 
-  // The `count`-th largest value, digit by digit.
-  Rank find(const float* values, int64_t size, int64_t count) {
+  void rank_by_keys(const float* values, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) keys_[i] = to_key(values[i]);
+  }
+
+  // The `count`-th largest of the values collected.
+  Rank find(int64_t size, int64_t count) {
+    rank_by_keys(values_.get(), size);
     uint32_t* const keys = keys_.get();
-    for (int64_t i = 0; i < size; ++i) keys[i] = to_key(values[i]);
-    uint32_t key = 0;
-    for (const int shift : {21, 10, 0}) {
-      uint32_t histogram[kDigits] = {};
-      for (int64_t i = 0; i < size; ++i) ++histogram[keys[i] >> shift & (kDigits - 1)];
-      uint32_t digit = kDigits - 1;
-      for (; histogram[digit] < count; --digit) count -= histogram[digit];
+    for (;;) {
+      const Bin bin = bin_of(size, count);
+      if (bin.shift == 0) return {bin.first, bin.rank};
       int64_t kept = 0;
       for (int64_t i = 0; i < size; ++i) {
-        const uint32_t candidate = keys[i];
-        keys[kept] = candidate;
-        kept += (candidate >> shift & (kDigits - 1)) == digit;
+        const uint32_t key = keys[i];
+        keys[kept] = key;
+        kept += (key - bin.first) >> bin.shift == 0;
       }
       size = kept;
-      key |= digit << shift;
+      count = bin.rank;
     }
-    return {key, count};
+  }
+
+  // Where the `count`-th largest of the first keys is. The bins divide the range that the keys span, so that few share
+  // one: of bins of fixed digits, the first would take in almost all.
+  Bin bin_of(int64_t size, int64_t count) const {
+    const uint32_t* const keys = keys_.get();
+    uint32_t low = UINT32_MAX, high = 0;
+    for (int64_t i = 0; i < size; ++i) low = std::min(low, keys[i]), high = std::max(high, keys[i]);
+    int shift = 0;
+    while ((high - low) >> shift >= kBins) ++shift;
+    uint32_t histogram[kBins] = {};
+    for (int64_t i = 0; i < size; ++i) ++histogram[(keys[i] - low) >> shift];
+    uint32_t bin = (high - low) >> shift;
+    for (; histogram[bin] < count; --bin) count -= histogram[bin];
+    return {low + (bin << shift), shift, count};
   }
 
   const Select& p_;

@@ -232,15 +232,19 @@ KVPRESS_INLINE void unrolled(Step&& step) {
 
 // Bring a row into the second-level cache: the first level has too few miss buffers to keep the memory bus busy.
 // Volatile, because GCC takes a function that only prefetches for one without effects and removes it.
+KVPRESS_INLINE void prefetch_line(const char* p) {
+#if defined(__x86_64__) || defined(__i386__)
+  asm volatile("prefetcht1 %0" ::"m"(*p));
+#else
+  __builtin_prefetch(p, 0, 2);
+#endif
+}
+
 inline void prefetch_row(const void* row, int64_t bytes) {
   const char* p = static_cast<const char*>(row);
-  for (int64_t b = 0; b < bytes; b += 64) {
-#if defined(__x86_64__) || defined(__i386__)
-    asm volatile("prefetcht1 (%0)" ::"r"(p + b));
-#else
-    __builtin_prefetch(p + b, 0, 2);
-#endif
-  }
+  for (; bytes >= 256; bytes -= 256, p += 256)
+    unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { prefetch_line(p + 64 * i); });
+  for (; bytes > 0; bytes -= 64, p += 64) prefetch_line(p);
 }
 
 inline int round_up(int64_t x, int64_t to) { return int((x + to - 1) / to * to); }
