@@ -1,4 +1,4 @@
-"""Tiny random models of the families that are tested, and batches for them."""
+"""Tiny random models of the families that are tested, what a press may touch on them, and batches for them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,21 @@ def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0) -> Any:
     return model.eval()
 
 
+def full_layers(model: Any) -> list[int]:
+    """Indexes of the layers that attend to all tokens."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+def fingerprint(model: Any) -> Any:
+    """Everything that a press may touch on a model: attention names, hooks and attributes of every module."""
+    configs = {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+    modules = {
+        name: (set(m.__dict__), len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in model.named_modules()
+    }
+    return configs, modules
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random ids without special tokens."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -86,3 +101,13 @@ def padded_batch(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch
         ids[row, longest - length :] = tokens(1, length, seed + row)[0]
         mask[row, longest - length :] = 1
     return ids, mask
+
+
+def position_ids(mask: torch.Tensor | None, newest: int = 0) -> torch.Tensor | None:
+    """Positions `[B, T]` of a batch that is padded on the left, of its `newest` columns (0: all); None without a mask."""
+    return None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -newest:]
+
+
+def grow(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    """The mask once every row has `count` more tokens; None without a mask."""
+    return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), count)], dim=1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import kvpress
+from tests.models import grow, position_ids
 
 NAME = "test_oracle"
 
@@ -71,7 +72,7 @@ class Oracle:
 def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
     """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
     stock = DynamicCache(config=model.config)
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    positions = position_ids(mask)
     model(ids, attention_mask=mask, past_key_values=stock, position_ids=positions)
     follow = torch.randint(3, 90, (ids.shape[0], steps), generator=torch.Generator().manual_seed(5))
     cache = DynamicCache(config=model.config)
@@ -79,16 +80,14 @@ def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps:
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
         kept = kvpress.kept_positions(cache)
-        grown = mask
         for step in range(steps):
-            grown = None if grown is None else torch.cat([grown, grown.new_ones(ids.shape[0], 1)], dim=1)
-            at = None if grown is None else grown.sum(1, keepdim=True) - 1
+            grown = grow(mask, step + 1)
+            at = position_ids(grown, 1)
             new = follow[:, step : step + 1]
             found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
     oracle = Oracle(model, kept, ids.shape[1])
-    grown = mask
     for step in range(steps):
-        grown = None if grown is None else torch.cat([grown, grown.new_ones(ids.shape[0], 1)], dim=1)
-        at = None if grown is None else grown.sum(1, keepdim=True) - 1
+        grown = grow(mask, step + 1)
+        at = position_ids(grown, 1)
         expected.append(oracle.logits(follow[:, step : step + 1], stock, grown, at))
     return torch.cat(found, dim=1), torch.cat(expected, dim=1), cache

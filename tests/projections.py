@@ -30,8 +30,3 @@ def projected(model: Any, ids: Tensor, layer: int) -> dict[str, Tensor]:
     turn = sys.modules[type(module).__module__].apply_rotary_pos_emb
     turned = turn(q, k, *caught["position_embeddings"])
     return {"q": q, "k": k, "turned_q": turned[0], "turned_k": turned[1]}
-
-
-def growing(model: Any) -> list[int]:
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind == "full_attention"]

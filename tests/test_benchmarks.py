@@ -16,9 +16,7 @@ from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, ker
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform, random_correction
-from kvpress.kernels.cpu import launch
-
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+from tests.kernels.compiler import needs_compiler
 
 
 @pytest.fixture(scope="module")

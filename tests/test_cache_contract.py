@@ -1,31 +1,19 @@
-"""Every storage keeps the contract of a transformers cache, and attention over its parts is attention over the whole."""
+"""Every storage keeps the contract of a transformers cache."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvpress
-from kvpress.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
-from kvpress.cache.segment import DenseSegment
-from kvpress.cache.store import KVStore
 from kvpress.hf import PressLayer
-from kvpress.quant.base import Codec, DenseCodec
-from kvpress.quant.gear import GEARCodec
-from kvpress.quant.uniform import UniformCodec
-from kvpress.quant.zipcache import ZipCacheCodec
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.test_memory import reachable
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
@@ -61,11 +49,11 @@ class Context:
             self.read(tokens(3, 1, seed=step))
 
     def at(self, new: int) -> Tensor:
-        return (self.mask.cumsum(1) - 1).clamp_min(0)[:, -new:]
+        return position_ids(self.mask, new)
 
     def read(self, ids: Tensor) -> Tensor:
         """Read new ids, which stay in the cache; returns their logits."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], dim=1)
+        self.mask = grow(self.mask, ids.shape[1])
         with kvpress.reading(self.model, self.press):
             return self.model(
                 ids, attention_mask=self.mask, position_ids=self.at(ids.shape[1]), past_key_values=self.cache
@@ -89,9 +77,6 @@ NEW = tokens(3, 6, seed=20)
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-# -- the contract --------------------------------------------------------------------------------------------
 
 
 @every_storage
@@ -299,328 +284,3 @@ def test_a_copy_goes_its_own_way(name: str) -> None:
         twin.read(tokens(3, 3 + seed, seed=seed))
         twin.cache.reorder_cache(torch.tensor([2, 2, 0]))
     assert torch.equal(context.peek(NEW), expected)
-
-
-# -- a plain model of the store ------------------------------------------------------------------------------
-
-HEADS, DIM = 2, 4
-STEP = 1 / 255 / 2 + 1e-6
-"""Half a step of 8 bits for values in [0, 1)."""
-CODECS: dict[str, tuple[Codec, float]] = {
-    "dense": (DenseCodec(4, 3), STEP),
-    "uniform": (UniformCodec(8, 8, (4, 1), (1, 4), 4, 3), STEP),
-    "sinks": (UniformCodec(8, 8, (4, 1), (1, 4), 4, 3, sinks=2), STEP),
-    # Values in [1, 2) over the square root of their channel's largest lie within [0.7, 2).
-    "mixed": (ZipCacheCodec((8, 8), (8, 8), 0.5, 4, 3), 2 * STEP),
-    # A correction of full rank leaves no error.
-    "corrected": (GEARCodec(8, 8, None, 4, 4, 0.0, 3, 4, 3), STEP),
-}
-"""Codecs by name, with the largest error of a decoded value."""
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """`KVStore` against lists of (column, key) per stream; rows may start with padding, which sealing drops."""
-
-    @initialize(
-        pads=st.lists(st.integers(0, 4), min_size=2, max_size=2),
-        codec=st.sampled_from(list(CODECS)),
-        padded=st.booleans(),
-    )
-    def start(self, pads: list[int], codec: str, padded: bool) -> None:
-        self.generator = torch.Generator().manual_seed(sum(pads))
-        self.pads = pads if padded else None
-        self.codec, self.bound = CODECS[codec]
-        empty = torch.zeros(2, HEADS, 0, DIM)
-        self.store = KVStore(empty, empty)
-        self.sealed: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
-        self.window: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
-        self.append(6)
-
-    @property
-    def columns(self) -> Tensor | None:
-        if self.pads is None:
-            return None
-        return torch.arange(self.store.seen) >= torch.tensor(self.pads)[:, None]
-
-    def real(self, n: int) -> list[tuple[int, Tensor]]:
-        """The window of a stream without its padding."""
-        first = 0 if self.pads is None else self.pads[n // HEADS]
-        return [pair for pair in self.window[n] if pair[0] >= first]
-
-    def notice_sealing(self) -> None:
-        if self.store.window.length == 0 and any(self.window):
-            self.sealed = [sealed + self.real(n) for n, sealed in enumerate(self.sealed)]
-            self.window = [[] for _ in self.window]
-
-    @rule(count=st.integers(1, 9))
-    def append(self, count: int) -> None:
-        keys = torch.rand(self.store.batch, HEADS, count, DIM, generator=self.generator)
-        at = self.store.seen
-        # The store may keep and reuse the very tensors that it is given.
-        self.store.append(keys.clone(), keys + 1)
-        for n, stream in enumerate(self.window):
-            stream += [(at + i, keys[n // HEADS, n % HEADS, i]) for i in range(count)]
-
-    @rule(seed=st.integers(0, 99), share=st.sampled_from([1.0, 0.8, 0.3, 0.0]), then=st.integers(0, 3))
-    def evict(self, seed: int, share: float, then: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        stored = [sealed + self.real(n) for n, sealed in enumerate(self.sealed)]
-        kept = [torch.rand(len(stream), generator=generator) < share for stream in stored]
-        self.store.evict(kept, self.columns)
-        self.window = [[] for _ in self.window]
-        self.sealed = [
-            [p for p, keep in zip(s, k.tolist(), strict=True) if keep] for s, k in zip(stored, kept, strict=True)
-        ]
-        # What comes next is written where the window was.
-        if then:
-            self.append(then)
-
-    @rule()
-    def settle(self) -> None:
-        self.store.settle(self.codec, self.columns)
-        self.notice_sealing()
-        for n, part in enumerate(self.lengths_outside_segments()):
-            assert part < 3 + 4 + self.codec.sinks or self.store.window.length, f"stream {n} holds {part} dense pairs"
-
-    def lengths_outside_segments(self) -> list[int]:
-        dense = self.store.dense
-        return [0] * len(self.window) if dense is None else list(dense.layout.lengths)
-
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.integers(0, self.store.batch - 1), min_size=1, max_size=3))
-        self.store.select_rows(torch.tensor(rows))
-        streams = [row * HEADS + head for row in rows for head in range(HEADS)]
-        self.sealed = [list(self.sealed[n]) for n in streams]
-        self.window = [list(self.window[n]) for n in streams]
-        self.pads = None if self.pads is None else [self.pads[row] for row in rows]
-
-    @rule(count=st.integers(0, 12))
-    def crop(self, count: int) -> None:
-        if count <= self.store.window.length:
-            self.store.crop(count)
-            self.window = [stream[: len(stream) - count] for stream in self.window]
-        else:
-            with pytest.raises(ValueError, match="copy the cache"):
-                self.store.crop(count)
-
-    @rule()
-    def copy(self) -> None:
-        self.store = copy.deepcopy(self.store)
-
-    @precondition(lambda self: hasattr(self, "store"))
-    @invariant()
-    def holds_what_the_model_holds(self) -> None:
-        store = self.store
-        assert store.stored() == [len(s) + len(w) for s, w in zip(self.sealed, self.window, strict=True)]
-        window = store.window
-        for n in range(store.batch * HEADS):
-            row, head = divmod(n, HEADS)
-            parts = [(s.columns()[s.layout.rows(n)].tolist(), *s.read(s.layout.rows(n))) for s in store.sealed]
-            at = [column for part in parts for column in part[0]]
-            at += range(window.first, window.first + window.length)
-            keys = torch.cat([*(part[1] for part in parts), window.filled_keys[row, head]])
-            values = torch.cat([*(part[2] for part in parts), window.filled_values[row, head]])
-            expected = self.sealed[n] + self.window[n]
-            assert at == [column for column, _ in expected]
-            assert all(a < b for a, b in itertools.pairwise(at))
-            if expected:
-                torch.testing.assert_close(keys, torch.stack([key for _, key in expected]), atol=STEP, rtol=0)
-                torch.testing.assert_close(values, keys + 1, atol=STEP + self.bound, rtol=0)
-
-    @precondition(lambda self: hasattr(self, "store") and self.store.window.length > 0)
-    @invariant()
-    def attends_to_what_the_model_holds(self) -> None:
-        store = self.store
-        queries = torch.rand(store.batch, 3 * HEADS, 1, DIM, generator=self.generator)
-        out, lse = store.attend(queries, Logits(0.5), self.columns)
-        for n in range(store.batch * HEADS):
-            pairs = self.sealed[n] + self.real(n)
-            rows = queries.view(store.batch * HEADS, 3, DIM)[n]
-            if not pairs:
-                assert torch.equal(out[n], torch.zeros(3, DIM))
-                continue
-            keys = torch.stack([key for _, key in pairs])
-            logits = rows @ keys.T * 0.5
-            torch.testing.assert_close(out[n], logits.softmax(-1) @ (keys + 1), atol=1e-2, rtol=0)
-            torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-2, rtol=0)
-
-
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=150, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-
-
-@pytest.mark.parametrize("count", [6, 16, 64])
-def test_sealed_pairs_stay_when_the_window_is_written_again(count: int) -> None:
-    """All pairs of a full window are kept as they are; the window's memory must not be theirs any more."""
-    keys = torch.rand(1, 1, count, DIM)
-    store = KVStore(keys[:, :, :0], keys[:, :, :0])
-    store.append(keys.clone(), keys.clone())
-    store.evict([torch.ones(count, dtype=torch.bool)], None)
-    store.append(torch.full((1, 1, 3, DIM), -1.0), torch.full((1, 1, 3, DIM), -1.0))
-    assert torch.equal(store.dense.keys, keys[0, 0])
-    assert torch.equal(store.dense.values, keys[0, 0])
-
-
-# -- attention in parts --------------------------------------------------------------------------------------
-
-
-def reference(
-    queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: list[Tensor], scale: float, cap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Float32 attention of `queries [N, M, D]` on whole streams, `visible[n] [M, T]`; a plain softmax over everything."""
-    outs, lses = [], []
-    for n, rows in enumerate(queries):
-        logits = (rows @ keys[n].T).float() * scale
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        logits = logits.masked_fill(~visible[n], -math.inf)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[n][:, None]], dim=1)
-        lse = logits.logsumexp(-1)
-        weights = torch.where(lse[:, None] == -math.inf, 0.0, (logits - lse[:, None]).exp())
-        outs.append(weights[:, : keys[n].shape[0]] @ values[n])
-        lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
-
-
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(
-    groups=st.sampled_from([1, 2, 3, 8]),
-    length=st.sampled_from([1, 1, 3]),
-    turns=st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.2, 0.7, 1.0])), min_size=0, max_size=3),
-    fresh=st.integers(0, 7),
-    pads=st.sampled_from([None, [0, 3], [5, 0]]),
-    hide=st.integers(0, 10),
-    cap=st.sampled_from([None, 3.0]),
-    with_sinks=st.booleans(),
-    codec=st.sampled_from([None, *CODECS]),
-)
-def test_attention_over_parts_is_attention_over_everything(
-    groups: int, length: int, turns: list[tuple[int, float]], fresh: int, pads: list[int] | None, hide: int,
-    cap: float | None, with_sinks: bool, codec: str | None,
-) -> None:  # fmt: skip
-    batch, heads, dim = 2, 3, 8
-    store = KVStore(torch.zeros(batch, heads, 0, dim), torch.zeros(batch, heads, 0, 4))
-
-    def columns(hidden: int = 0) -> Tensor | None:
-        if pads is None and not hidden:
-            return None
-        return torch.arange(store.seen) >= torch.tensor(pads or [0, 0])[:, None] + hidden
-
-    for count, share in turns:
-        store.append(torch.randn(batch, heads, count, dim), torch.randn(batch, heads, count, 4))
-        opened = [*store.segments, store.open_segment(columns())]
-        counts = [sum(part.layout.lengths[n] for part in opened) for n in range(batch * heads)]
-        store.evict([torch.rand(n) < share for n in counts], columns())
-        if codec is not None:
-            store.settle(CODECS[codec][0], columns())
-    new = fresh + length
-    store.append(torch.randn(batch, heads, new, dim), torch.randn(batch, heads, new, 4))
-    hidden = min(hide, store.seen - length)
-    queries = torch.randn(batch, heads * groups, length, dim)
-    sinks = torch.randn(heads * groups) if with_sinks else None
-    out, lse = store.attend(queries, Logits(0.3, cap), columns(hidden), sinks)
-
-    whole = [*store.sealed, DenseSegment(
-        store.window.filled_keys.reshape(-1, dim), store.window.filled_values.reshape(-1, 4),
-        Layout([store.window.length] * batch * heads), first=[store.window.first] * batch * heads,
-    )]  # fmt: skip
-    keys, values, visible = [], [], []
-    token = torch.arange(store.seen - length, store.seen).repeat(groups)
-    for n in range(batch * heads):
-        at = torch.cat([part.columns()[part.layout.rows(n)] for part in whole])
-        read = [part.read(part.layout.rows(n)) for part in whole]
-        keys.append(torch.cat([pair[0] for pair in read]))
-        values.append(torch.cat([pair[1] for pair in read]))
-        mask = columns(hidden)
-        real = torch.ones(len(at), dtype=torch.bool) if mask is None else mask[n // heads][at.long()]
-        visible.append((at <= token[:, None]) & real)
-    rows = queries.reshape(batch * heads, groups * length, dim)
-    extra = (
-        None
-        if sinks is None
-        else sinks.view(heads, groups, 1).expand(-1, -1, length).reshape(heads, -1).repeat(batch, 1)
-    )
-    expected, expected_lse = reference(rows, keys, values, visible, 0.3, cap, extra)
-    assert not out.isnan().any()
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("sealed", [0.0, 0.6, 1.0])
-def test_a_row_that_sees_nothing_gives_zeros(sealed: float, with_sinks: bool) -> None:
-    store = KVStore(torch.zeros(2, 2, 0, 4), torch.zeros(2, 2, 0, 4))
-    store.append(torch.randn(2, 2, 8, 4), torch.randn(2, 2, 8, 4))
-    store.evict([torch.rand(8) < sealed for _ in range(4)], None)
-    store.append(torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4))
-    columns = torch.ones(2, 9, dtype=torch.bool)
-    columns[1] = False
-    sinks = torch.randn(4) if with_sinks else None
-    out, lse = store.attend(torch.randn(2, 4, 1, 4), Logits(1.0), columns, sinks)
-    assert torch.equal(out[2:], torch.zeros(2, 2, 4))
-    expected = torch.full((2, 2), -math.inf) if sinks is None else sinks.view(2, 2)
-    torch.testing.assert_close(lse[2:], expected)
-    assert not out.isnan().any()
-    assert bool(out[:2].any())
-
-
-@given(data=st.data(), parts=st.integers(1, 5))
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_merge_is_exact_for_any_split(data: st.DataObject, parts: int) -> None:
-    lengths = data.draw(st.lists(st.integers(0, 9), min_size=parts, max_size=parts))
-    queries = torch.randn(2, 3, 4) * data.draw(st.sampled_from([1.0, 30.0]))
-    keys, values = torch.randn(2, sum(lengths), 4), torch.randn(2, sum(lengths), 4)
-    pieces, start = [], 0
-    for length in lengths:
-        part = slice(start, start + length)
-        flat = DenseSegment(keys[:, part].reshape(-1, 4), values[:, part].reshape(-1, 4), Layout([length] * 2))
-        pieces.append(flat.attend(queries, Logits(1.0)))
-        start += length
-    out, lse = merge(pieces)
-    seen = [torch.ones(3, sum(lengths), dtype=torch.bool)] * 2
-    expected, expected_lse = reference(queries, list(keys), list(values), seen, 1.0, None, None)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-
-
-@given(seed=st.integers(0, 999))
-@settings(max_examples=30, deadline=None, derandomize=True)
-def test_the_order_of_pairs_does_not_matter(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layout = Layout(torch.randint(0, 9, (4,), generator=generator).tolist())
-    keys, values = (torch.randn(layout.total, 8, generator=generator) for _ in range(2))
-    order = torch.cat([
-        torch.randperm(n, generator=generator) + start for n, start in zip(layout.lengths, layout.offsets, strict=False)
-    ]) if layout.total else torch.zeros(0, dtype=torch.long)  # fmt: skip
-    queries = torch.randn(4, 2, 8, generator=generator)
-    found = DenseSegment(keys[order], values[order], layout).attend(queries, Logits(0.4))
-    expected = DenseSegment(keys, values, layout).attend(queries, Logits(0.4))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_a_ragged_layout_of_equal_lengths_is_dense_and_one_pair_is_its_value() -> None:
-    keys, values, queries = torch.randn(12, 8), torch.randn(12, 8), torch.randn(4, 2, 8)
-    dense = DenseSegment(keys, values, Layout([3] * 4)).attend(queries, Logits(0.4))
-    ragged = super(DenseSegment, DenseSegment(keys, values, Layout([3] * 4))).attend(queries, Logits(0.4))
-    for a, b in zip(dense, ragged, strict=True):
-        torch.testing.assert_close(a, b)
-    out, _ = DenseSegment(keys[:4], values[:4], Layout([1, 0, 2, 1])).attend(queries, Logits(0.4))
-    torch.testing.assert_close(out[0], values[:1].expand(2, -1))
-    torch.testing.assert_close(out[3], values[3:4].expand(2, -1))
-    assert not out[1].any()
-
-
-@pytest.mark.parametrize("visible", [None, "row", "all"])
-def test_many_queries_in_blocks_equal_all_at_once(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, keys, values = torch.randn(3, 2, 37, 16).unbind(0)
-    mask = None if visible is None else torch.rand(2, 1 if visible == "row" else 37, 37) < 0.7
-    whole = attend(queries, keys, values, Logits(0.3), mask)
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 2 * 37 * 5)
-    blocks = attend(queries, keys, values, Logits(0.3), mask)
-    torch.testing.assert_close(blocks, whole)

@@ -22,8 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvpress
 from kvpress import hf
 from kvpress.kernels.cpu import launch
-from tests.models import COMMON, FAMILIES, padded_batch, tiny_model, tokens
-from tests.test_bad_input import fingerprint
+from tests.models import COMMON, FAMILIES, fingerprint, padded_batch, tiny_model, tokens
 
 pytestmark = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
 

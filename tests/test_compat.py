@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import BasePress, DecodingPress, KnormPress, ScorerPress
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
 @dataclass
@@ -59,7 +59,7 @@ class AveragePress(BasePress):
 def run(press: BasePress, ids: torch.Tensor, mask: torch.Tensor | None = None) -> DynamicCache:
     model = tiny_model("llama")
     cache = DynamicCache()
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    positions = position_ids(mask)
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
     return cache

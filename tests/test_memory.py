@@ -15,7 +15,7 @@ import kvpress
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.report import format_bytes
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.presses.evicting import EVICTING
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
@@ -91,7 +91,7 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: i
         if new:
             model.generate(ids, attention_mask=mask, max_new_tokens=new + 1, do_sample=False)
         else:
-            at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+            at = position_ids(mask)
             session.cache = DynamicCache(config=model.config)
             model(ids, attention_mask=mask, position_ids=at, past_key_values=session.cache)
     return session.cache

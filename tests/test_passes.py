@@ -15,7 +15,7 @@ import kvpress
 from kvpress import hf
 from kvpress.kernels.cpu import launch
 from kvpress.passes import TOKENS, Pass
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.oracle import Oracle
 from tests.test_capture import TapeRecorder
 
@@ -48,7 +48,7 @@ class RecordingPrompts(Recording):
 
 
 def forward(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Any:
-    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    at = position_ids(mask, ids.shape[1])
     return model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
 
 
@@ -205,7 +205,7 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
     cache = DynamicCache(config=model.config)
     with RecordingPrompts(act)(model):
         forward(model, ids, cache, mask)
-        grown = None if mask is None else torch.cat([mask, mask.new_ones(2, 2)], dim=1)
+        grown = grow(mask, 2)
         after = forward(model, tokens(2, 2, seed=9), cache, grown).logits
     assert same(*states[:2])
     assert same(*states[2:])
@@ -216,10 +216,10 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
     with RecordingPrompts()(model) as session:
         forward(model, ids, plain, mask)
         session.observe = lambda call: expected.__setitem__(call.layer, call.queries.clone())
-        grown = None if mask is None else torch.cat([mask, mask.new_ones(2, 6)], dim=1)
+        grown = grow(mask, 6)
         forward(model, new, copy.deepcopy(plain), grown)
         session.observe = lambda call: None
-        grown = None if mask is None else torch.cat([mask, mask.new_ones(2, 2)], dim=1)
+        grown = grow(mask, 2)
         assert torch.equal(after, forward(model, tokens(2, 2, seed=9), plain, grown).logits)
     for layer, queries in expected.items():
         torch.testing.assert_close(seen[layer], queries, atol=1e-5, rtol=1e-5)
@@ -290,7 +290,7 @@ def test_reading_once_more_with_everything_visible(padded: bool) -> None:
         with press(model):
             forward(model, ids, cache, grown)
             for step in range(5):
-                grown = None if grown is None else torch.cat([grown, grown.new_ones(2, 1)], dim=1)
+                grown = grow(grown, 1)
                 forward(model, follow[:, step : step + 1], cache, grown)
         return cache
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunRe
         out=tmp_path_factory.mktemp("finished"),
     )
     return config, run(config, Console(file=io.StringIO()))
+
+
+@pytest.fixture
+def copied(finished: tuple[RunConfig, RunResult], tmp_path: Path) -> Path:
+    """The folder of a finished run, to be changed."""
+    return Path(shutil.copytree(finished[0].out, tmp_path / "copied"))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from kvpress_eval.estimate import Machine, cache_bytes, estimate, read_shape
 from kvpress_eval.models import load_engine
 from kvpress_eval.runner import run
 from rich.console import Console
+
+from tests.eval.jsonl import write_lines
 
 Small = Callable[..., RunConfig]
 
@@ -88,7 +89,7 @@ def test_what_is_shown(small: Small, quiet: Console) -> None:
 
 
 def test_tasks_without_a_length_have_no_cache_to_plan(small: Small, tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "How much is 1 + 1?", "answer": "#### 2"}) + "\n")
+    write_lines(tmp_path / "test.jsonl", {"question": "How much is 1 + 1?", "answer": "#### 2"})
     found = estimate(small(tasks=("gsm8k",), data_dir=tmp_path, samples=1, max_new_tokens=10))
     assert [one.cache_bytes for one in found.presses] == [None, None]
     assert found.cache_bytes == 0

@@ -10,6 +10,8 @@ from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.tasks.files import read_file, split_source
 
+from tests.eval.jsonl import write_lines
+
 
 def row(task: str, length: int, answer: str) -> dict[str, object]:
     return {
@@ -24,10 +26,8 @@ def row(task: str, length: int, answer: str) -> dict[str, object]:
 
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
     rows = [row("single", 512, "4837"), row("single", 1024, "1122"), row("mk4", 512, "0412")]
-    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
-    return path
+    return write_lines(tmp_path / "rows.jsonl", *rows)
 
 
 def test_rows_become_samples(rows_file: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +18,8 @@ from kvpress_eval.prompts import make_prompt
 from kvpress_eval.yaml_config import load_config
 from transformers import PreTrainedTokenizerBase
 
+from tests.eval.jsonl import write_lines
+
 ROWS = [
     {"question": "Ann has {3} apples\u2028and buys 4. How many?", "answer": "3+4 = <<3+4=7>>7 apples.\n#### 7"},
     {"question": "How much is 1,000 + 250?", "answer": "It is $1,250.\n#### 1,250"},
@@ -26,17 +27,9 @@ ROWS = [
 ]
 
 
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write(folder / "test.jsonl", *ROWS)
-    return folder
+    return write_lines(tmp_path / "data" / "test.jsonl", *ROWS).parent
 
 
 @pytest.mark.parametrize(
@@ -116,13 +109,13 @@ def test_both_published_forms(data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_another_row_is_named(data: Path, row: Any) -> None:
-    write(data / "test.jsonl", ROWS[0], row)
+    write_lines(data / "test.jsonl", ROWS[0], row)
     with pytest.raises(DataError, match=r"test\.jsonl:2: not a row of GSM8K: needs question and answer"):
         read_task(data)
 
 
 def test_an_empty_file_is_refused(data: Path) -> None:
-    write(data / "test.jsonl")
+    write_lines(data / "test.jsonl")
     with pytest.raises(DataError, match="holds no question"):
         read_task(data)
 
@@ -172,7 +165,7 @@ def test_one_cell_named_by_the_data(data: Path, tmp_path: Path) -> None:
     assert cells(max_new_tokens=64) != base
     (cell,) = make_cells(config, expand_tasks(config), "w", "cpu", "bfloat16")
     assert cell.label == "none on gsm8k"
-    write(data / "test.jsonl", *ROWS[:2])
+    write_lines(data / "test.jsonl", *ROWS[:2])
     assert cells() != base
 
 

@@ -18,6 +18,7 @@ from kvpress_eval.store import CellStore
 from rich.console import Console
 
 from tests.eval.content import content
+from tests.eval.jsonl import write_lines
 
 Small = Callable[..., RunConfig]
 SHARING = ("none", "snapkv:0.5", "kivi:bits=4,group_size=16,residual_length=16")
@@ -50,9 +51,7 @@ def questions_file(folder: Path) -> Path:
         for context, names in (("the sea is deep . " * 12, "abc"), ("a tree is tall . " * 12, "d"))
         for name in names
     ]
-    path = folder / "samples.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(folder / "samples.jsonl", *rows)
 
 
 def test_a_context_is_read_once_for_all_presses(

@@ -17,6 +17,8 @@ from kvpress_eval.tasks import generate
 from kvpress_eval.tasks.questions import Question, read_questions
 from transformers import PreTrainedTokenizerBase
 
+from tests.eval.jsonl import to_lines, write_lines
+
 OPEN = {
     "question": "How long?",
     "answers": [{"text": "2 km"}, {"text": "2 km"}, {"text": "two"}],
@@ -56,19 +58,15 @@ HUB_HOTPOT = {
 HOTPOT = Question("Where?", ("Ulm",), ("A\na is b.", "B\nb is in Ulm."), ("C\nc.",))
 
 
-def lines(rows: list[Any]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.mark.parametrize(
     ("task", "name", "text", "expected"),
     [
         ("qa_1", "squad.json", json.dumps(PUBLISHED_SQUAD), SQUAD),
         ("qa_1", "dev-v2.0.json", json.dumps(PUBLISHED_SQUAD), SQUAD),
-        ("qa_1", "squad.jsonl", lines(HUB_SQUAD), SQUAD),
+        ("qa_1", "squad.jsonl", to_lines(HUB_SQUAD), SQUAD),
         ("qa_2", "hotpotqa.json", json.dumps([PUBLISHED_HOTPOT]), HOTPOT),
         ("qa_2", "hotpot_dev_distractor_v1.json", json.dumps([HUB_HOTPOT]), HOTPOT),
-        ("qa_2", "hotpotqa.jsonl", lines([HUB_HOTPOT]), HOTPOT),
+        ("qa_2", "hotpotqa.jsonl", to_lines([HUB_HOTPOT]), HOTPOT),
     ],
 )
 def test_published_forms(task: str, name: str, text: str, expected: Question, tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_the_questions_decide_the_cell(tmp_path: Path) -> None:
     config = RunConfig(tasks=("qa_1",), lengths=(512,), language="english", data_dir=tmp_path)
 
     def cell_id(rows: list[Any]) -> str:
-        (tmp_path / "squad.jsonl").write_text(lines(rows))
+        write_lines(tmp_path / "squad.jsonl", *rows)
         (cell,) = make_cells(config, expand_tasks(config), "w", "cpu", "bfloat16")
         return cell.id
 
@@ -118,7 +116,7 @@ def test_a_question_whose_passage_is_too_long_makes_room_for_the_next(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     long = {"title": "Fair", "context": "x" * 900, "question": "What?", "answers": {"text": ["x"]}}
-    (tmp_path / "squad.jsonl").write_text(lines([long, *HUB_SQUAD]))
+    write_lines(tmp_path / "squad.jsonl", long, *HUB_SQUAD)
     questions = read_questions("qa_1", tmp_path)
     samples = generate("qa_1", byte_tokenizer, 200, 4, language=LANGUAGES["english"], questions=questions)
     assert {sample.query.answers for sample in samples} == {SQUAD.answers}

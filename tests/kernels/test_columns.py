@@ -10,11 +10,11 @@ import torch
 from kvpress.kernels import column_mass, column_max, columns, counters, reset_counters
 from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import relative_error, streams
+from tests.kernels.compiler import needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -15,11 +15,11 @@ from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.dense import reference as dense_reference
 from kvpress.kernels.uniform import reference
 from tests.kernels.builders import assert_same_lse, correction, flat, quantise, relative_error, streams
+from tests.kernels.compiler import needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 600]
 LIMIT = 1e-3
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -13,11 +13,11 @@ from kvpress.kernels import reference as plain
 from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.dense import reference
 from tests.kernels.builders import Streams, assert_same_lse, relative_error, streams
+from tests.kernels.compiler import needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 HALF = [torch.bfloat16, torch.float16]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -16,10 +16,10 @@ from kvpress.kernels.coded import STEP, Coded, Rotary, turn_halves
 from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.packed import CODE_BITS, pack
 from tests.kernels.builders import Streams, assert_same_lse, relative_error, streams
+from tests.kernels.compiler import needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -12,11 +12,11 @@ from kvpress.kernels import counters, label_scores, page_bounds, pages, reset_co
 from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.packed import Packed
 from tests.kernels.builders import Streams, quantise, relative_error, streams
+from tests.kernels.compiler import needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -10,10 +10,10 @@ from kvpress.kernels import quantise as kernels
 from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.packed import Packed, dequantise
 from kvpress.kernels.quantise import quantise, reference
+from tests.kernels.compiler import needs_compiler
 
 BITS = [1, 2, 3, 4, 8]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from kvpress.kernels import counters, dense_select, label_scores, reset_counters, select, top_rows
 from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import streams
+from tests.kernels.compiler import needs_compiler
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS = [0, 1, 39, 40, 41, 63, 64, 65, 300, 5000]
 FORCED = [(0, 0), (4, 0), (0, 9), (4, 9), (20, 20)]
 
-needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 LEVELS = build.supported_levels() if launch.level() else ()
 
 

@@ -6,10 +6,10 @@ import pytest
 
 import kvpress
 from kvpress import BlockPress, KeyDiffPress, KnormPress
+from tests.caches import positions, prefill
 from tests.models import tiny_model, tokens
 from tests.presses.scoring import marked
 from tests.presses.test_keydiff import dissimilarity
-from tests.presses.test_scores import prefill
 
 
 @pytest.mark.parametrize(("length", "block", "kept"), [(40, 7, 12), (40, 1, 5), (40, 100, 12), (33, 8, 25)])
@@ -31,8 +31,7 @@ def test_scores_that_compare_nothing_choose_as_without_blocks(inner: str) -> Non
     model, ids = tiny_model("llama"), tokens(2, 40)
     found = prefill(model, BlockPress(kvpress.get_press(inner), 3), ids)
     expected = prefill(model, kvpress.get_press(inner), ids)
-    for layer, other in zip(kvpress.kept_positions(found), kvpress.kept_positions(expected), strict=True):
-        assert [[h.tolist() for h in row] for row in layer] == [[h.tolist() for h in row] for row in other]
+    assert positions(found) == positions(expected)
 
 
 def test_configuration() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 import kvpress
 from kvpress import ChunkPress, KeyDiffPress, KnormPress
+from tests.caches import prefill
 from tests.models import padded_batch, tiny_model, tokens
 from tests.presses.scoring import marked
 from tests.presses.test_keydiff import dissimilarity
-from tests.presses.test_scores import prefill
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 import kvpress
 from kvpress import ChunkKVPress, KnormPress
+from tests.caches import prefill
 from tests.models import padded_batch, tiny_model, tokens
-from tests.presses.test_scores import prefill
 
 
 @pytest.mark.parametrize(("length", "chunk", "kept"), [(40, 5, 20), (40, 7, 17), (37, 20, 9), (33, 1, 10), (40, 4, 39)])

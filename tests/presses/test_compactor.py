@@ -10,9 +10,9 @@ from torch import Tensor
 
 import kvpress
 from kvpress import CompactorPress, LeverageScorePress, NonCausalAttnPress
+from tests.caches import prefill
 from tests.models import tiny_model, tokens
 from tests.presses.scoring import one_view
-from tests.presses.test_scores import prefill
 
 
 def z(scores: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import DuoAttentionPress, RLKVPress
 from kvpress.presses import duo_attention
-from tests.models import padded_batch, tiny_model, tokens
+from tests.caches import generate, positions, prefill
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import Oracle, decode_both
 from tests.presses.test_head_table import write
-from tests.presses.test_scores import full_layers, prefill, weights
-from tests.test_state import generate, positions
+from tests.presses.test_scores import weights
 
 MEASURED = "duo_attention:0.5,on_the_fly_scoring=true,sink_size=2,recent_size=6,interval=4"
 TABLE = [[0.9, 0.1], [0.2, 0.8], [0.3, 0.4]]

@@ -15,9 +15,9 @@ import kvpress
 from kvpress import ExpectedAttentionPress, ExpectedAttentionStatsPress
 from kvpress.calibrate import QuerySettings, calibrate
 from kvpress.context import LayerCall
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
-from tests.projections import HEADS, KV_HEADS, growing, projected
+from tests.projections import HEADS, KV_HEADS, projected
 
 SINKS = 4
 
@@ -45,7 +45,7 @@ def test_running_statistics_are_those_of_all_queries(
     assert max(sizes) <= 6
     for row, length in enumerate((40, 23)):
         sequence = out[row : row + 1, 40 - length : -1]
-        for layer in growing(model):
+        for layer in full_layers(model):
             observer = session.cache.layers[layer].store.observers["query_stats"]
             mean, covariance = moments(projected(model, sequence, layer)["q"][0, :, SINKS:])
             found = observer.moments([row])
@@ -145,7 +145,7 @@ def test_statistics_of_the_prompt_from_a_file_give_what_the_prompt_gives(
     expected = kept(model, ExpectedAttentionPress(0.5, n_future_positions=16), ids)
     for chunk in (None, 7):
         found = kept(model, press, ids, chunk=chunk)
-        for layer in growing(model):
+        for layer in full_layers(model):
             for head in range(KV_HEADS):
                 assert torch.equal(found[layer][0][head], expected[layer][0][head])
 

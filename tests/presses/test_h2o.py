@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import H2OPress
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.projections import KV_HEADS, projected
 
 Kept = list[list[int]]
@@ -56,7 +56,7 @@ def read(model: Any, press: Any, parts: list[Tensor], masks: list[Tensor] | None
     with press(model):
         for i, part in enumerate(parts):
             mask = None if masks is None else torch.cat(masks[: i + 1], dim=1)
-            at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -part.shape[1] :]
+            at = position_ids(mask, part.shape[1])
             model(part, attention_mask=mask, past_key_values=cache, position_ids=at)
     return cache
 

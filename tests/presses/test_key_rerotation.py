@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from tests.models import padded_batch, tiny_model, tokens
-from tests.presses.test_scores import prefill
+from tests.caches import prefill
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 HEAD_WISE = "key_rerotation(adakv(snapkv:0.5,window_size=4))"
 
@@ -45,7 +45,7 @@ def assert_without_gaps(model: Any, cache: Any, stock: Any, lengths: list[int]) 
 def test_every_head_is_numbered_without_gaps(family: str, inner: str) -> None:
     model = tiny_model(family)
     ids, mask = padded_batch([40, 26])
-    at = (mask.cumsum(1) - 1).clamp_min(0)
+    at = position_ids(mask)
     caches = [DynamicCache(config=model.config) for _ in range(3)]
     for cache, spec in zip(caches, (f"key_rerotation({inner})", inner, "none"), strict=True):
         with kvpress.get_press(spec)(model):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import kvpress
-from tests.models import tiny_model, tokens
+from tests.caches import prefill
+from tests.models import full_layers, tiny_model, tokens
 from tests.presses.scoring import marked
-from tests.presses.test_scores import full_layers, prefill
 
 
 def dissimilarity(keys: Tensor) -> Tensor:

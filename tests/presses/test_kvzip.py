@@ -12,10 +12,9 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import KVzipPress
 from kvpress.presses import kvzip
-from tests.models import padded_batch, tiny_model, tokens
+from tests.caches import generate, positions, prefill
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
-from tests.presses.test_scores import full_layers, prefill
-from tests.test_state import generate, positions
 
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "granite"]
 LENGTH = 40

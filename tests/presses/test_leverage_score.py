@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.context import View, view_groups
-from tests.models import padded_batch, tiny_model, tokens
+from tests.caches import prefill
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.presses.scoring import marked, one_view, scored
-from tests.presses.test_scores import prefill
 
 
 def projected_keys(model: Any, ids: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ def test_keys_are_turned_back_from_where_they_are() -> None:
             views.extend(view for group in view_groups(call) for view in group if call.layer == 0)
 
     cache = DynamicCache(config=model.config)
-    at = (mask.cumsum(1) - 1).clamp_min(0)
+    at = position_ids(mask)
     with kvpress.get_press("key_rerotation(adakv(snapkv:0.5,window_size=4))")(model):
         model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
-    more = torch.cat([mask, mask.new_ones(2, 5)], dim=1)
+    more = grow(mask, 5)
     with Probe(0.5)(model):
-        at = (more.cumsum(1) - 1)[:, -5:]
+        at = position_ids(more, 5)
         model(tokens(2, 5, seed=9), attention_mask=more, position_ids=at, past_key_values=cache)
     ids = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)
     assert len(views) == 4

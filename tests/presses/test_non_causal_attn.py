@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.presses.scoring import one_view, scored
-from tests.presses.test_scores import full_layers
 
 SIZE = 8
 

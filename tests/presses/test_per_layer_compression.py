@@ -9,9 +9,9 @@ import torch
 
 import kvpress
 from kvpress import KnormPress, PerLayerCompressionPress
-from tests.models import padded_batch, tiny_model, tokens
+from tests.caches import positions, prefill
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
-from tests.presses.test_scores import full_layers, prefill
 
 RATIOS = {"llama": (0.2, 0.75, 0.5), "gemma3_text": (0.25, 0.8)}
 
@@ -38,7 +38,7 @@ def test_each_layer_keeps_what_the_press_keeps_at_its_ratio() -> None:
     def kept(press: Any, chunk: int | None = None) -> list[Any]:
         with press(model) as session:
             model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk)
-        return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(session.cache)]
+        return positions(session.cache)
 
     press = PerLayerCompressionPress(kvpress.TOVAPress(0.1), RATIOS["llama"])
     assert kept(press)[0] == kept(kvpress.TOVAPress(0.2))[0]

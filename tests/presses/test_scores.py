@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from tests.models import padded_batch, tiny_model, tokens
+from tests.caches import prefill
+from tests.models import full_layers, padded_batch, tiny_model, tokens
 
 FAMILIES = [
     "llama",
@@ -28,18 +29,6 @@ FAMILIES = [
     "granite",
 ]
 LENGTH = 48
-
-
-def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return cache
-
-
-def full_layers(model: Any) -> list[int]:
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def weights(model: Any, ids: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.segment import Segment
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.test_memory import cached_layouts, held
 
 CODECS = {
@@ -39,7 +39,7 @@ def press_of(
 def read(press: kvpress.BasePress, ids: Tensor, mask: Tensor | None = None, family: str = "llama") -> DynamicCache:
     model = tiny_model(family)
     cache = DynamicCache(config=model.config)
-    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    at = position_ids(mask)
     with press(model):
         model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
     return cache

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.kernels.packed import unpack
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
 def read(press: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, chunk: int | None = None) -> DynamicCache:
@@ -21,7 +21,7 @@ def read(press: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, chunk:
         for part in ids.split(chunk or ids.shape[1], dim=1):
             start += part.shape[1]
             seen = None if mask is None else mask[:, :start]
-            at = None if seen is None else (seen.cumsum(1) - 1).clamp_min(0)[:, start - part.shape[1] :]
+            at = position_ids(seen, part.shape[1])
             model(part, attention_mask=seen, past_key_values=cache, position_ids=at)
     return cache
 

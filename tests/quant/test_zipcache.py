@@ -12,7 +12,7 @@ from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import Sealing
 from kvpress.observe import hashed
 from kvpress.quant.zipcache import ZipCacheCodec, top_per_stream
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
 class Watching(kvpress.ZipCachePress):
@@ -25,7 +25,7 @@ class Watching(kvpress.ZipCachePress):
 def saliency(ids: torch.Tensor, mask: torch.Tensor | None, share: float, family: str = "llama") -> list[torch.Tensor]:
     model = tiny_model(family, "eager")
     cache = DynamicCache(config=model.config)
-    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    at = position_ids(mask)
     with Watching(probe_ratio=share)(model):
         model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
     side = cache.layers[0].store.window.side

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
-from tests.models import VOCAB, padded_batch, tiny_model, tokens
+from tests.models import VOCAB, grow, padded_batch, position_ids, tiny_model, tokens
 
 STORAGE = {
     "dense": "",
@@ -66,7 +66,7 @@ def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, i
     model = tiny_model("llama") if model is None else model
     ids, mask = padded_batch(list(lengths)) if padded else (tokens(2, lengths[0]), None)
     cache = DynamicCache(config=model.config)
-    at = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    at = position_ids(mask)
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=at)
     return model, cache, mask
@@ -75,7 +75,7 @@ def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, i
 def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | None = None) -> Tensor:
     """Logits of one more token."""
     new = tokens(2, 1, seed=8) if new is None else new
-    grown = None if mask is None else torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    at = None if grown is None else grown.sum(1, keepdim=True) - 1
+    grown = grow(mask, 1)
+    at = position_ids(grown, 1)
     with kvpress.reading(model, press):
         return model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits

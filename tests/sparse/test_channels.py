@@ -15,8 +15,8 @@ from kvpress import calibration
 from kvpress.calibrate import ChannelSettings, calibrate
 from kvpress.cli import app
 from kvpress.sparse.channels import Channels, read_official
-from tests.models import tiny_model, tokens
-from tests.projections import HEADS, KV_HEADS, growing, projected
+from tests.models import full_layers, tiny_model, tokens
+from tests.projections import HEADS, KV_HEADS, projected
 
 FAMILIES = ["llama", "qwen3", "phi3", "gemma3_text"]
 
@@ -25,8 +25,8 @@ FAMILIES = ["llama", "qwen3", "phi3", "gemma3_text"]
 def test_statistics_are_means_over_all_tokens_of_all_sequences(family: str, tmp_path: Path) -> None:
     model, ids = tiny_model(family), tokens(3, 21)
     found = calibrate(model, ids, ChannelSettings(), tmp_path / "channels.safetensors")
-    assert sorted({int(name.split(".")[0]) for name in found.tensors}) == growing(model)
-    for layer in growing(model):
+    assert sorted({int(name.split(".")[0]) for name in found.tensors}) == full_layers(model)
+    for layer in full_layers(model):
         seen = projected(model, ids, layer)
         product = seen["turned_q"] * seen["turned_k"].repeat_interleave(HEADS // KV_HEADS, dim=1)
         for name, vectors in {"q": seen["q"], "k": seen["k"], "qk": product}.items():
@@ -86,7 +86,7 @@ def test_a_file_of_all_decoder_layers_serves_a_model_with_sliding_layers(tmp_pat
     order = torch.randperm(32).tolist()
     path.write_text(json.dumps({f"model.layers.{i}.self_attn.k_proj": [order, order] for i in range(3)}))
     found = Channels.load(path, model, key="k")
-    assert sorted(found.orderings) == growing(model)
+    assert sorted(found.orderings) == full_layers(model)
     assert found.of(1, 4).tolist() == [order[:4]] * 2
 
 

@@ -15,7 +15,7 @@ from benchmarks.recall import read_prompts, recall
 from kvpress.attention import Partial, attend
 from kvpress.context import LayerCall
 from kvpress.sparse.base import Selector, Sets
-from tests.models import tokens
+from tests.models import grow, tokens
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
 
 SELECTORS = {
@@ -142,7 +142,7 @@ def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> No
     press = build(spec, 32, storage)
     model, cache, mask = prefilled(press, padded=True)
     together = [step(model, cache, mask, press)]
-    mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    mask = grow(mask, 1)
     together.append(step(model, cache, mask, press, tokens(2, 1, seed=9)))
     for row, length in enumerate((300, 190)):
         ids = tokens(1, length, seed=row)

@@ -15,7 +15,7 @@ from kvpress.attention import Partial
 from kvpress.context import LayerCall
 from kvpress.sparse.base import Selector
 from kvpress.sparse.tidal_decode import TidalDecodePress
-from tests.models import COMMON, padded_batch, tiny_model, tokens
+from tests.models import COMMON, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.sparse.selecting import build, prefilled, step
 
 
@@ -165,8 +165,8 @@ def test_correction_leaves_the_pairs_of_full_attention(every: int, padded: bool)
         _, cache, mask = prefilled(press, padded, model, lengths=(120, 90))
         with press(model):
             for i in range(steps):
-                mask = None if mask is None else torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-                at = None if mask is None else mask.sum(1, keepdim=True) - 1
+                mask = grow(mask, 1)
+                at = position_ids(mask, 1)
                 model(follow[:, i : i + 1], attention_mask=mask, past_key_values=cache, position_ids=at)
         assert cache.get_seq_length() == 120 + steps
         stored = []

@@ -1,0 +1,103 @@
+"""Bad arguments of presses, at construction, in a spec and when they are set later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import kvpress
+from tests.bad_input.refusals import refused
+from tests.models import COMMON, tiny_model
+
+RATIOS = [
+    pytest.param(1.0, ValueError, ["compression_ratio must be in [0, 1), got 1.0"], id="1-one"),
+    pytest.param(-0.1, ValueError, ["compression_ratio must be in [0, 1), got -0.1"], id="2-negative"),
+    pytest.param(float("nan"), ValueError, ["compression_ratio must be in [0, 1), got nan"], id="2-nan"),
+    pytest.param("0.5", TypeError, ["compression_ratio must be a number in [0, 1)", "'0.5'", "str"], id="2-text"),
+    pytest.param(None, TypeError, ["compression_ratio must be a number in [0, 1)", "None"], id="2-none"),
+    pytest.param(True, TypeError, ["compression_ratio must be a number in [0, 1)", "True"], id="2-bool"),
+]
+
+
+@pytest.mark.parametrize(("ratio", "error", "words"), RATIOS)
+def test_1_and_2_ratio_at_construction(ratio: Any, error: type[Exception], words: list[str]) -> None:
+    refused(tiny_model("llama"), lambda: kvpress.KnormPress(ratio), error, *words)
+
+
+@pytest.mark.parametrize("wrap", [None, "adakv", "composed", "decoding", "prefill_decoding"])
+@pytest.mark.parametrize(("ratio", "error", "words"), [RATIOS[0], RATIOS[3]])
+def test_3_ratio_set_later_is_checked_on_entering(
+    ratio: Any, error: type[Exception], words: list[str], wrap: str | None
+) -> None:
+    inner = kvpress.KnormPress(0.5)
+    press: Any = {
+        None: lambda: inner,
+        "adakv": lambda: kvpress.AdaKVPress(inner),
+        "composed": lambda: inner + kvpress.KIVIPress(),
+        "decoding": lambda: kvpress.DecodingPress(inner),
+        "prefill_decoding": lambda: kvpress.PrefillDecodingPress(inner),
+    }[wrap]()
+    inner.compression_ratio = ratio
+    model = tiny_model("llama")
+    refused(model, lambda: press(model).__enter__(), error, *words)
+
+
+def test_8_budget_and_ratio() -> None:
+    words = ["either compression_ratio or budget", "0.5", "12"]
+    refused(tiny_model("llama"), lambda: kvpress.get_press("knorm:0.5,budget=12"), ValueError, *words)
+    for budget, error in ((0, ValueError), (2.5, TypeError)):
+        refused(
+            tiny_model("llama"), lambda b=budget: kvpress.KnormPress(budget=b), error, "budget", ">= 1", str(budget)
+        )
+
+
+GROUPS = [
+    ("kivi:group_size=0", ValueError, ["group_size must be >= 1, got 0"]),
+    ("kivi:bits=5", ValueError, ["bits must be one of [1, 2, 3, 4, 8]", "5"]),
+    ("kivi:bits=(2,7)", ValueError, ["bits must be one of [1, 2, 3, 4, 8]", "(2, 7)"]),
+    ("kivi:residual_length=-1", ValueError, ["residual_length must be >= 0, got -1"]),
+    ("quest:page_size=0", ValueError, ["page_size must be >= 1, got 0"]),
+    ("quest:budget=4", ValueError, ["budget must be >= 16, got 4"]),
+    ("snapkv:kernel_size=4", ValueError, ["kernel_size must be odd, got 4"]),
+    ("h2o:recent_ratio=2", ValueError, ["recent_ratio must be in [0, 1], got 2"]),
+    ("h2o:normalize=mean", ValueError, ["normalize must be 'none', 'count' or 'decay', got 'mean'"]),
+    ("adakv(knorm:0.5):alpha_safeguard=-1", ValueError, ["alpha_safeguard must be in [0, 1], got -1"]),
+    ("decoding(knorm):target_size=0", ValueError, ["target_size must be >= 1, got 0"]),
+    ("decoding(kivi)", TypeError, ["DecodingPress needs a press that scores", "KIVIPress"]),
+    ("adakv(quest)", TypeError, ["AdaKVPress needs a press that scores", "QuestPress"]),
+    ("prefill_decoding(kivi:bits=4; decoding(knorm))", ValueError, ["KIVIPress stores", "(...) + KIVIPress"]),
+    ("prefill_decoding(knorm:0.5 + quest; h2o:0.5)", ValueError, ["one phase", "compose it"]),
+    ("prefill_decoding(knorm; knorm)", ValueError, ["decoding_press must act while tokens", "DecodingPress(KnormPress"]),
+    ("random:seed=half", TypeError, ["seed", "'half'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "error", "words"), GROUPS)
+def test_26_arguments_out_of_range(spec: str, error: type[Exception], words: list[str]) -> None:
+    refused(tiny_model("llama"), lambda: kvpress.get_press(spec), error, *words)
+
+
+def test_26_group_that_does_not_divide_the_head_dim() -> None:
+    config = CONFIG_MAPPING["llama"](**{**COMMON, "head_dim": 64, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    words = ["group_size must divide the head dim 64", "[16, 32, 64]", "got 48"]
+    refused(model, lambda: kvpress.KIVIPress(group_size=48)(model).__enter__(), ValueError, *words)
+    refused(model, lambda: kvpress.reading(model, kvpress.KIVIPress(group_size=48)).__enter__(), ValueError, *words)
+
+
+def test_26_group_size_set_later_is_checked_on_entering() -> None:
+    model, press = tiny_model("llama"), kvpress.KIVIPress()
+    press.group_size = 0
+    refused(model, lambda: press(model).__enter__(), ValueError, "group_size must be >= 1, got 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("snapkw", "snapkv"), ("Snap-KVs", "snapkv"), ("quset", "quest"), ("adaKVV", "adakv")]
+)
+def test_40_unknown_press(name: str, near: str) -> None:
+    refused(
+        tiny_model("llama"), lambda: kvpress.get_press(f"{name}:0.5"), KeyError, repr(name), f"did you mean {near}?"
+    )

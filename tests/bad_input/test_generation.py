@@ -1,0 +1,60 @@
+"""Ways of generating that cannot work on a compressed cache, and beams, which can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from tests.bad_input.refusals import forward, generate, read_first, refused
+from tests.models import padded_batch, tiny_model, tokens
+
+
+def test_36_attention_matrices() -> None:
+    model = tiny_model("llama", "eager")
+    words = ["output_attentions=True", "no full matrix"]
+    for run in (
+        lambda: generate(model, "knorm:0.5", tokens(1, 10), output_attentions=True, return_dict_in_generate=True),
+        lambda: generate(model, "knorm:0.5", tokens(1, 10), generation_config=GenerationConfig(output_attentions=True)),
+        lambda: forward(model, "knorm:0.5", tokens(1, 10), output_attentions=True),
+    ):
+        refused(model, run, ValueError, *words)
+
+
+def test_36_attention_matrices_by_configuration() -> None:
+    model = tiny_model("llama", "eager")
+    model.config.output_attentions = True
+    try:
+        run = lambda: forward(model, "knorm:0.5", tokens(1, 10), use_cache=True)  # noqa: E731
+        refused(model, run, ValueError, "output_attentions=True")
+    finally:
+        model.config.output_attentions = False
+
+
+def test_38_assisted_decoding() -> None:
+    model = tiny_model("llama")
+    for settings in (
+        {"prompt_lookup_num_tokens": 3},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+        {"assistant_model": tiny_model("llama", seed=1)},
+    ):
+        run = lambda s=settings: generate(model, "knorm:0.5", tokens(1, 10), **s)  # noqa: E731
+        refused(model, run, NotImplementedError, "assisted decoding", "not supported")
+
+
+def test_38_assisted_decoding_of_a_cache_is_refused_without_generate() -> None:
+    cache = read_first(tiny_model("llama"))
+    with pytest.raises(NotImplementedError, match="assisted decoding"):
+        cache.layers[0].activate_past_recording()
+
+
+@pytest.mark.parametrize("spec", ["snapkv:0.5,window_size=4", "adakv(snapkv:0.5,window_size=4)"])
+def test_39_beams_and_sequences_equal_the_whole_batch_repeated(spec: str) -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([30, 17])
+    together = generate(model, spec, ids, attention_mask=mask, num_beams=4, num_return_sequences=4, max_new_tokens=8)
+    assert together.result.shape == (8, 38)
+    for row, length in enumerate((30, 17)):
+        own = ids[row : row + 1, -length:]
+        alone = generate(model, spec, own, num_beams=4, num_return_sequences=4, max_new_tokens=8)
+        assert torch.equal(together.result[4 * row : 4 * row + 4, -8:], alone.result[:, -8:])

@@ -1,0 +1,44 @@
+"""Caches that are filled under a press, one spec for every kind of storage, and what such a cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+
+CODEC = "kivi:bits=4,group_size=4,residual_length=4"
+STORAGES = {
+    "window": "none",
+    "uniform": "snapkv:0.5,window_size=4",
+    "ragged": "adakv(snapkv:0.5,window_size=4)",
+    "kivi": CODEC,
+    "quest": "quest:budget=16,page_size=4,skip_layers=0",
+    "composed": f"adakv(snapkv:0.5,window_size=4) + {CODEC} + quest:budget=16,page_size=4,skip_layers=0",
+}
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> Any:
+    """Generate eight tokens greedily, or as the settings say; returns sequences and cache."""
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, **settings}
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> DynamicCache:
+    """Read a prompt `[B, T]` under a press; returns the cache that it left."""
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def positions(cache: Any) -> list[list[list[list[int]]]]:
+    """Positions of the kept pairs, ascending, by layer, row and kv head."""
+    return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
+
+
+def pairs(cache: Any) -> set[int]:
+    """The different numbers of pairs that heads of compressed layers hold."""
+    return {n for layer in cache.layers if hasattr(layer, "store") for n in layer.store.stored()}

@@ -1,0 +1,45 @@
+"""The bundled model is loaded once, and a press does what a test tells it to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from kvpress_eval import runner
+
+import kvpress
+from kvpress import registry
+from kvpress.presses.base import view_of
+from tests.eval.faults.runs import bundled_model
+
+
+@pytest.fixture(autouse=True)
+def _load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "load_engine", lambda config: bundled_model())
+
+
+@dataclass
+class SabotagedPress(kvpress.ScorerPress):
+    """Does what a test tells it to do while it scores; it is told how many rows the batch has."""
+
+    act: ClassVar[Callable[[int], None]]
+
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        type(self).act(view_of(kwargs).call.store.batch)
+        return values.norm(dim=-1)
+
+
+@pytest.fixture
+def sabotage() -> Iterator[Callable[[Callable[[int], None]], None]]:
+    """Makes the press `sabotaged` do something; it exists for one test."""
+    kvpress.list_presses()
+    kvpress.register("sabotaged", "evict")(SabotagedPress)
+
+    def during(act: Callable[[int], None]) -> None:
+        SabotagedPress.act = staticmethod(act)  # type: ignore[assignment]
+
+    during(lambda rows: None)
+    yield during
+    del registry._entries["sabotaged"]

@@ -1,0 +1,66 @@
+"""A prompt that is read in chunks keeps the pairs of a prompt that is read whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from tests.caches import CODEC, STORAGES, generate, positions, prefill
+from tests.models import padded_batch, tiny_model, tokens
+from tests.presses.evicting import EVICTING
+
+
+class FromHidden(kvpress.ScorerPress):
+    """A press of a user that scores from hidden states: it must be shown those of the whole prompt."""
+
+    def score(
+        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Any, attentions: Any, kwargs: Any
+    ) -> Tensor:
+        assert hidden_states.shape[1] == keys.shape[2]
+        return hidden_states[..., 0][:, None].expand(keys.shape[:3])
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *EVICTING,
+        CODEC,
+        STORAGES["quest"],
+        STORAGES["composed"],
+        "decoding(knorm):compression_interval=4,target_size=12",
+        "own",
+    ],
+)
+def test_chunked_prefill_keeps_the_same_pairs(spec: str, padded: bool) -> None:
+    model = tiny_model("llama")
+    press = FromHidden(0.5) if spec == "own" else kvpress.get_press(spec)
+    ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(2, 40), None)
+    found = {}
+    for chunk in (None, 7):
+        with press(model):
+            output = generate(model, ids, mask, prefill_chunk_size=chunk)
+        found[chunk] = output.sequences, positions(output.past_key_values)
+    assert found[7][1] == found[None][1]
+    assert torch.equal(found[7][0], found[None][0])
+
+
+@pytest.mark.parametrize("spec", ["knorm:0.5", "snapkv:0.5,window_size=4", "expected_attention:0.5"])
+@pytest.mark.parametrize("whole", [True, False], ids=["all-ids", "new-ids"])
+def test_a_later_turn_in_chunks(spec: str, whole: bool) -> None:
+    model, press = tiny_model("llama"), kvpress.get_press(spec)
+    context, question = tokens(2, 12), tokens(2, 15, seed=5)
+    ids = torch.cat([context, question], dim=1) if whole else question
+    mask = torch.ones(2, 27, dtype=torch.long)
+    found = {}
+    for chunk in (None, 7):
+        cache = prefill(model, press, context)
+        with press(model):
+            output = generate(model, ids, mask, prefill_chunk_size=chunk, past_key_values=cache)
+        found[chunk] = output.sequences, positions(output.past_key_values)
+    assert found[7][1] == found[None][1]
+    assert torch.equal(found[7][0], found[None][0])

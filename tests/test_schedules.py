@@ -1,0 +1,75 @@
+"""Presses that act while tokens are generated keep the declared number of pairs, on their schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpress
+from tests.caches import CODEC, generate, pairs, positions
+from tests.models import padded_batch, tiny_model, tokens
+
+SCHEDULES = [
+    pytest.param("decoding(knorm):compression_interval=4,target_size=12", 9, 13, id="decoding"),
+    pytest.param("decoding(snapkv:window_size=4):compression_interval=3,target_size=12", 9, 12, id="decoding-snapkv"),
+    pytest.param("decoding(adakv(knorm)):compression_interval=4,target_size=12", 9, 13, id="decoding-adakv"),
+    pytest.param("decoding(expected_attention):compression_interval=5,target_size=12", 9, 16, id="decoding-expected"),
+    pytest.param(
+        "prefill_decoding(knorm:budget=8; decoding(knorm):compression_interval=4,target_size=6)", 9, 7, id="both"
+    ),
+    pytest.param("h2o:budget=8", 9, 8, id="h2o"),
+    pytest.param("h2o:budget=8,interval=4", 9, 9, id="h2o-interval"),
+]
+STORED = {"dense": "", "codec": f" + {CODEC}", "quest": " + quest:budget=8,page_size=4,skip_layers=0"}
+STORED["all"] = STORED["codec"] + STORED["quest"]
+
+
+@pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+@pytest.mark.parametrize(("spec", "steps", "expected"), SCHEDULES)
+def test_schedules_keep_the_declared_number_of_pairs(
+    spec: str, steps: int, expected: int, beams: int, stored: str
+) -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([30, 17, 11])
+    rows = 3 * beams
+    with kvpress.get_press(spec + stored)(model):
+        output = generate(model, ids, mask, max_new_tokens=steps + 1, num_beams=beams)
+    cache = output.past_key_values
+    assert cache.get_seq_length() == 30 + steps
+    for layer in cache.layers:
+        counts = torch.tensor(layer.store.stored()).view(rows, 2)
+        assert counts.sum(dim=1).tolist() == [2 * expected] * rows
+        if "adakv" not in spec:
+            assert counts.unique().tolist() == [expected]
+    for layer in positions(cache):
+        for row, heads in enumerate(layer):
+            pads = 30 - [30, 17, 11][row // beams]
+            assert all(at == sorted(set(at)) and at[0] >= pads and at[-1] == 29 + steps for at in heads)
+
+
+def test_a_decoding_target_may_be_a_ratio() -> None:
+    model = tiny_model("llama")
+    with kvpress.get_press("decoding(knorm):compression_interval=4,target_ratio=0.75")(model):
+        cache = generate(model, tokens(1, 28), max_new_tokens=13).past_key_values
+    assert pairs(cache) == {(28 + 12) // 4}
+
+
+def test_decoding_press_leaves_the_prompt_whole() -> None:
+    model = tiny_model("llama")
+    with kvpress.get_press("decoding(knorm):compression_interval=8,target_size=4")(model):
+        cache = generate(model, tokens(1, 28), max_new_tokens=8).past_key_values
+    assert pairs(cache) == {28 + 7}
+
+
+@pytest.mark.parametrize("spec", [case.values[0] for case in SCHEDULES])
+def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None:
+    model = tiny_model("llama")
+    lengths = [30, 17, 11]
+    ids, mask = padded_batch(lengths)
+    with kvpress.get_press(spec)(model):
+        together = generate(model, ids, mask, max_new_tokens=16).sequences
+    for row, length in enumerate(lengths):
+        with kvpress.get_press(spec)(model):
+            alone = generate(model, ids[row : row + 1, -length:], max_new_tokens=16).sequences
+        assert torch.equal(together[row, -16:], alone[0, -16:])

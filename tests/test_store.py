@@ -1,0 +1,165 @@
+"""The store of a layer against a plain model of it: lists of pairs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from kvpress.attention import Logits
+from kvpress.cache.store import KVStore
+from tests.codecs import CODECS, STEP
+
+HEADS, DIM = 2, 4
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`KVStore` against lists of (column, key) per stream; rows may start with padding, which sealing drops."""
+
+    @initialize(
+        pads=st.lists(st.integers(0, 4), min_size=2, max_size=2),
+        codec=st.sampled_from(list(CODECS)),
+        padded=st.booleans(),
+    )
+    def start(self, pads: list[int], codec: str, padded: bool) -> None:
+        self.generator = torch.Generator().manual_seed(sum(pads))
+        self.pads = pads if padded else None
+        self.codec, self.bound = CODECS[codec]
+        empty = torch.zeros(2, HEADS, 0, DIM)
+        self.store = KVStore(empty, empty)
+        self.sealed: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
+        self.window: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
+        self.append(6)
+
+    @property
+    def columns(self) -> Tensor | None:
+        if self.pads is None:
+            return None
+        return torch.arange(self.store.seen) >= torch.tensor(self.pads)[:, None]
+
+    def real(self, n: int) -> list[tuple[int, Tensor]]:
+        """The window of a stream without its padding."""
+        first = 0 if self.pads is None else self.pads[n // HEADS]
+        return [pair for pair in self.window[n] if pair[0] >= first]
+
+    def notice_sealing(self) -> None:
+        if self.store.window.length == 0 and any(self.window):
+            self.sealed = [sealed + self.real(n) for n, sealed in enumerate(self.sealed)]
+            self.window = [[] for _ in self.window]
+
+    @rule(count=st.integers(1, 9))
+    def append(self, count: int) -> None:
+        keys = torch.rand(self.store.batch, HEADS, count, DIM, generator=self.generator)
+        at = self.store.seen
+        # The store may keep and reuse the very tensors that it is given.
+        self.store.append(keys.clone(), keys + 1)
+        for n, stream in enumerate(self.window):
+            stream += [(at + i, keys[n // HEADS, n % HEADS, i]) for i in range(count)]
+
+    @rule(seed=st.integers(0, 99), share=st.sampled_from([1.0, 0.8, 0.3, 0.0]), then=st.integers(0, 3))
+    def evict(self, seed: int, share: float, then: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        stored = [sealed + self.real(n) for n, sealed in enumerate(self.sealed)]
+        kept = [torch.rand(len(stream), generator=generator) < share for stream in stored]
+        self.store.evict(kept, self.columns)
+        self.window = [[] for _ in self.window]
+        self.sealed = [
+            [p for p, keep in zip(s, k.tolist(), strict=True) if keep] for s, k in zip(stored, kept, strict=True)
+        ]
+        # What comes next is written where the window was.
+        if then:
+            self.append(then)
+
+    @rule()
+    def settle(self) -> None:
+        self.store.settle(self.codec, self.columns)
+        self.notice_sealing()
+        for n, part in enumerate(self.lengths_outside_segments()):
+            assert part < 3 + 4 + self.codec.sinks or self.store.window.length, f"stream {n} holds {part} dense pairs"
+
+    def lengths_outside_segments(self) -> list[int]:
+        dense = self.store.dense
+        return [0] * len(self.window) if dense is None else list(dense.layout.lengths)
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, self.store.batch - 1), min_size=1, max_size=3))
+        self.store.select_rows(torch.tensor(rows))
+        streams = [row * HEADS + head for row in rows for head in range(HEADS)]
+        self.sealed = [list(self.sealed[n]) for n in streams]
+        self.window = [list(self.window[n]) for n in streams]
+        self.pads = None if self.pads is None else [self.pads[row] for row in rows]
+
+    @rule(count=st.integers(0, 12))
+    def crop(self, count: int) -> None:
+        if count <= self.store.window.length:
+            self.store.crop(count)
+            self.window = [stream[: len(stream) - count] for stream in self.window]
+        else:
+            with pytest.raises(ValueError, match="copy the cache"):
+                self.store.crop(count)
+
+    @rule()
+    def copy(self) -> None:
+        self.store = copy.deepcopy(self.store)
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        store = self.store
+        assert store.stored() == [len(s) + len(w) for s, w in zip(self.sealed, self.window, strict=True)]
+        window = store.window
+        for n in range(store.batch * HEADS):
+            row, head = divmod(n, HEADS)
+            parts = [(s.columns()[s.layout.rows(n)].tolist(), *s.read(s.layout.rows(n))) for s in store.sealed]
+            at = [column for part in parts for column in part[0]]
+            at += range(window.first, window.first + window.length)
+            keys = torch.cat([*(part[1] for part in parts), window.filled_keys[row, head]])
+            values = torch.cat([*(part[2] for part in parts), window.filled_values[row, head]])
+            expected = self.sealed[n] + self.window[n]
+            assert at == [column for column, _ in expected]
+            assert all(a < b for a, b in itertools.pairwise(at))
+            if expected:
+                torch.testing.assert_close(keys, torch.stack([key for _, key in expected]), atol=STEP, rtol=0)
+                torch.testing.assert_close(values, keys + 1, atol=STEP + self.bound, rtol=0)
+
+    @precondition(lambda self: hasattr(self, "store") and self.store.window.length > 0)
+    @invariant()
+    def attends_to_what_the_model_holds(self) -> None:
+        store = self.store
+        queries = torch.rand(store.batch, 3 * HEADS, 1, DIM, generator=self.generator)
+        out, lse = store.attend(queries, Logits(0.5), self.columns)
+        for n in range(store.batch * HEADS):
+            pairs = self.sealed[n] + self.real(n)
+            rows = queries.view(store.batch * HEADS, 3, DIM)[n]
+            if not pairs:
+                assert torch.equal(out[n], torch.zeros(3, DIM))
+                continue
+            keys = torch.stack([key for _, key in pairs])
+            logits = rows @ keys.T * 0.5
+            torch.testing.assert_close(out[n], logits.softmax(-1) @ (keys + 1), atol=1e-2, rtol=0)
+            torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-2, rtol=0)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=150, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("count", [6, 16, 64])
+def test_sealed_pairs_stay_when_the_window_is_written_again(count: int) -> None:
+    """All pairs of a full window are kept as they are; the window's memory must not be theirs any more."""
+    keys = torch.rand(1, 1, count, DIM)
+    store = KVStore(keys[:, :, :0], keys[:, :, :0])
+    store.append(keys.clone(), keys.clone())
+    store.evict([torch.ones(count, dtype=torch.bool)], None)
+    store.append(torch.full((1, 1, 3, DIM), -1.0), torch.full((1, 1, 3, DIM), -1.0))
+    assert torch.equal(store.dense.keys, keys[0, 0])
+    assert torch.equal(store.dense.values, keys[0, 0])

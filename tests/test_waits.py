@@ -1,0 +1,57 @@
+"""A decode step does not wait for the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from tests.caches import STORAGES
+from tests.models import grow, padded_batch, tiny_model, tokens
+
+WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+@contextmanager
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Where tensors are read by the host; what operators do to check their arguments on the CPU is left out."""
+    found: list[str] = []
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            if "/kvpress/kernels/" not in caller.co_filename:
+                found.append(f"{name} in {caller.co_filename}:{caller.co_name}")
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in WAITING:
+            patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        patch.setattr(torch, "equal", watched("equal", torch.equal))
+        yield found
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
+def test_a_decode_step_waits_for_no_layer(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read per layer; with padding, the mask of a forward pass is looked at once for all of them."""
+    model = tiny_model("llama")
+    ids, mask = padded_batch([40, 26]) if padded else (tokens(2, 40), None)
+    spec = spec.replace("budget=16", "budget=8")
+    with kvpress.get_press(spec)(model):
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        for t in range(3):
+            real = grow(mask, t + 1)
+            at = torch.full((2, 1), 40 + t)
+            with waits(monkeypatch) as found:
+                model(tokens(2, 1, t), attention_mask=real, position_ids=at, past_key_values=cache)
+    assert len(found) == len(set(found)), "read once per layer"
+    assert padded or not found
