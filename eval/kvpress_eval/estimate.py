@@ -21,7 +21,7 @@ from kvpress.plan import Geometry, plan
 from kvpress_eval.cells import Cell, make_cells
 from kvpress_eval.config import RunConfig
 from kvpress_eval.errors import ConfigError
-from kvpress_eval.models import device_of, fingerprint, read_settings, source_of
+from kvpress_eval.models import device_of, fingerprint, read_settings, source_of, use_threads
 from kvpress_eval.output import cell_store
 from kvpress_eval.runner import prepare
 from kvpress_eval.store import Row, read_rows
@@ -180,8 +180,7 @@ def read_shape(config: RunConfig) -> Shape:
 
 def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
     """Multiply and read for a moment, as the run will: in its dtype, with its threads."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    use_threads(config)
     device = torch.device(device_of(config))
     matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
     block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)

@@ -37,11 +37,14 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _array(values: list[Any]) -> Any:
-    """Return a column; values of different types, such as two sorts of settings, are JSON."""
+    """Return a column; values of different types, such as two sorts of settings, are JSON, and so are empty mappings."""
     try:
-        return pa.array(values)
+        array = pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
+        array = None
+    if array is None or (pa.types.is_struct(array.type) and not array.type.num_fields):
         return pa.array([None if value is None else json.dumps(value) for value in values])
+    return array
 
 
 def _clean(value: Any) -> Any:

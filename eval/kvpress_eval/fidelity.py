@@ -8,11 +8,10 @@ the continuation are themselves encoded or evicted as they become old. In chunks
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,29 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
 
 import kvpress
 from kvpress.corpus import documents, pack
-from kvpress.hf import Session, growing_layers
+from kvpress.hf import growing_layers
+from kvpress_eval.cells import hash_json
 from kvpress_eval.config import RunConfig
+from kvpress_eval.continuation import Reading, Watcher, config_errors, continue_reading, read_prompts
 from kvpress_eval.environment import describe_run
-from kvpress_eval.errors import ConfigError, DataError, EvalError
+from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.languages import LANGUAGES
-from kvpress_eval.layers import FullLayer, Meter, Recorder, by_layer
-from kvpress_eval.models import Engine, load_engine
+from kvpress_eval.layers import Meter, Recorder, by_layer
+from kvpress_eval.models import Engine, check_lengths, load_engine
 from kvpress_eval.progress import RunProgress
+from kvpress_eval.records import FIDELITY
 from kvpress_eval.summary import BASELINE
+from kvpress_eval.table import number
 from kvpress_eval.tasks import generate
 
 PIECE = 128
 """Tokens, about, of each of the contexts that a generated text is made of."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Logits `[B, tokens, V]` after each token of a continuation, and what the cache held before and after it.
-
-    `layers` is what was recorded of the full cache, by the layer of the cache.
-    """
-
-    logits: Tensor
-    prompt: Any
-    end: Any
-    layers: dict[int, FullLayer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +69,32 @@ class LayerFigures:
 
 
 LAYER_FIGURES = ("output_error", "isolated_error", "attention_recall")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of a table: its heading, the key in a row, and the decimals of what is shown, `factor` times the value."""
+
+    heading: str
+    key: str
+    digits: int
+    factor: float = 1.0
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Write the figure of a row, a dash where it was not measured."""
+        value = row.get(self.key)
+        return number(None if value is None else self.factor * value, self.digits)
+
+
+FIGURES = (
+    Figure("KL\nmean", "kl_mean", 5),
+    Figure("KL\n99%", "kl_p99", 4),
+    Figure("same top\ntoken %", "top1_agreement", 1, 100),
+    Figure("perplexity", "perplexity", 3),
+    Figure("bits/value\nprompt", "prompt_bits_per_value", 2),
+    Figure("bits/value\nend", "end_bits_per_value", 2),
+    Figure("kept\n%", "kept", 0, 100),
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,44 @@ class Fidelity:
         }
 
 
+@dataclass
+class _Measured:
+    """What was measured of one press, batch by batch; the meters of layers where they were asked for."""
+
+    kl: list[Tensor] = field(default_factory=list)
+    agrees: list[Tensor] = field(default_factory=list)
+    nll: list[Tensor] = field(default_factory=list)
+    full_nll: list[Tensor] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
+    ends: list[Any] = field(default_factory=list)
+    running: list[Meter] = field(default_factory=list)
+    isolated: list[Meter] = field(default_factory=list)
+
+    def add(self, full: Reading, reading: Reading, tokens: Tensor) -> None:
+        """Compare a batch with the full cache: both were read along `tokens [B, n]`."""
+        self.kl.append(kl_divergence(full.logits, reading.logits))
+        self.agrees.append(full.logits.argmax(-1) == reading.logits.argmax(-1))
+        self.nll.append(negative_log_likelihood(reading.logits, tokens))
+        self.full_nll.append(negative_log_likelihood(full.logits, tokens))
+        self.prompts.append(reading.prompt)
+        self.ends.append(reading.end)
+
+    def fidelity(self, press: str) -> Fidelity:
+        """Join all batches."""
+        return Fidelity(
+            press,
+            torch.cat(self.kl).cpu(),
+            torch.cat(self.agrees).cpu(),
+            torch.cat(self.nll).cpu(),
+            torch.cat(self.full_nll).cpu(),
+            prompt_bits=_bits(self.prompts, sum(report.total_bytes for report in self.prompts)),
+            shared_bits=_bits(self.prompts, sum(report.components.get("tables", 0) for report in self.prompts)),
+            end_bits=_bits(self.ends, sum(report.total_bytes for report in self.ends)),
+            kept=sum(report.kept for report in self.ends) / sum(report.seen for report in self.ends),
+            layers=_layer_figures(self.running, self.isolated) if self.running else None,
+        )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Texts `ids [S, context + tokens]` that presses are compared with the full cache on.
@@ -132,75 +187,68 @@ class Comparison:
     batch_size: int
     chunk: int = 1
     layers: bool = False
-
-    @cached_property
-    def full(self) -> list[Reading]:
-        """The batches read with the full cache, in the same chunks, so that rounding is the same."""
-        return [self._record(batch) if self.layers else self.read(BASELINE, batch) for batch in self._batches]
-
-    def _record(self, batch: Tensor) -> Reading:
-        recorder = Recorder()
-        return replace(self.read(BASELINE, batch, recorder.on), layers=recorder.layers)
+    _full: dict[int, Reading] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def _batches(self) -> Sequence[Tensor]:
+    def full(self) -> list[Reading]:
+        """The batches read with the full cache, in the same chunks, so that rounding is the same."""
+        self.fidelities(())
+        return list(self._full.values())
+
+    @property
+    def batches(self) -> Sequence[Tensor]:
+        """The texts that are read together."""
         return self.ids.split(self.batch_size)
 
     def fidelity(self, press: str) -> Fidelity:
-        """Read all texts under a press.
+        """Read all texts under a press; raises what `fidelities` does."""
+        return self.fidelities((press,))[0]
+
+    def fidelities(self, presses: Sequence[str], progress: RunProgress | None = None) -> list[Fidelity]:
+        """Read all texts under presses, which share the reading of contexts as far as they can.
+
+        The first time, the full cache is read with them. `progress` counts the batches that each press has continued.
 
         Raises:
-            ConfigError: the press does not suit the model or the length of the context.
-            EvalError: the press breaks the model's numbers.
+            ConfigError: a press does not suit the model or the length of the context.
+            EvalError: a press breaks the model's numbers.
         """
-        kl, agrees, nll, full_nll, prompts, ends = [], [], [], [], [], []
-        running, isolated = [], []
-        for batch, full in zip(self._batches, self.full, strict=True):
-            meter = Meter(full.layers)
-            reading = self.read(press, batch, meter.on if self.layers else None)
-            kl.append(kl_divergence(full.logits, reading.logits))
-            agrees.append(full.logits.argmax(-1) == reading.logits.argmax(-1))
-            nll.append(negative_log_likelihood(reading.logits, batch[:, self.context :]))
-            full_nll.append(negative_log_likelihood(full.logits, batch[:, self.context :]))
-            prompts.append(reading.prompt)
-            ends.append(reading.end)
-            if self.layers:
-                running.append(meter)
-                isolated.append(Meter(full.layers, isolated=True))
-                self.read(press, batch, isolated[-1].on)
-        return Fidelity(
-            press,
-            torch.cat(kl).cpu(),
-            torch.cat(agrees).cpu(),
-            torch.cat(nll).cpu(),
-            torch.cat(full_nll).cpu(),
-            prompt_bits=_bits(prompts, sum(report.total_bytes for report in prompts)),
-            shared_bits=_bits(prompts, sum(report.components.get("tables", 0) for report in prompts)),
-            end_bits=_bits(ends, sum(report.total_bytes for report in ends)),
-            kept=sum(report.kept for report in ends) / sum(report.seen for report in ends),
-            layers=_layer_figures(running, isolated) if self.layers else None,
-        )
+        measured = {press: _Measured() for press in presses}
+        for index, batch in enumerate(self.batches):
+            context, following = batch[:, : self.context], batch[:, self.context :]
+            first = () if index in self._full else (BASELINE,)
+            for press, cache in read_prompts(self.engine.model, (*first, *measured), context):
+                if index not in self._full:
+                    self._full[index] = self._record(cache, following)
+                    continue
+                if progress:
+                    progress.cell(press)
+                self._measure(measured[press], press, cache, following, self._full[index])
+                if progress:
+                    progress.advance(1)
+        return [measured[press].fidelity(press) for press in presses]
 
-    @torch.inference_mode()
-    def read(
-        self, press: str, batch: Tensor, watch: Callable[[Session], AbstractContextManager[None]] | None = None
-    ) -> Reading:
-        """Read the contexts of `batch [B, context + tokens]` in one pass, and what follows in chunks; `watch` sees those."""
-        model = self.engine.model
-        cache = DynamicCache(config=model.config)
-        logits = []
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # for presses that draw at random
-            with config_errors(press), kvpress.get_press(press)(model) as session:
-                model(batch[:, : self.context], past_key_values=cache, logits_to_keep=1)
-                prompt = kvpress.memory_report(cache)
-                with watch(session) if watch else nullcontext():
-                    for tokens in batch[:, self.context :].split(self.chunk, dim=1):
-                        logits.append(model(tokens, past_key_values=cache).logits)
-        joined = torch.cat(logits, dim=1)
-        if joined.isnan().any():
-            raise EvalError(f"press {press!r}: NaN in the logits")
-        return Reading(joined, prompt, kvpress.memory_report(cache))
+    def read(self, press: str, batch: Tensor) -> Reading:
+        """Read the contexts of `batch [B, context + tokens]` in one pass, and what follows in chunks."""
+        ((_, cache),) = read_prompts(self.engine.model, (press,), batch[:, : self.context])
+        return self._continue(press, cache, batch[:, self.context :])
+
+    def _record(self, cache: Cache, tokens: Tensor) -> Reading:
+        if not self.layers:
+            return self._continue(BASELINE, cache, tokens)
+        recorder = Recorder()
+        return replace(self._continue(BASELINE, cache, tokens, recorder.on), layers=recorder.layers)
+
+    def _measure(self, measured: _Measured, press: str, cache: Cache, tokens: Tensor, full: Reading) -> None:
+        if self.layers:
+            measured.running.append(Meter(full.layers))
+            measured.isolated.append(Meter(full.layers, isolated=True))
+            self._continue(press, copy.deepcopy(cache), tokens, measured.isolated[-1].on)
+        watch = measured.running[-1].on if self.layers else None
+        measured.add(full, self._continue(press, cache, tokens, watch), tokens)
+
+    def _continue(self, press: str, cache: Cache, tokens: Tensor, watch: Watcher | None = None) -> Reading:
+        return continue_reading(self.engine.model, press, cache, tokens, self.chunk, watch)
 
 
 def check_press(press: str, engine: Engine, context: int) -> None:
@@ -210,15 +258,6 @@ def check_press(press: str, engine: Engine, context: int) -> None:
         found.check_length(context)
         with found(engine.model):
             pass
-
-
-@contextmanager
-def config_errors(press: str) -> Iterator[None]:
-    """Say which press does not suit the model or the text."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"press {press!r}: {error}") from error
 
 
 def kl_divergence(full: Tensor, other: Tensor) -> Tensor:
@@ -249,23 +288,25 @@ def measure(
         DataError: the model or the text cannot be read, or the text is too short.
     """
     context = config.lengths[0]
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    engine = load_engine(config.model_copy(update={"lengths": (context + tokens,)}))
+    check_lengths(config.model_copy(update={"lengths": (context + tokens,)}))
+    engine = load_engine(config)
     if layers and not growing_layers(engine.model):
         raise ConfigError(f"model {config.model!r} has no layer whose cache grows with the context: leave out --layers")
     texts = read_texts(config, engine, tokens, text)
     comparison = Comparison(engine, texts, context, config.batch_size, chunk, layers)
     for press in config.presses:
         check_press(press, engine, context)
-    rows = []
-    with RunProgress(console, len(config.presses)) as progress:
-        for press in config.presses:
-            progress.cell(press)
-            rows.append(comparison.fidelity(press).row())
-            progress.advance(1)
-    settings = {"context": context, "tokens": tokens, "chunk": chunk, "text": str(text) if text else None}
-    return {**describe_run(config, engine), **settings, "rows": rows}
+    with RunProgress(console, len(config.presses) * len(comparison.batches)) as progress:
+        found = comparison.fidelities(config.presses, progress)
+    settings = {
+        "kind": FIDELITY,
+        "context": context,
+        "tokens": tokens,
+        "chunk": chunk,
+        "text": str(text) if text else None,
+        "texts": hash_json(texts.tolist())[:16],
+    }
+    return {**describe_run(config, engine), **settings, "rows": [one.row() for one in found]}
 
 
 def read_texts(config: RunConfig, engine: Engine, tokens: int, text: Path | None = None) -> Tensor:
@@ -304,21 +345,11 @@ def to_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Return the rows as a table for the terminal."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), caption_justify="left")
     table.add_column("press", overflow="fold")
-    compared = ("KL\nmean", "KL\n99%", "same top\ntoken %", "perplexity")
-    for heading in (*compared, "bits/value\nprompt", "bits/value\nend", "kept\n%"):
-        table.add_column(heading, justify="right")
+    for figure in FIGURES:
+        table.add_column(figure.heading, justify="right")
     for row in rows:
         table.caption = f"perplexity of the full cache: {row['full_perplexity']:.3f}"
-        table.add_row(
-            row["press"],
-            f"{row['kl_mean']:.5f}",
-            f"{row['kl_p99']:.4f}",
-            f"{100 * row['top1_agreement']:.1f}",
-            f"{row['perplexity']:.3f}",
-            f"{row['prompt_bits_per_value']:.2f}",
-            f"{row['end_bits_per_value']:.2f}",
-            f"{100 * row['kept']:.0f}",
-        )
+        table.add_row(Text(row["press"]), *(figure.text(row) for figure in FIGURES))
     return table
 
 
@@ -333,7 +364,7 @@ def to_layer_table(rows: Iterable[dict[str, Any]]) -> Table:
         press = row["press"]
         for layer, *figures in [*by_layer, ("mean", *(row[name] for name in LAYER_FIGURES))]:
             error, isolated, recall = figures
-            table.add_row(press, str(layer), f"{error:.4f}", f"{isolated:.4f}", f"{100 * recall:.1f}")
+            table.add_row(Text(press), str(layer), f"{error:.4f}", f"{isolated:.4f}", f"{100 * recall:.1f}")
             press = ""
     return table
 

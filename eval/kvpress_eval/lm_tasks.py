@@ -11,12 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 import kvpress
@@ -25,7 +23,7 @@ from kvpress_eval.environment import describe_run
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.lm_model import KVPressLM
 from kvpress_eval.models import load_engine
-from kvpress_eval.table import number
+from kvpress_eval.records import LM_EVAL
 
 _KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config")
 """What is written of lm-eval's record of an evaluation; the rest describes the machine once more."""
@@ -52,8 +50,6 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     tasks = load_tasks(selection, kvpress.reference_path() if config.model == REFERENCE else config.model)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     engine = load_engine(config)
     measured = []
     for press in config.presses:
@@ -71,7 +67,8 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
         "metadata": dict(selection.metadata),
         "batch_size": config.batch_size,
     }
-    return {**describe_run(config, engine), "config": settings, "lm_eval": version("lm_eval"), "presses": measured}
+    about = {**describe_run(config, engine), "kind": LM_EVAL, "config": settings, "lm_eval": version("lm_eval")}
+    return {**about, "presses": measured}
 
 
 def load_tasks(selection: Selection, model: str) -> list[Any]:
@@ -133,31 +130,3 @@ def _flat(tasks: Iterable[Any]) -> Iterator[Any]:
     """Yield tasks and groups; a tag stands for several."""
     for task in tasks:
         yield from task if isinstance(task, list) else [task]
-
-
-def scores(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float | None, int | None]]:
-    """Yield the task, metric, value, standard error and number of samples of one press's results."""
-    for task, metrics in {**measured["results"], **measured.get("groups", {})}.items():
-        for name, value in metrics.items():
-            metric, comma, chosen = name.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            error = metrics.get(f"{metric}_stderr,{chosen}")
-            label = metric if chosen == "none" else f"{metric} ({chosen})"
-            samples = measured["n-samples"].get(task, {}).get("effective")
-            yield task, label, value, error if isinstance(error, (int, float)) else None, samples
-
-
-def to_table(record: Mapping[str, Any]) -> Table:
-    """Return one row per press, task and metric."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("press", "task", "metric"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("value", "std. error", "samples", "bits/value"):
-        table.add_column(heading, justify="right")
-    for measured in record["presses"]:
-        bits = number(measured["held"]["bits_per_value"], 2)
-        for task, metric, value, error, samples in scores(measured):
-            figures = (number(value, 4), number(error, 4), number(samples, 0), bits)
-            table.add_row(Text(measured["press"]), Text(task), Text(metric), *figures)
-    return table

@@ -110,9 +110,18 @@ def read_settings(config: RunConfig) -> Any:
         raise DataError(f"cannot load model {config.model!r}, neither as a folder nor from the hub: {error}") from error
 
 
+def use_threads(config: RunConfig) -> None:
+    """Give torch the number of CPU threads of a run, if it names one."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+
 def load_engine(config: RunConfig) -> Engine:
-    """Load the model of a run; never runs code that comes with the weights."""
-    check_lengths(config)
+    """Load the model of a run, with its number of threads; never runs code that comes with the weights.
+
+    `check_lengths` tells before, and without the weights, whether there is such a model.
+    """
+    use_threads(config)
     source, device = source_of(config), device_of(config)
     try:
         weights = fingerprint(source)

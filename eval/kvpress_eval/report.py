@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +12,90 @@ from markupsafe import Markup
 
 from kvpress_eval import frontier, page, table
 from kvpress_eval.boards import Board, difference_of, make_boards
-from kvpress_eval.errors import OutputError, translated_os_errors
+from kvpress_eval.errors import DataError, OutputError, translated_os_errors
 from kvpress_eval.export import to_csv, to_parquet
-from kvpress_eval.results import CellResult, Results, flatten, read_runs
+from kvpress_eval.records import holds_records, read_records
+from kvpress_eval.results import CellResult, Results, flatten, is_run, read_runs
+from kvpress_eval.sheets import TITLES, Sheet, about, make_sheets
 from kvpress_eval.store import replace_file
 from kvpress_eval.summary import Place, PressSummary, place_of
 
 
-def write_outputs(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Write the report of runs to `out`, and plots and tables beside it; return where they are.
+@dataclass(frozen=True)
+class Report:
+    """What `sources` hold: the cells of runs and what was left out, their leaderboards, and tables of records."""
+
+    results: Results
+    boards: Sequence[Board]
+    sheets: Sequence[Sheet]
+    sources: Sequence[str]
+
+
+def has_results(path: Path) -> bool:
+    """Whether there is something to report in a folder or a file."""
+    return is_run(path) or holds_records(path)
+
+
+def read_report(paths: Sequence[Path]) -> Report:
+    """Read the runs among folders, and the records of other commands among files and in the folders.
 
     Raises:
-        DataError: a folder is not that of a run, or there is nothing in any.
+        DataError: there is no result in any, or a file cannot be read.
+    """
+    found, runs = read_records(paths), [path for path in paths if is_run(path)]
+    if not runs and not found.records:
+        raise DataError(f"no results in {', '.join(map(str, paths))}" + "".join(f"\n{one}" for one in found.problems))
+    results = read_runs(runs) if runs else Results([], {})
+    results = replace(results, problems=[*results.problems, *found.problems])
+    return Report(results, make_boards(results), make_sheets(found), [str(path) for path in paths])
+
+
+def write_outputs(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Write the report of runs and records to `out`, and plots and tables beside it; return where they are.
+
+    Raises:
+        DataError: there is no result in any of the paths, or a file cannot be read.
         OutputError: `out` cannot be written.
     """
-    results = read_runs(folders)
-    boards = make_boards(results)
+    return write_report(read_report(paths), out)
+
+
+def write_report(report: Report, out: Path) -> list[Path]:
+    """Write a report that was read, as `write_outputs` does."""
     if out.is_dir():
         raise OutputError(f"{out} is a folder; name a file such as {out / 'report.html'}")
     with translated_os_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, to_html(results, boards, [str(folder) for folder in folders]).encode("utf-8", "replace"))
-    png = out.with_name("frontier.png")
-    with translated_os_errors(png):
-        frontier.write_frontier_png(boards[0].summaries, png)
-    presses = [record for number, board in enumerate(boards, 1) for record in _press_records(number, board)]
-    samples = [{**cell.spec, **row} for cell in results.cells for row in flatten(cell)]
-    files = {
-        "table.md": "\n".join(f"## {board.name}\n\n{table.to_markdown(board.ranked)}" for board in boards).encode(),
-        "table.csv": to_csv(presses),
-        "table.parquet": to_parquet(presses),
-        "samples.csv": to_csv(samples),
-        "samples.parquet": to_parquet(samples),
-    }
-    for name, content in files.items():
-        replace_file(out.with_name(name), content)
-    return [out, png, *(out.with_name(name) for name in files)]
+    replace_file(out, to_html(report.results, report.boards, report.sources, report.sheets).encode("utf-8", "replace"))
+    written = [out]
+    if report.boards:
+        written.append(out.with_name("frontier.png"))
+        with translated_os_errors(written[-1]):
+            frontier.write_frontier_png(report.boards[0].summaries, written[-1])
+    for name, content in _tables(report).items():
+        written.append(out.with_name(name))
+        replace_file(written[-1], content)
+    return written
 
 
-def to_html(results: Results, boards: Sequence[Board], folders: Sequence[str]) -> str:
+def to_html(results: Results, boards: Sequence[Board], sources: Sequence[str], sheets: Sequence[Sheet] = ()) -> str:
     """Return the page. Everything a model or a file said is escaped by the template."""
     used = {row["measured"]["run"] for cell in results.cells for row in cell.rows}
+    runs = [record for name, record in results.records.items() if name in used]
     return page.render(
         "report.html.j2",
         boards=boards,
         views=[_view(number, board) for number, board in enumerate(boards, 1)],
+        TITLES=TITLES,
+        kinds={kind: [sheet for sheet in sheets if sheet.kind == kind] for kind in TITLES},
+        models=dict.fromkeys(
+            [*(board.conditions["model"] for board in boards), *(s.conditions["model"] for s in sheets)]
+        ),
         cells=len(results.cells),
-        folders=folders,
+        sources=sources,
         problems=results.problems,
         differing=difference_of(boards),
-        records=[record for name, record in results.records.items() if name in used],
+        records=[*runs, *(about(record) for sheet in sheets for record in sheet.records)],
     )
 
 
@@ -112,6 +147,24 @@ def _view(number: int, board: Board) -> dict[str, Any]:
         "grids": needle_grids(board.ranked),
         "shown": shown_sample(board.cells),
     }
+
+
+def _tables(report: Report) -> dict[str, bytes]:
+    """Return the files for other programs, by name."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    if report.boards:
+        lines["table"] = [
+            line for number, board in enumerate(report.boards, 1) for line in _press_records(number, board)
+        ]
+        lines["samples"] = [{**cell.spec, **row} for cell in report.results.cells for row in flatten(cell)]
+    for sheet in report.sheets:
+        lines.setdefault(sheet.kind, []).extend({**sheet.conditions, **line} for line in sheet.lines)
+    boards = [f"## {board.name}\n\n{table.to_markdown(board.ranked)}" for board in report.boards]
+    sheets = [f"## {TITLES[sheet.kind]}: {sheet.name}\n\n{sheet.to_markdown()}" for sheet in report.sheets]
+    files = {"table.md": "\n".join([*boards, *sheets]).encode()}
+    for name, rows in lines.items():
+        files |= {f"{name}.csv": to_csv(rows), f"{name}.parquet": to_parquet(rows)}
+    return files
 
 
 def _press_records(number: int, board: Board) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpress_eval.cells import SCHEMA, Cell, hash_json
 from kvpress_eval.errors import DataError
-from kvpress_eval.store import CellStore, Row, read_rows
+from kvpress_eval.store import CellStore, Row, read_object, read_rows
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def read_run(out: Path) -> Results:
     cells, problems = [], []
     try:
         for folder in sorted(path.parent for path in out.glob("cells/*/cell.json")):
-            spec = _read_object(folder / "cell.json")
+            spec = read_object(folder / "cell.json")
             if spec is None:
                 problems.append(f"{folder}: cell.json is damaged; remove the folder and run the cell again")
             elif spec.get("schema") != SCHEMA:
@@ -160,20 +160,9 @@ def flatten(result: CellResult) -> list[dict[str, Any]]:
 def _read_cell(folder: Path, spec: Mapping[str, Any]) -> CellResult:
     """Return what the folder of a cell holds; a file that is damaged counts as missing."""
     rows, bad, _ = read_rows(folder / "rows.jsonl")
-    done, kept = _read_object(folder / "done.json"), _read_object(folder / "kept.json")
+    done, kept = read_object(folder / "done.json"), read_object(folder / "kept.json")
     samples = done.get("samples") if done else None
-    return CellResult(spec, samples, rows, _read_object(folder / "failed.json"), kept, damaged=len(bad))
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file, or None if there is none."""
-    if not path.exists():
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    return CellResult(spec, samples, rows, read_object(folder / "failed.json"), kept, damaged=len(bad))
 
 
 def _read_records(path: Path) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from kvpress_eval.cells import Cell, Source, expand_tasks, make_cells
@@ -19,7 +18,7 @@ from kvpress_eval.environment import describe_run
 from kvpress_eval.errors import BusyError
 from kvpress_eval.interrupt import Interrupt
 from kvpress_eval.job import Job, Savings
-from kvpress_eval.models import Engine, check_lengths, load_engine
+from kvpress_eval.models import Engine, check_lengths, load_engine, use_threads
 from kvpress_eval.output import cell_store, log_run, make_folder
 from kvpress_eval.progress import RunProgress
 from kvpress_eval.results import CellResult, read_result
@@ -58,9 +57,10 @@ def prepare(config: RunConfig, engine: Engine | None = None) -> list[Source]:
 def run(config: RunConfig, console: Console, engine: Engine | None = None) -> RunResult:
     """Run what is missing of a configuration, on an engine if one is ready; return all of its results."""
     sources = prepare(config, engine)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    engine = engine or load_engine(config)
+    if engine is None:
+        engine = load_engine(config)
+    else:
+        use_threads(config)
     record = describe_run(config, engine)
     log_run(config.out, record)
     cells = make_cells(config, sources, engine.fingerprint, engine.device, engine.dtype)

@@ -17,7 +17,7 @@ from kvpress_eval.environment import describe_run
 from kvpress_eval.errors import ConfigError, DataError
 from kvpress_eval.generation import read_contexts
 from kvpress_eval.highlight import MOST_TOKENS, kept_of, tokens_of
-from kvpress_eval.models import Engine, check_lengths, load_engine
+from kvpress_eval.models import Engine, check_lengths, load_engine, read_settings
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def show(config: RunConfig, text: str, tokens: int | None) -> tuple[list[Shown],
     """
     if not text.strip():
         raise DataError("the text is empty")
+    read_settings(config)
     engine = load_engine(config)
     ids = engine.tokenizer(text)["input_ids"][:tokens]
     if len(ids) > MOST_TOKENS:

@@ -59,7 +59,7 @@ class CellStore:
 
         A cell that lacks one of the samples that are asked for is not done, whatever it was before.
         """
-        spec = self._optional("cell.json")
+        spec = read_object(self.path / "cell.json", set_aside=True)
         if spec is None:
             write_json(self.path / "cell.json", dict(cell.spec))
         elif spec != dict(cell.spec):
@@ -101,7 +101,7 @@ class CellStore:
 
     def failure(self) -> dict[str, Any] | None:
         """Return what `fail` recorded, if anything."""
-        return self._optional("failed.json")
+        return read_object(self.path / "failed.json", set_aside=True)
 
     def record_kept(self, kept: dict[str, Any] | None) -> None:
         """Keep what a report shows of the first sample."""
@@ -110,20 +110,7 @@ class CellStore:
 
     def kept(self) -> dict[str, Any] | None:
         """Return the tokens of one context and how much of each layer kept them, if recorded."""
-        return self._optional("kept.json")
-
-    def _optional(self, name: str) -> Any:
-        """Return the content of a file, or None; one that cannot be read is moved aside."""
-        path = self.path / name
-        try:
-            return json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            warnings.warn(f"{path}: not readable, moved to *.corrupt", stacklevel=3)
-            with translated_os_errors(path):
-                os.replace(path, path.with_name(f"{name}.corrupt"))
-            return None
+        return read_object(self.path / "kept.json", set_aside=True)
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -156,6 +143,26 @@ def read_rows(path: Path) -> tuple[list[Row], list[bytes], bool]:
         else:
             rows.setdefault(row["sample"], row)
     return list(rows.values()), bad, bool(tail)
+
+
+def read_object(path: Path, *, set_aside: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if there is no file or it is damaged.
+
+    A damaged file is left where it is, or moved to `*.corrupt` with a warning, so that another can take its place.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    if set_aside:
+        warnings.warn(f"{path}: not readable, moved to *.corrupt", stacklevel=3)
+        with translated_os_errors(path):
+            os.replace(path, path.with_name(f"{path.name}.corrupt"))
+    return None
 
 
 def write_json(path: Path, value: object) -> None:

@@ -109,12 +109,24 @@ def note(summaries: Sequence[PressSummary]) -> str:
 
 def to_markdown(summaries: Sequence[PressSummary]) -> str:
     """Return the table as Markdown."""
-    rows = [[column.heading.replace("/ ", "/") for column in COLUMNS]]
-    rows.append(["---" if column.folds else "---:" for column in COLUMNS])
-    rows += [[column.text(summary).replace("|", r"\|") for column in COLUMNS] for summary in summaries]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
+    aligned = ["---" if column.folds else "---:" for column in COLUMNS]
+    rows = [[column.text(summary) for column in COLUMNS] for summary in summaries]
     problems = [f"- {summary.press}: {problem}" for summary in summaries for problem in summary.problems]
-    return "\n".join([*lines, "", note(summaries), *problems]) + "\n"
+    return markdown(headings, aligned, rows, note(summaries), problems)
+
+
+def markdown(
+    headings: Sequence[str],
+    aligned: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str,
+    problems: Sequence[str] = (),
+) -> str:
+    """Return rows under their headings as Markdown, and what is to be said below them."""
+    cells = [[text.replace("|", r"\|") for text in row] for row in (headings, aligned, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([*lines, "", note, *problems]) + "\n"
 
 
 def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:

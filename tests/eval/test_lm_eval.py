@@ -23,6 +23,7 @@ from kvpress_eval import lm_eval, lm_tasks
 from kvpress_eval.console import app
 from kvpress_eval.errors import ConfigError
 from kvpress_eval.lm_model import KVPressLM
+from kvpress_eval.lm_scores import scores
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -275,9 +276,9 @@ def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
     assert [measured["press"] for measured in record["presses"]] == ["none", PRESS]
     none, pressed = (measured["held"] for measured in record["presses"])
     assert pressed["bytes_per_prompt"] < 0.7 * none["bytes_per_prompt"]
-    found = {(task, metric): value for task, metric, value, *_ in lm_tasks.scores(record["presses"][0])}
+    found = {(task, metric): value for task, metric, value, *_ in scores(record["presses"][0])}
     assert found == {("codes_generated", "exact_match (strip)"): 1.0, ("codes_chosen", "acc"): 1.0}
-    assert [samples for *_, samples in lm_tasks.scores(record["presses"][0])] == [3, 3]
+    assert [samples for *_, samples in scores(record["presses"][0])] == [3, 3]
     assert {"kvpress", "torch", "transformers", "lm_eval", "weights"} <= record.keys()
     assert record["presses"][0]["config"]["limit"] == 3
 

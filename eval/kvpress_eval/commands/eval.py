@@ -17,6 +17,7 @@ from kvpress_eval.demo import demo_config
 from kvpress_eval.estimate import estimate
 from kvpress_eval.grid import load_grid
 from kvpress_eval.lm_eval import require_lm_eval
+from kvpress_eval.lm_scores import to_table
 from kvpress_eval.report import write_outputs
 from kvpress_eval.runner import INTERRUPTED, prepare, run
 from kvpress_eval.store import write_json
@@ -108,7 +109,7 @@ def eval_command(
 def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, console: Console) -> None:
     """Score the presses of a run on tasks of lm-eval, with as many samples and of such lengths as were asked for."""
     require_lm_eval()
-    from kvpress_eval.lm_tasks import Selection, compare, to_table
+    from kvpress_eval.lm_tasks import Selection, compare
 
     chosen = config.model_fields_set
     limit = config.samples if "samples" in chosen else None

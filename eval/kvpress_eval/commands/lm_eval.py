@@ -11,6 +11,8 @@ import typer
 from kvpress_eval.commands.terminal import exit_codes, make_folder, split
 from kvpress_eval.errors import ConfigError
 from kvpress_eval.lm_eval import require_lm_eval
+from kvpress_eval.lm_scores import to_table
+from kvpress_eval.models import check_lengths
 from kvpress_eval.store import write_json
 from kvpress_eval.yaml_config import load_config
 
@@ -38,7 +40,6 @@ def lm_eval_command(
     with exit_codes() as console:
         require_lm_eval()
         from kvpress_eval.lm_tasks import Selection, compare
-        from kvpress_eval.lm_tasks import to_table as scores_table
 
         options: dict[str, Any] = {
             "model": model,
@@ -53,8 +54,9 @@ def lm_eval_command(
         selection = Selection(names, include, limit, num_fewshot, chat_template, _json_object(metadata))
         config = load_config(None, options)
         make_folder(out)
+        check_lengths(config)
         record = compare(config, selection, console)
-        console.print(scores_table(record))
+        console.print(to_table(record))
         if out:
             write_json(out, record)
 
