@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache.memory import for_scattered_reads
 from kvpress.kernels import dense, lookup, uniform
 from kvpress.kernels import reference as plain
 from kvpress.kernels.coded import STEP, Coded, Rotary
@@ -133,14 +135,16 @@ class Selected(Cache):
     """Dense pairs of which each stream reads one in `share`: those whose labels, 16 channels of the key, fit its queries best.
 
     Labels have the dtype of the keys, or `label_bits` bits per channel with one scale and zero each. `select` is what a
-    decode step does to choose the pairs, `gather` reads them; `attend` does both.
+    decode step does to choose the pairs, `gather` reads them; `attend` does both. Pairs lie where a press that selects
+    keeps them.
     """
 
     channels = 16
 
     def __init__(self, dense: Dense, share: int = 16, label_bits: int | None = None) -> None:
         super().__init__(dense.streams)
-        self.dense = dense
+        self.dense = copy(dense)
+        self.dense.keys, self.dense.values = for_scattered_reads(dense.keys), for_scattered_reads(dense.values)
         self.labels: Tensor | Packed = dense.keys[:, : self.channels].contiguous()
         if label_bits is not None:
             group = (1, self.channels)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvpress.cache.memory import for_scattered_reads
 from kvpress.cache.segment import DenseSegment, Segment
 
 if TYPE_CHECKING:
@@ -45,14 +46,14 @@ class Codec(ABC):
 
 
 class DenseCodec(Codec):
-    """Seals pairs as they are, so that a selector can index them."""
+    """Seals pairs as they are, so that a selector can index them and read some of them."""
 
     def __init__(self, group: int, residual: int) -> None:
         self.group, self.residual = group, residual
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
-        return segment
+        return DenseSegment(for_scattered_reads(segment.keys), for_scattered_reads(segment.values), segment.layout)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return 2 * dim * dtype.itemsize

@@ -1,0 +1,78 @@
+"""Memory for pairs that are read one here and one there."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.cache.layout import Layout
+from kvpress.cache.memory import LEAST_BYTES, for_scattered_reads
+from kvpress.cache.segment import DenseSegment
+from kvpress.cache.store import Sealing
+from kvpress.quant.base import DenseCodec
+
+on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages to ask for")
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, size: int = LEAST_BYTES) -> Tensor:
+    return torch.randn(size // 64 // dtype.itemsize, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def asks_for_huge_pages(tensor: Tensor) -> bool:
+    """What the kernel says of the mapping that the middle of a tensor is in."""
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *fields = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= middle < end
+        elif inside and name == "VmFlags:":
+            return "hg" in fields
+    raise AssertionError("the tensor is in no mapping")
+
+
+@on_linux
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_rows_get_huge_pages_and_keep_their_values(dtype: torch.dtype) -> None:
+    given = rows(dtype)
+    moved = for_scattered_reads(given)
+    assert asks_for_huge_pages(moved)
+    assert moved.dtype == dtype
+    assert torch.equal(moved, given)
+    moved[0] += 1
+    assert not torch.equal(moved, given)
+    assert moved.untyped_storage().nbytes() == given.nbytes
+
+
+def test_small_rows_and_those_of_other_devices_stay() -> None:
+    small, elsewhere = rows(size=LEAST_BYTES // 2), rows().to("meta")
+    assert for_scattered_reads(small) is small
+    assert for_scattered_reads(elsewhere) is elsewhere
+
+
+@on_linux
+def test_rows_stay_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *option: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    given = rows()
+    assert for_scattered_reads(given) is given
+
+
+@on_linux
+def test_pairs_that_a_selector_reads_get_huge_pages() -> None:
+    keys, values = rows(), rows().flip(0)
+    layout = Layout([len(keys) // 4] * 4)
+    sealed = DenseCodec(group=16, residual=16).encode(DenseSegment(keys, values, layout), Sealing(4, (), None))
+    assert isinstance(sealed, DenseSegment)
+    for held, given in ((sealed.keys, keys), (sealed.values, values)):
+        assert asks_for_huge_pages(held)
+        assert torch.equal(held, given)
+    assert sealed.layout == layout
