@@ -13,6 +13,8 @@ class BoundWorker {
   using Query = typename Dot::Query;
 
  public:
+  static constexpr int kRows = kChunk;  // of one task
+
   explicit BoundWorker(const Pages& p)
       : p_(p),
         stride_(round_up(p.channels, kQueryPad)),
@@ -23,11 +25,11 @@ class BoundWorker {
         highs_(p.queries * kScoreStride),
         lows_(p.queries * kScoreStride) {}
 
-  // Score up to kChunk pages of a stream, from its `first` on.
+  // Score up to kRows pages of a stream, from its `first` on.
   void score(int64_t stream, int64_t first) {
     load_queries(stream);
     const int64_t left = p_.counts[stream] - first, row = p_.starts[stream] + first;
-    const int count = int(std::min<int64_t>(kChunk, left));
+    const int count = int(std::min<int64_t>(kRows, left));
     product(p_.high, row, count, left, positive_, highs_);
     product(p_.low, row, count, left, negative_, lows_);
     for (int t = 0; t < count; t += kLanes) {
@@ -70,12 +72,14 @@ class BoundWorker {
 template <class Labels>
 class LabelWorker {
  public:
+  static constexpr int kRows = 4096;  // so that neighbouring rows, which are short, are read by one thread
+
   explicit LabelWorker(const Pages& p) : p_(p), labels_(p) {}
 
-  // Score up to kChunk rows of a stream, from its `first` on.
+  // Score up to kRows rows of a stream, from its `first` on.
   void score(int64_t stream, int64_t first) {
     if (stream != stream_) labels_.begin(stream_ = stream);
-    const int64_t end = std::min(p_.counts[stream], first + kChunk);
+    const int64_t end = std::min(p_.counts[stream], first + kRows);
     for (int64_t at = first; at < end; at += kTileRows)
       score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), p_.out + stream * p_.most + at);
   }
@@ -141,7 +145,7 @@ int score_pages(const Pages& p) {
   std::vector<std::pair<int64_t, int64_t>> tasks;
   for (int64_t n = 0; n < p.streams; ++n) {
     if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
-    for (int64_t at = 0; at < p.counts[n]; at += kChunk) tasks.emplace_back(n, at);
+    for (int64_t at = 0; at < p.counts[n]; at += Worker::kRows) tasks.emplace_back(n, at);
     std::fill_n(p.out + n * p.most + p.counts[n], p.most - p.counts[n], -INFINITY);
   }
   parallel(int64_t(tasks.size()), p.threads, [&] {
