@@ -17,18 +17,14 @@ from transformers import Cache
 
 import kvpress
 from kvpress.hf import Session, new_cache
+from kvpress_eval import memory
 from kvpress_eval.errors import ConfigError, EvalError
 from kvpress_eval.generation import parts
-from kvpress_eval.job import release_memory
 from kvpress_eval.layers import FullLayer
 
 Watcher = Callable[[Session], AbstractContextManager[None]]
 _PROMPT, _CONTINUATION = 0, 1
 """Seeds for presses that draw at random: one for each part, for a shared reading leaves no trace in the generator."""
-
-
-_TOGETHER = 8
-"""Presses that share one reading at most: all their caches are held together, and those of selectors are whole ones."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +41,17 @@ class Reading:
 
 
 def read_prompts(model: Any, presses: Sequence[str], ids: Tensor) -> Iterator[tuple[str, Cache]]:
-    """Read contexts `ids [B, n]` once for every few presses that share the reading, and yield each press with its cache.
+    """Read contexts `ids [B, n]` once for the presses that share the reading, and yield each press with its cache.
 
-    The caches that are still to come are held together, or those of half of the presses at a time where that fails. What cannot
-    be shared comes last, alone.
+    The caches that are still to come are held together: those that fit in memory, or of half of the presses at a time where
+    that fails. What cannot be shared comes last, alone.
 
     Raises:
         ConfigError: a press does not suit the model or the contexts.
     """
     sharing = [press for press in presses if kvpress.get_press(press).shares_prefill]
-    for group in [*parts(sharing, _TOGETHER), *([press] for press in presses if press not in sharing)]:
+    groups = memory.fitting(model, sharing, kvpress.get_press, *ids.shape)
+    for group in [*groups, *([press] for press in presses if press not in sharing)]:
         yield from _read_group(model, group, ids)
 
 
@@ -108,7 +105,7 @@ def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[tuple
             # Each cache is let go as soon as its continuation is read.
             yield press, caches.pop(0)
         return
-    release_memory()
+    memory.release()
     for half in parts(group, (len(group) + 1) // 2):
         yield from _read_group(model, half, ids)
 

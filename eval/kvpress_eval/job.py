@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import resource
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import kvpress
+from kvpress_eval import memory
 from kvpress_eval.cells import Cell, Source, hash_json
 from kvpress_eval.config import RunConfig
 from kvpress_eval.environment import now
@@ -30,8 +28,6 @@ from kvpress_eval.progress import RunProgress
 from kvpress_eval.prompts import Prompt, make_prompt
 from kvpress_eval.store import CellStore, Row
 from kvpress_eval.tasks import Sample, score
-
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -162,11 +158,14 @@ class Job:
         return [_Batch(part) for part in parts(contexts, self.config.batch_size)]
 
     def _run_batch(self, running: Sequence[_Running], batch: _Batch) -> None:
-        """Run what is missing of a batch: presses that share the reading together, every other alone."""
+        """Run what is missing of a batch: presses that share the reading together as they fit in memory, every other alone."""
         missing = [one for one in running if one.open and any(s.id not in one.rows for s in batch.samples)]
         sharing = [one for one in missing if one.press.shares_prefill]
-        for group in [sharing, *([one] for one in missing if one not in sharing)]:
-            if group and not self.interrupt.requested:
+        groups = memory.fitting(
+            self.engine.model, sharing, lambda one: one.press, len(batch.ids), max(map(len, batch.ids))
+        )
+        for group in [*groups, *([one] for one in missing if one not in sharing)]:
+            if not self.interrupt.requested:
                 self._read_and_answer(group, batch)
 
     def _read_and_answer(self, group: Sequence[_Running], batch: _Batch) -> None:
@@ -221,7 +220,7 @@ class Job:
 
     def _retry(self, group: Sequence[_Running], batch: _Batch, error: Exception) -> None:
         """Find out whose failure it was: half of the presses each time; without memory, also half of the contexts."""
-        release_memory()
+        memory.release()
         if len(group) > 1:
             for half in parts(group, (len(group) + 1) // 2):
                 self._read_and_answer(half, batch)
@@ -243,7 +242,7 @@ class Job:
         one.open = False
         message = f"{type(error).__name__}: {error}"
         details = "".join(traceback.format_exception(error))
-        one.store.fail(_status(error), message, details, peak_bytes(self.engine.model.device))
+        one.store.fail(_status(error), message, details, memory.peak_bytes(self.engine.model.device))
         self.progress.problem(f"{one.cell.label}: {message}")
 
     def _row(
@@ -291,18 +290,3 @@ def _status(error: Exception) -> str:
 
 def _hash_ids(prompt: Prompt) -> str:
     return hashlib.sha256(repr((prompt.first, prompt.second)).encode()).hexdigest()[:16]
-
-
-def release_memory() -> None:
-    """Give back what a failed attempt held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: of the accelerator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -99,16 +99,6 @@ def test_a_context_is_read_once_for_all_presses_that_share_it(layers: bool) -> N
     assert len(single) == 2 * TOKENS * (1 + continued * (2 if layers else 1))
 
 
-def test_no_more_than_eight_caches_are_held_together() -> None:
-    """As for `kvpress reselect`, which tries one press for each layer of a model."""
-    model, presses = tiny_model("llama"), [f"quest:budget={16 + n},page_size=4,skip_layers=0" for n in range(17)]
-    ids = tokens(1, CONTEXT)
-    with passes(model) as seen:
-        pressed = [press for press, _ in continuation.read_prompts(model, presses, ids)]
-    assert pressed == presses
-    assert seen == [(1, CONTEXT)] * 3
-
-
 def test_the_full_cache_is_read_once_however_often_it_is_compared_with() -> None:
     model = tiny_model("llama")
     with passes(model) as seen:
