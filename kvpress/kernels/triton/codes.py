@@ -16,16 +16,24 @@ COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.constexpr_function
 def _widen(shift, mask):
-    """Four bytes to four float16 in eight instructions: shift and mask all, spread into 0x64cc = 1024 + c, subtract 1024."""
+    """Four bytes to four float16: mask all, spread into 0x64xx = 1024 + x, and take off 1024.
+
+    With x still the code times 2 ** shift, the multiplication that undoes it does the subtraction as well.
+    """
+    finish = "sub.f16x2 {0}, {0}, base;"
+    if shift:
+        finish = "fma.rn.f16x2 {0}, {0}, scale, offset;"
+    scale, offset = (15 - shift) << 10, 0x8000 | (25 - shift) << 10  # 2 ** -shift and -1024 * 2 ** -shift
     return f"""{{
-        .reg .b32 bytes, base;
+        .reg .b32 bytes, base, scale, offset;
         mov.b32 base, 0x64006400;
-        shr.b32 bytes, $2, {shift};
-        and.b32 bytes, bytes, {mask * 0x01010101};
+        mov.b32 scale, {scale * 0x10001};
+        mov.b32 offset, {offset * 0x10001};
+        and.b32 bytes, $2, {(mask << shift) * 0x01010101};
         prmt.b32 $0, bytes, base, 0x5150;
         prmt.b32 $1, bytes, base, 0x5352;
-        sub.f16x2 $0, $0, base;
-        sub.f16x2 $1, $1, base;
+        {finish.format("$0")}
+        {finish.format("$1")}
     }}"""
 
 

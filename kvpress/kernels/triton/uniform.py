@@ -43,7 +43,9 @@ def limits(channels: int, corrected: bool) -> Limits:
     """Limits for so many key and value channels, with corrections or without."""
     if corrected:
         return Limits(8, 32, 255) if channels <= 256 else Limits(4, 16, 255)
-    # ptxas would spill from small tiles to run more of them.
+    if channels > 256:
+        return Limits(16, 64, 255)
+    # ptxas would spill from small tiles, as from large ones, to run more of them.
     return Limits(16, 64, 128 if channels <= 128 else None)
 
 

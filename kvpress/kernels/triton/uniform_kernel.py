@@ -81,7 +81,8 @@ def decode_kernel(
         if key_first is not None:
             extra = correction.key_outliers(Q + n * M * D, m, live_m, key_first, key_channel, key_delta, row, live, D)
             products += extra * (1 / highest * QUERY_LIFT)[:, None]
-        constant = tl.zeros([BM], tl.float32)
+        if FOLD:
+            offsets = tl.zeros([BM, KP], tl.float32)
         for c in tl.static_range(KC):
             column = c * KW + j
             live_j = column < D // KPARTS
@@ -94,7 +95,7 @@ def decode_kernel(
                     whole = (start + at) // K_GR
                     s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC)
                     products = tl.dot((query * s[None, :]).to(tl.float16), part, products)
-                    constant += tl.sum(query * z[None, :], 1)
+                    offsets += query * z[None, :]
                 else:
                     if K_GR == 1:
                         own = row
@@ -109,7 +110,9 @@ def decode_kernel(
                         live_s = live[None, :] & live_j[:, None]
                     s, z = codes.load_group(KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC)
                     products = tl.dot(query.to(tl.float16), codes.decode(part, s, z), products)
-        logits = online.to_logits(products + constant[:, None], factor[:, None], softcap)
+        if FOLD:
+            products += tl.sum(offsets, 1)[:, None]
+        logits = online.to_logits(products, factor[:, None], softcap)
         if BIAS is not None:
             logits += tl.load(BIAS + row, mask=live, other=0.0)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
