@@ -50,7 +50,7 @@ struct IndexBlock {
 
   const Index* row(int t) const { return first + t * stride; }
 
-  // Fetch what the next kLookupRows rows will have here, where they follow these.
+  // Fetch what the block of rows after this one has here; beyond the last block it is nothing that is used.
   void prefetch_next() const { prefetch_line(reinterpret_cast<const char*>(first + kLookupRows * stride)); }
 };
 

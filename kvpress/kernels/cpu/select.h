@@ -137,7 +137,7 @@ class Selector {
       for (int64_t g = 1; g < group; ++g) best = max(best, load(block + g * kLanes));
       store(best_.get() + b * kLanes, best);
     }
-    rank_by_keys(best_.get(), blocks * kLanes);
+    load_keys(best_.get(), blocks * kLanes);
     return from_key(bin_of(blocks * kLanes, count).first);
   }
 
@@ -156,13 +156,14 @@ class Selector {
     return found;
   }
 
-  void rank_by_keys(const float* values, int64_t size) {
+  // The first keys become those of the values.
+  void load_keys(const float* values, int64_t size) {
     for (int64_t i = 0; i < size; ++i) keys_[i] = to_key(values[i]);
   }
 
   // The `count`-th largest of the values collected.
   Rank find(int64_t size, int64_t count) {
-    rank_by_keys(values_.get(), size);
+    load_keys(values_.get(), size);
     uint32_t* const keys = keys_.get();
     for (;;) {
       const Bin bin = bin_of(size, count);

@@ -230,8 +230,8 @@ KVPRESS_INLINE void unrolled(Step&& step) {
   unrolled(std::make_integer_sequence<int, kCount>{}, step);
 }
 
-// Bring a row into the second-level cache: the first level has too few miss buffers to keep the memory bus busy.
-// Volatile, because GCC takes a function that only prefetches for one without effects and removes it.
+// Bring a line into the second-level cache: the first level has too few miss buffers to keep the memory bus busy. Any
+// address will do. Volatile, because GCC takes a function that only prefetches for one without effects and removes it.
 KVPRESS_INLINE void prefetch_line(const char* p) {
 #if defined(__x86_64__) || defined(__i386__)
   asm volatile("prefetcht1 %0" ::"m"(*p));
