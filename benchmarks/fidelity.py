@@ -77,9 +77,9 @@ def measure_fidelity(
     for name, layers in (("fidelity", False), ("fidelity with layers", True)):
         started = time.perf_counter()
         comparison = Comparison(engine, ids, length, batch_size=texts, layers=layers)
-        for press in presses:
-            print(f"{name}: {press}", flush=True)
-            found = comparison.fidelity(press).row()
+        print(f"{name}: {len(presses)} presses", flush=True)
+        for press, fidelity in zip(presses, comparison.fidelities(presses), strict=True):
+            found = fidelity.row()
             rows[press] |= {
                 figure: found[figure] for figure in (*FIGURES, "kept", "end_bits_per_value") if figure in found
             }
