@@ -96,15 +96,14 @@ class CodedRows {
       rescale<float>(group(row), out);
   }
 
-  // Fetch the codes of the rows and the scales of the groups that begin among them, or of all where rows are listed.
+  // Fetch the codes of the rows and the scales between the first and the last one.
   void prefetch(const int64_t* rows, int count, bool contiguous) const {
     if (count <= 0) return;
     if (contiguous)
       prefetch_row(codes(rows[0]), count * side_.stride);
     else
       for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
-    const bool begun = contiguous && !row_group_ && rows[0] % side_.group_rows != 0;
-    const int64_t first = group(rows[0]) + begun, groups = group(rows[count - 1]) - first + 1;
+    const int64_t first = group(rows[0]), groups = group(rows[count - 1]) - first + 1;
     if (groups < 1 || groups > count) return;
     const int64_t bytes = scales_per_row() * (side_.dtype == kFloat16 ? 2 : 4);
     prefetch_row(static_cast<const char*>(side_.scale) + first * bytes, groups * bytes);

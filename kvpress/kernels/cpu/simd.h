@@ -241,10 +241,7 @@ KVPRESS_INLINE void prefetch_line(const char* p) {
 }
 
 inline void prefetch_row(const void* row, int64_t bytes) {
-  const char* p = static_cast<const char*>(row);
-  for (; bytes >= 256; bytes -= 256, p += 256)
-    unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { prefetch_line(p + 64 * i); });
-  for (; bytes > 0; bytes -= 64, p += 64) prefetch_line(p);
+  for (int64_t b = 0; b < bytes; b += 64) prefetch_line(static_cast<const char*>(row) + b);
 }
 
 inline int round_up(int64_t x, int64_t to) { return int((x + to - 1) / to * to); }
