@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint gpu clean
+.PHONY: demo test lint fuzz gpu clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
@@ -23,6 +23,12 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Random specs, models and conversations: N of them from SEED. Failures are printed with the command that repeats them.
+N ?= 1000
+SEED ?= 1
+fuzz: $(STAMP)
+	PYTHONPATH=.:eval $(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)
 
 # On a machine with a GPU, with whatever torch it has: parity, then speed, in under ten minutes. OUT names the folder for the
 # results.

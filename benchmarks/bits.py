@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import kvpress
+from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.store import KVStore
-from kvpress.quant.base import Codec
 from kvpress.quant.coupled import CoupledCodec
 
 HEADS, DIM = 8, 128
@@ -118,7 +118,7 @@ def held_bits(codec: Codec | None, tokens: int) -> float:
     store.append(keys, values)
     for name in codec.reads_side:
         store.window.side[name] = torch.rand(1, HEADS, tokens, generator=generator)
-    store.settle(codec, None)
+    store.settle(codec, Sealing(store.heads))
     tensors = [tensor for part in store.tensors().values() for tensor in part]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     left = 0 if store.dense is None else sum(array.nbytes for array in store.dense.side.values())

@@ -31,11 +31,13 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 import kvpress
+from kvpress.cache.codec import Sealing
 from kvpress.cache.report import storage_bytes
 from kvpress.cache.store import KVStore
-from kvpress.calibration import Calibration
-from kvpress.hf import PressLayer
-from kvpress.quant.codebook import Angles, CodedSegment, Turning
+from kvpress.calibrate.file import Calibration
+from kvpress.core.model import ModelFacts
+from kvpress.hf.layer import PressLayer
+from kvpress.quant.codebook import Angles, CodedSegment, KeyRotation
 from kvpress.quant.press import pair
 from kvpress.sparse.channels import Channels
 
@@ -70,7 +72,7 @@ class RandomBooks(kvpress.CoupledQuantPress):
         book = torch.randn(4, 64 // channels, 256, channels, generator=torch.Generator().manual_seed(0)).half()
         return Calibration({f"{layer}.{side}": book for layer in range(8) for side in ("keys", "values")}, {})
 
-    def post_init_from_model(self, model: Any) -> None:
+    def check_books(self, model: ModelFacts) -> None:
         """There is no file to check."""
 
 
@@ -132,20 +134,20 @@ def keep_half(store: KVStore, shares: tuple[float, ...]) -> None:
 
 def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None = None) -> DynamicCache:
     """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave it."""
-    layers = []
+    layers, recipe = [], press.recipe()
     angles = Angles()
     for index in range(8):
         layer = PressLayer()
         layer.update(*random_pairs(context, index))
         if shares is not None:
             keep_half(layer.store, shares)
-        codec = press.codec_for(index)
+        codec = recipe.codec_at(index)
         if codec is not None:
-            layer.store.settle(codec, None)
+            layer.store.settle(codec, Sealing(layer.store.heads))
         for segment in layer.store.segments:
             if isinstance(segment, CodedSegment):
                 angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
-                segment.turning = Turning(angles)
+                segment.rotation = KeyRotation(angles)
         layers.append(layer)
     cache = DynamicCache()
     cache.layers = layers
@@ -194,7 +196,7 @@ def contenders(
         print(f"quanto is left out: {missing}")
     for name, (spec, shares) in (OURS | {spec: (spec, None) for spec in methods}).items():
         press = press_of(spec)
-        kept = press.planned_pairs(context)
+        kept = press.recipe().kept(context)
         if shares is None and kept < context:
             shares = (kept / context,) * 4
         found[name] = (ours(model, press, context, shares), press, plain)

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 from kvpress_eval import evaluate
-from kvpress_eval.config import RunConfig
-from kvpress_eval.fidelity import LAYER_FIGURES, Comparison, read_texts
-from kvpress_eval.models import load_engine
-from kvpress_eval.tasks import TRAINED
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.fidelity.comparison import Comparison
+from kvpress_eval.fidelity.figures import LAYER_FIGURES
+from kvpress_eval.fidelity.texts import read_texts
+from kvpress_eval.run.models import load_engine
+from kvpress_eval.tasks.kinds.generated import TRAINED
 from scipy.stats import kendalltau, spearmanr
 
 import kvpress
@@ -61,8 +63,8 @@ GROUPS: dict[str, Callable[[str], bool]] = {"all": lambda press: True, "evicting
 
 
 def evicts_only(spec: str) -> bool:
-    press = kvpress.get_press(spec)
-    return not press.encodes and not press.selects
+    recipe = kvpress.get_press(spec).recipe()
+    return recipe.codec is None and recipe.selector is None
 
 
 def measure_fidelity(

@@ -33,8 +33,7 @@ from benchmarks.gpu_parts import Budget, emit, part_arguments, reason
 from benchmarks.gpu_speed import Timer, release, shapes
 from benchmarks.problems import KEY_GROUP, VALUE_GROUP, Dense, Streams
 from kvpress import kernels
-from kvpress.hf import PressLayer
-from kvpress.kernels.quantise import quantise
+from kvpress.hf.layer import PressLayer
 
 NO_PRESS = "no press"
 SPECS = {
@@ -103,8 +102,10 @@ def time_compression(device: str, context: int, small: bool) -> None:
     s = cache.streams
     parts: dict[str, Callable[[], object]] = {
         "prefill": lambda: model(ids, use_cache=False),
-        "score": lambda: kernels.column_mass(s.q, cache.keys, s.starts, s.lengths, s.scale, causal=WINDOW),
-        "quantise": lambda: (quantise(cache.keys, 4, KEY_GROUP), quantise(cache.values, 4, VALUE_GROUP)),
+        "score": lambda: kernels.column_mass(s.q, cache.rows, s.where, s.options(causal=WINDOW)),
+        "quantise": lambda: [
+            kernels.quantise(x, 4, g) for x, g in zip(cache.tensors(), (KEY_GROUP, VALUE_GROUP), strict=True)
+        ],
     }
     timer = Timer(device, rounds=3)
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ import kvpress
 from benchmarks.gpu_parts import Budget, emit, part_arguments, reason
 from benchmarks.problems import Corrected, Coupled, Dense, Partial, Streams, Uniform, generator
 from kvpress import kernels
-from kvpress.kernels import columns, pages
-from kvpress.kernels import reference as plain
-from kvpress.kernels.packed import BITS, CODE_BITS
-from kvpress.kernels.quantise import quantise
-from kvpress.kernels.quantise import reference as quantise_reference
+from kvpress.kernels import BITS, CODE_BITS
+from kvpress.kernels.mass import reference as mass_reference
+from kvpress.kernels.quantisation import reference as quantise_reference
+from kvpress.kernels.scores import reference as scores_reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -81,8 +80,8 @@ def attention_case(name: str, limit: float, build: Callable[[], Any], **options:
     return Case(name, limit, run)
 
 
-def random_bias(cache: Any) -> Tensor:
-    """A logit per stored row."""
+def random_log_weight(cache: Any) -> Tensor:
+    """A log-weight per stored row."""
     device = cache.streams.q.device
     return torch.randn(cache.streams.rows, generator=generator(device), device=device)
 
@@ -90,7 +89,7 @@ def random_bias(cache: Any) -> Tensor:
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": 3},
     "softcap": {"softcap": 5.0},
-    "bias": {"bias": random_bias, "causal": 3},
+    "log_weight": {"log_weight": random_log_weight, "causal": 3},
 }
 
 
@@ -98,7 +97,7 @@ def fenced(streams: Streams) -> Dense:
     """Dense rows with NaN wherever no stream reads."""
     cache = Dense(streams)
     unused = torch.ones(streams.rows, dtype=torch.bool, device=streams.q.device)
-    for rows in streams.listed():
+    for rows in streams.where.numbers():
         unused[rows] = False
     for tensor in cache.tensors():
         tensor[unused] = float("nan")
@@ -110,8 +109,8 @@ def listed_case(name: str, limit: float, build: Callable[[], Any]) -> Case:
 
     def run() -> tuple[Partial, Partial]:
         cache = build()
-        rows, counts = cache.streams.sample(3)
-        return cache.attend_rows(rows, counts), cache.reference(plain.listed(rows, counts))
+        where = cache.streams.sample(3)
+        return cache.attend(where), cache.reference(where)
 
     return Case(name, limit, run)
 
@@ -155,17 +154,9 @@ def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
             yield listed_case(f"select {name}", CODED_LIMIT, built[name])
         for option, given in OPTIONS.items():
             yield attention_case(f"decode {option}", CODED_LIMIT, build(queries=12), **given)
-        yield attention_case("decode with row groups", CODED_LIMIT, build(), row_group=scattered)
+        yield attention_case("decode with row groups", CODED_LIMIT, build(row_groups=True))
 
     return cases
-
-
-def scattered(cache: Uniform) -> Tensor:
-    """Groups in random order, as after evictions."""
-    device = cache.streams.q.device
-    groups = cache.keys.scale.shape[0]
-    shape = (cache.streams.rows,)
-    return torch.randint(0, groups, shape, generator=generator(device), device=device, dtype=torch.int32)
 
 
 def correction_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -199,8 +190,11 @@ def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             yield attention_case(f"decode {name}{turned}", CODED_LIMIT, make)
             if name in ("D128", "4 bit", "10 bit"):
                 yield listed_case(f"select {name}{turned}", CODED_LIMIT, make)
-    float32_books = build(books_dtype=torch.float32)
-    yield attention_case("decode float32 books", CODED_LIMIT, float32_books)
+    yield attention_case("decode float32 books", CODED_LIMIT, build(books_dtype=torch.float32))
+    for dtype in (torch.float16, torch.float32):
+        make = build(bits=4, coupled=1, shared=True, books_dtype=dtype)
+        yield attention_case(f"decode row scales and one {named(dtype)} book", CODED_LIMIT, make)
+        yield listed_case(f"select row scales and one {named(dtype)} book", CODED_LIMIT, make)
     for option, given in OPTIONS.items():
         yield attention_case(f"decode {option}", CODED_LIMIT, build(queries=12), **given)
 
@@ -212,14 +206,15 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         "max": kernels.column_max,
     }
 
-    def case(name: str, dtype: torch.dtype, dim: int, statistic: str, causal: int, given: bool) -> Case:
+    def case(name: str, dtype: torch.dtype, dim: int, statistic: Any, causal: int, given: bool) -> Case:
         def run() -> tuple[list[Tensor], list[Tensor]]:
             cache = fenced(Streams.random(sizes.lengths, 4 * max(1, causal), dim, dtype, device, gap=5))
             s = cache.streams
-            where = (s.q, cache.keys, s.starts, s.lengths, s.scale)
-            lse = cache.reference(causal=causal)[1] if given else None
-            found = statistics[statistic](*where, causal=causal, lse=lse)
-            return [found], [columns.reference(*where, lse=lse, causal=causal, statistic=statistic)]
+            rows = replace(cache.rows, log_weight=random_log_weight(cache))
+            where = (s.q, rows, s.where, s.options(causal=causal))
+            lse = cache.reference(log_weight=rows.log_weight, causal=causal)[1] if given else None
+            found = statistics[statistic](*where, lse=lse)
+            return [found], [mass_reference.receive(*where, statistic, lse)]
 
         return Case(name, LIMITS[dtype], run)
 
@@ -237,17 +232,18 @@ def page_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         def run() -> tuple[list[Tensor], list[Tensor]]:
             cache = Dense(Streams.random(sizes.lengths, 4, dim, dtype, device, gap=5))
             s, low, high = cache.streams, torch.minimum(*cache.tensors()), torch.maximum(*cache.tensors())
-            found = kernels.page_bounds(low, high, s.q, s.starts, s.lengths)
-            return [found], [pages.reference(s.q, low, high, s.starts, s.lengths, "max")]
+            found = kernels.page_bounds(s.q, low, high, s.where)
+            sides = kernels.Dense(low), kernels.Dense(high)
+            return [found], [scores_reference.score(s.q, *sides, s.where, "max", s.longest)]
 
         return run
 
     def labels(dtype: torch.dtype, width: int, reduce: str) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
         def run() -> tuple[list[Tensor], list[Tensor]]:
             cache = fenced(Streams.random(sizes.lengths, 4, width, dtype, device, gap=5))
-            s = cache.streams
-            found = kernels.label_scores(s.q, cache.keys, s.starts, s.lengths, reduce=reduce)
-            return [found], [pages.reference(s.q, None, cache.keys, s.starts, s.lengths, reduce)]
+            s, keys = cache.streams, cache.rows.keys
+            found = kernels.label_scores(s.q, keys, s.where, reduce=reduce)
+            return [found], [scores_reference.score(s.q, None, keys, s.where, reduce, s.longest)]
 
         return run
 
@@ -267,7 +263,9 @@ def quantise_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             x = torch.randn(1003, dim, generator=generator(device), device=device).to(dtype)
             x[:40] = 1.5  # groups of equal values
             scales = torch.float32 if dtype == torch.float32 else torch.float16
-            return quantise(x, bits, group), quantise_reference(x, bits, group, scales)[:3]
+            both = kernels.quantise(x, bits, group), quantise_reference.encode(x, bits, group, scales)[0]
+            ours, expected = ([side.codes, side.scale, side.zero] for side in both)
+            return ours, expected
 
         return Case(f"{bits} bit {named(dtype)} D{dim} {group[0]}x{group[1]}", 0.0, run)
 

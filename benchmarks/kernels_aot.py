@@ -26,8 +26,12 @@ warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from kvpress.kernels.pages import LABEL_BITS  # noqa: E402
-from kvpress.kernels.triton import columns, dense, grid, lookup, merge, pack, pages, uniform  # noqa: E402
+from kvpress.kernels.attention.triton import coded, dense, merge, packed  # noqa: E402
+from kvpress.kernels.mass import triton as mass  # noqa: E402
+from kvpress.kernels.quantisation import triton as pack  # noqa: E402
+from kvpress.kernels.scores import triton as scores  # noqa: E402
+from kvpress.kernels.scores.contract import LABEL_BITS  # noqa: E402
+from kvpress.kernels.triton import grid  # noqa: E402
 
 CHIPS = (80, 90, 100, 120)
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -78,20 +82,21 @@ class Figures:
     narrow_loads: int
 
 
-def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False) -> Variant:
+def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False, weighted: bool = False) -> Variant:
     """Dense decode of one chip-independent shape."""
     padded = grid.padded(D)
     block = grid.block_rows(2 * padded, TYPES[dtype])
     pointers = {"Q": dtype, "KEYS": dtype, "VALUES": dtype, "LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32"}
     pointers["LISTED" if listed else "STARTS"] = "i64"
+    pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
     constants = {"D": D, "DV": D, "DP": padded, "DVP": padded, "BM": rows, "BN": block}
-    name = f"dense{'-select' if listed else ''} {dtype} D{D} M{rows}"
+    name = f"dense{'-select' if listed else ''} {dtype} D{D} M{rows}{' weighted' if weighted else ''}"
     row_bytes = 2 * D * TYPES[dtype]
     scalars = {"key_stride": "aligned", "value_stride": "aligned"}
     return Variant(name, dense._kernel, pointers, constants, block * row_bytes, scalars)
 
 
-def uniform_variant(
+def packed_variant(
     bits: int,
     D: int,
     rows: int,
@@ -102,62 +107,90 @@ def uniform_variant(
     dtype: str = "fp16",
     rank: int = 0,
     outliers: bool = False,
+    weighted: bool = False,
 ) -> Variant:
     """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels."""
     kg, vg = key_group or (group, 1), (1, group)
-    most = uniform.limits(2 * D, corrected=rank > 0 or outliers)
-    block, fold = uniform.block_rows(kg[0], not listed, most.block)
-    key = uniform.columns(D, bits, None if fold else kg[1])
-    value = uniform.columns(D, bits, vg[1])
+    most = packed.limits(2 * D, corrected=rank > 0 or outliers)
+    block, fold = packed.block_rows(kg[0], not listed, most.block)
+    key = packed.byte_chunks(D, bits, None if fold else kg[1])
+    value = packed.byte_chunks(D, bits, vg[1])
     sides = {f"{side}{part}": dtype for side in ("KEY_", "VALUE_") for part in ("SCALE", "ZERO")}
     pointers = {"Q": "bf16", "KEYS": "u8", "VALUES": "u8", "LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32", **sides}
     pointers["LISTED" if listed else "STARTS"] = "i64"
+    pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
     constants = {
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
-        "HIGH": uniform.outlier_tiles(D),
+        "HIGH": packed.outlier_tiles(D),
     }  # fmt: skip
     for side in "KV":
-        constants |= {f"{side}_RANK": rank, f"{side}_RP": uniform.padded_rank(rank)}
+        constants |= {f"{side}_RANK": rank, f"{side}_RP": packed.padded_rank(rank)}
     terms = ("*fp16", "*fp16", "*i32") if rank else (None,) * 3
     terms += ("*i32", "*u8", "*fp16") if outliers else (None,) * 3
     corrected = f" rank {rank}" if rank else ""
     corrected += " outliers" if outliers else ""
+    corrected += " weighted" if weighted else ""
     scales = sum(2 * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
     read_bytes = block * (2 * D * bits / 8 + scales)
-    limits: dict[str, Any] = {"warps": uniform.WARPS, "stages": uniform.STAGES, "registers": most.registers}
+    limits: dict[str, Any] = {"warps": packed.WARPS, "stages": packed.STAGES, "registers": most.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
-    return Variant(name, uniform.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
+    return Variant(name, packed.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 
 
-def lookup_variant(D: int, coupled: int, bits: int, rows: int, *, half: int = 0, listed: bool = False) -> Variant:
-    """Decode on codes for so many coupled channels; with `half`, keys that are turned when read."""
-    sizes = {"B": bits, "G": D // coupled, "E": 2**bits, "C": coupled}
-    key, value = lookup.spans(D, coupled, half), lookup.spans(D, coupled, 0)
+def coded_variant(
+    D: int,
+    coupled: int,
+    bits: int,
+    rows: int,
+    *,
+    half: int = 0,
+    listed: bool = False,
+    scaled: bool = False,
+    weighted: bool = False,
+) -> Variant:
+    """Decode on codes for so many coupled channels; with `half`, keys that are rotated when read.
+
+    With `scaled`, one book serves all groups and rows have scales; `weighted` adds log-weights and an index of streams.
+    """
+    sizes = {"B": bits, "G": D // coupled, "BG": 1 if scaled else D // coupled, "E": 2**bits, "C": coupled}
+    key, value = coded.spans(D, coupled, half), coded.spans(D, coupled, 0)
     constants = {f"{side}{name}": size for side in "KV" for name, size in sizes.items()}
     constants |= {"HALF": half, "KS": key.span, "KSP": key.span_padded, "KHP": key.pair_padded, "KRP": key.rest_padded}
-    block = lookup.block_rows(2 * D, half)
+    block = coded.block_rows(2 * D, half, scaled)
     constants |= {"VCP": value.span_padded, "VGP": value.rest_padded, "BM": rows, "BN": block}
     pointers = {"Q": "bf16", "KEY_CODES": "u8", "KEY_BOOK": "fp16", "VALUE_CODES": "u8", "VALUE_BOOK": "fp16"}
-    pointers |= {"LENGTHS": "i64", "BOOK_OF_STREAM": "i64", "OUT": "fp32", "LSE": "fp32"}
+    pointers |= {"LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32"}
+    pointers |= {"KEY_SCALE": "fp16", "VALUE_SCALE": "fp16"} if scaled else {}
+    pointers |= {"LOG_WEIGHT": "fp32", "STREAM": "i64"} if weighted else {}
     pointers["LISTED" if listed else "STARTS"] = "i64"
     if half:
         pointers |= {"COARSE": "fp32", "FINE": "fp32", "SHIFT": "i64", "POSITIONS": "i32"}
     turned = f" rotary {2 * half}" if half else ""
-    name = f"lookup{'-select' if listed else ''} {coupled}c{bits}b{turned} D{D} M{rows}"
+    options = f"{' scaled' if scaled else ''}{' weighted' if weighted else ''}"
+    name = f"coded{'-select' if listed else ''} {coupled}c{bits}b{turned} D{D} M{rows}{options}"
     aligned = {"key_stride": "aligned", "value_stride": "aligned"}
     read_bytes = block * 2 * D / coupled * bits / 8
-    return Variant(name, lookup._kernel, pointers, constants, read_bytes, aligned, warps=lookup.WARPS)
+    return Variant(
+        name,
+        coded._kernel,
+        pointers,
+        constants,
+        read_bytes,
+        aligned,
+        warps=coded.WARPS,
+        registers=coded.registers(scaled),
+    )
 
 
-def pages_variant(dtype: str, D: int, rows: int, *, labels: bool = False) -> Variant:
+def scores_variant(dtype: str, D: int, rows: int, *, labels: bool = False) -> Variant:
     """Bounds of pages, or scores of labels."""
-    column_bytes = TYPES[dtype] * (1 if labels else 2)
+    element_bytes = TYPES[dtype] * (1 if labels else 2)
     pointers = {"HIGH": dtype} if labels else {"LOW": dtype, "HIGH": dtype}
-    return _scores(f"{'labels' if labels else 'bounds'} {dtype}", D, D, column_bytes, 0, rows, pointers)
+    return _scores(f"{'labels' if labels else 'bounds'} {dtype}", D, D, element_bytes, 0, rows, pointers)
 
 
 def coded_labels_variant(bits: int, D: int, rows: int) -> Variant:
@@ -167,29 +200,30 @@ def coded_labels_variant(bits: int, D: int, rows: int) -> Variant:
 
 
 def _scores(
-    name: str, D: int, columns: int, column_bytes: int, bits: int, rows: int, pointers: dict[str, str]
+    name: str, D: int, width: int, element_bytes: int, bits: int, rows: int, pointers: dict[str, str]
 ) -> Variant:
-    block = pages.block_rows(columns, column_bytes)
+    block = scores.block_rows(width, element_bytes)
     pointers = {"Q": "bf16", "STARTS": "i64", "COUNTS": "i64", "OUT": "fp32", **pointers}
-    constants = {"REDUCE": "max", "D": D, "BITS": bits, "DP": grid.padded(columns), "BM": rows, "BN": block}
-    limits: dict[str, Any] = {"warps": pages.WARPS, "stages": pages.STAGES, "registers": pages.registers(D)}
-    read_bytes, aligned = block * columns * column_bytes, {"stride": "aligned"}
+    constants = {"REDUCE": "max", "D": D, "BITS": bits, "DP": grid.padded(width), "BM": rows, "BN": block}
+    limits: dict[str, Any] = {"warps": scores.WARPS, "stages": scores.STAGES, "registers": scores.registers(D)}
+    read_bytes, aligned = block * width * element_bytes, {"stride": "aligned"}
     return Variant(
-        f"{name} D{D} M{rows}", pages._kernel, pointers, constants, read_bytes, aligned, streams=False, **limits
+        f"{name} D{D} M{rows}", scores._kernel, pointers, constants, read_bytes, aligned, streams=False, **limits
     )
 
 
 def other_variants() -> Iterator[Variant]:
-    """Merging, column statistics, and quantise-and-pack."""
+    """Merging, statistics of weights, and quantise-and-pack."""
     floats = {"PARTS": "fp32", "PART_LSE": "fp32", "OUT": "fp32", "LSE": "fp32"}
     constants: dict[str, Any] = {"DV": 128, "DVP": 128, "BLOCK": 16}
     yield Variant("merge D128", merge._kernel, floats, constants, 16 * 129 * 4, streams=False)
-    for dtype in ("bf16", "fp16"):
+    for dtype, weighted in (("bf16", False), ("fp16", False), ("bf16", True)):
         pointers = {"Q": dtype, "KEYS": dtype, "QUERY_LSE": "fp32", "STARTS": "i64", "LENGTHS": "i64", "OUT": "fp32"}
-        constants = {"STATISTIC": "sum", "D": 128, "DP": 128, "BM": 64, "BN": columns.BLOCK}
+        pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
+        constants = {"STATISTIC": "sum", "D": 128, "DP": 128, "BM": 64, "BN": mass.BLOCK}
         yield Variant(
-            f"columns {dtype} D128",
-            columns._kernel,
+            f"mass {dtype} D128{' weighted' if weighted else ''}",
+            mass._kernel,
             pointers,
             constants,
             64 * 128 * 2,
@@ -201,8 +235,22 @@ def other_variants() -> Iterator[Variant]:
     aligned = {"stride": "aligned"}
     for group in ((32, 1), (1, 32)):
         groups, name = 128 // group[1], f"{group[0]}x{group[1]} D128"
-        constants = {"LEVELS": 15, "GROUPS": groups, "GR": group[0], "GC": group[1], **pack.range_blocks(group, groups)}
-        yield Variant(f"ranges {name}", pack._ranges_kernel, pointers, constants, 2 * pack.TILE, aligned, streams=False)
+        constants = {
+            "LEVELS": 15,
+            "GROUPS": groups,
+            "GR": group[0],
+            "GC": group[1],
+            **pack.range_blocks(group, groups),
+        }
+        yield Variant(
+            f"ranges {name}",
+            pack._ranges_kernel,
+            pointers,
+            constants,
+            2 * pack.TILE,
+            aligned,
+            streams=False,
+        )
         for bits, plane in ((4, 4), (2, 2), (3, 1)):
             constants = {"C": 128, "BITS": bits, "GR": group[0], "GC": group[1], "PLANE": plane, "SHIFT": bits - plane}
             constants |= {"FIRST": 32 if bits == 3 else 0, **pack.code_blocks(128, plane)}
@@ -218,31 +266,38 @@ def variants() -> Iterator[Variant]:
     yield dense_variant("fp32", 128, 16)
     yield dense_variant("bf16", 128, 64)
     yield dense_variant("bf16", 128, 16, listed=True)
+    yield dense_variant("bf16", 128, 16, weighted=True)
     for bits in (1, 2, 3, 4, 8):
-        yield uniform_variant(bits, 128, 4)
+        yield packed_variant(bits, 128, 4)
     for D in (64, 80, 96, 192, 256):
-        yield uniform_variant(4, D, 4, 16 if D == 80 else 32)
+        yield packed_variant(4, D, 4, 16 if D == 80 else 32)
     for bits in (2, 4):
-        yield uniform_variant(bits, 128, 4, 64)
-        yield uniform_variant(bits, 128, 4, 128, key_group=(1, 128))
-        yield uniform_variant(bits, 128, 4, listed=True)
-    yield uniform_variant(4, 128, 16)
+        yield packed_variant(bits, 128, 4, 64)
+        yield packed_variant(bits, 128, 4, 128, key_group=(1, 128))
+        yield packed_variant(bits, 128, 4, listed=True)
+    yield packed_variant(4, 128, 16)
+    yield packed_variant(4, 128, 4, weighted=True)
     for bits in (2, 4):
-        yield uniform_variant(bits, 128, 4, rank=2)
-        yield uniform_variant(bits, 128, 4, outliers=True)
-        yield uniform_variant(bits, 128, 4, rank=4, outliers=True)
-    yield uniform_variant(4, 128, 8, rank=16)
-    yield uniform_variant(4, 128, 8, rank=16, outliers=True)
-    yield uniform_variant(4, 64, 8, rank=4, outliers=True)
-    yield uniform_variant(4, 256, 4, rank=4)
-    yield uniform_variant(4, 256, 4, rank=4, outliers=True)
-    yield uniform_variant(2, 128, 4, 128, key_group=(1, 128), rank=4, outliers=True)
-    yield uniform_variant(4, 128, 4, listed=True, rank=4, outliers=True)
+        yield packed_variant(bits, 128, 4, rank=2)
+        yield packed_variant(bits, 128, 4, outliers=True)
+        yield packed_variant(bits, 128, 4, rank=4, outliers=True)
+    yield packed_variant(4, 128, 8, rank=16)
+    yield packed_variant(4, 128, 8, rank=16, outliers=True)
+    yield packed_variant(4, 64, 8, rank=4, outliers=True)
+    yield packed_variant(4, 256, 4, rank=4)
+    yield packed_variant(4, 256, 4, rank=4, outliers=True)
+    yield packed_variant(2, 128, 4, 128, key_group=(1, 128), rank=4, outliers=True)
+    yield packed_variant(4, 128, 4, listed=True, rank=4, outliers=True)
     for coupled in (2, 4, 8):
-        yield lookup_variant(128, coupled, 8, 4)
+        yield coded_variant(128, coupled, 8, 4)
     for bits in (1, 2, 3, 4, 9, 10, 12):
-        yield lookup_variant(128, 4 if bits > 4 else 1, bits, 4)
-    yield lookup_variant(128, 4, 8, 4, listed=True)
+        yield coded_variant(128, 4 if bits > 4 else 1, bits, 4)
+    yield coded_variant(128, 4, 8, 4, listed=True)
+    yield coded_variant(128, 4, 8, 4, listed=True, weighted=True)
+    for bits in (2, 3, 4):
+        yield coded_variant(128, 1, bits, 4, scaled=True)
+    yield coded_variant(128, 1, 4, 4, scaled=True, weighted=True)
+    yield coded_variant(128, 1, 4, 4, listed=True, scaled=True)
     for D, coupled, bits, half in (
         (128, 4, 8, 64),
         (128, 1, 4, 64),
@@ -250,11 +305,11 @@ def variants() -> Iterator[Variant]:
         (96, 3, 8, 16),
         (256, 8, 8, 128),
     ):
-        yield lookup_variant(D, coupled, bits, 4, half=half)
+        yield coded_variant(D, coupled, bits, 4, half=half)
     for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
-        yield pages_variant(dtype, D, 16)
+        yield scores_variant(dtype, D, 16)
     for dtype, D in (("bf16", 16), ("bf16", 32), ("bf16", 128), ("fp32", 16)):
-        yield pages_variant(dtype, D, 16, labels=True)
+        yield scores_variant(dtype, D, 16, labels=True)
     for bits in LABEL_BITS:
         yield coded_labels_variant(bits, 128 if bits == 1 else 32, 16)
     yield from other_variants()
@@ -283,7 +338,7 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in ("M", "R", "width", "splits"):
+        elif name in ("M", "R", "width", "splits", "books"):
             signature[name] = "i32"
         else:  # an option that is not used
             signature[name], constants[name] = "constexpr", None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import platform
 import shlex
@@ -34,8 +33,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from kvpress import kernels
 from kvpress.cache.store import KVStore
-from kvpress.hf import PressLayer, Session
+from kvpress.hf.layer import PressLayer
+from kvpress.hf.session import Session
 
 PROMPT = 64
 PRESSES = {
@@ -50,15 +51,9 @@ PARTS = {
     "hooks": [(Session, "_before"), (Session, "_after")],
     "update": [(PressLayer, "update")],
     "attend": [(KVStore, "attend")],
-    "operators": [
-        (importlib.import_module(f"kvpress.kernels.{module}"), name)
-        for module, name in (
-            ("dense", "dense_decode"), ("dense", "dense_select"), ("uniform", "uniform_decode"),
-            ("uniform", "uniform_select"),
-        )
-    ],
+    "operators": [(kernels, "decode")],
     "settle": [(Session, "follow")],
-}  # fmt: skip
+}
 """Parts of a pass by the functions that make them up; operators are the kernels with the checks of their arguments."""
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +11,8 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.memory import for_scattered_reads
-from kvpress.kernels import dense, lookup, uniform
-from kvpress.kernels import reference as plain
-from kvpress.kernels.coded import STEP, Coded, Rotary
-from kvpress.kernels.correction import Correction
-from kvpress.kernels.packed import Packed
-from kvpress.kernels.quantise import quantise
+from kvpress.kernels import STEP, Coded, Correction, Listed, Options, Packed, Ranges, Rotary, Rows, Where
+from kvpress.kernels.attention import reference as plain
 
 Partial = tuple[Tensor, Tensor]
 KEY_GROUP, VALUE_GROUP = (32, 1), (1, 32)
@@ -53,12 +48,17 @@ class Streams:
         """Factor of the logits."""
         return self.dim**-0.5
 
-    def listed(self) -> list[Tensor]:
-        """Row numbers of each stream."""
-        return plain.ranges(self.starts, self.lengths)
+    @property
+    def where(self) -> Ranges:
+        """All rows of each stream."""
+        return Ranges(self.starts, self.lengths)
 
-    def sample(self, share: int) -> Partial:
-        """Some rows of each stream, one in `share`: row numbers int32 [N, K] and their counts [N]."""
+    def options(self, **options: Any) -> Options:
+        """Options of the operators."""
+        return Options(self.scale, **options)
+
+    def sample(self, share: int) -> Listed:
+        """Some rows of each stream, one in `share`."""
         random, device = generator(self.q.device), self.q.device
         counts = -(-self.lengths // share)
         rows = torch.zeros(len(counts), -(-self.longest // share), dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ class Streams:
         ):
             chosen = torch.randperm(length, generator=random, device=device)[:count].sort().values
             rows[n, :count] = (start + chosen).int()
-        return rows, counts
+        return Listed(rows, counts)
 
 
 def generator(device: str | torch.device, seed: int = 0) -> torch.Generator:
@@ -98,37 +98,42 @@ class Cache(ABC):
         return size(self.tensors())
 
 
+class Stored(Cache):
+    """A cache that is one operand of the kernels."""
+
+    rows: Rows
+
+    def attend(self, where: Where | None = None, log_weight: Tensor | None = None, **options: Any) -> Partial:
+        s, rows = self.streams, replace(self.rows, log_weight=log_weight)
+        return kernels.decode(s.q, rows, where or s.where, s.options(**options))
+
+    def reference(self, where: Where | None = None, log_weight: Tensor | None = None, **options: Any) -> Partial:
+        s, rows = self.streams, replace(self.rows, log_weight=log_weight)
+        return plain.decode(s.q, rows, where or s.where, s.options(**options))
+
+    def tensors(self) -> list[Tensor]:
+        return present(*self.rows.keys.tensors(), *self.rows.values.tensors())
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """The tensors that are there."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def size(tensors: list[Tensor]) -> int:
     """Bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Dense(Cache):
+class Dense(Stored):
     """Keys and values as the model computed them, in the dtype of the queries."""
 
     def __init__(self, streams: Streams, seed: int = 0) -> None:
         super().__init__(streams)
         q, random = streams.q, generator(streams.q.device, seed)
         shape = (streams.rows, streams.dim)
-        self.keys = torch.randn(shape, generator=random, device=q.device, dtype=q.dtype)
-        self.values = torch.randn(shape, generator=random, device=q.device, dtype=q.dtype)
-
-    def attend(self, **options: Any) -> Partial:
-        s = self.streams
-        return kernels.dense_decode(s.q, self.keys, self.values, s.starts, s.lengths, s.scale, **options)
-
-    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
-        """Attend to listed rows."""
-        s = self.streams
-        return kernels.dense_select(s.q, self.keys, self.values, rows, counts, s.scale, **options)
-
-    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
-        s = self.streams
-        rows = s.listed() if rows is None else rows
-        return dense.reference(s.q, self.keys, self.values, rows, s.scale, **options)
-
-    def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values]
+        keys, values = (torch.randn(shape, generator=random, device=q.device, dtype=q.dtype) for _ in range(2))
+        self.rows = Rows(kernels.Dense(keys), kernels.Dense(values))
 
 
 class Selected(Cache):
@@ -143,50 +148,46 @@ class Selected(Cache):
 
     def __init__(self, dense: Dense, share: int = 16, label_bits: int | None = None) -> None:
         super().__init__(dense.streams)
-        self.dense = copy(dense)
-        self.dense.keys, self.dense.values = for_scattered_reads(dense.keys), for_scattered_reads(dense.values)
-        self.labels: Tensor | Packed = dense.keys[:, : self.channels].contiguous()
+        keys, values = dense.tensors()
+        self.dense = Dense.__new__(Dense)
+        self.dense.streams = dense.streams
+        self.dense.rows = Rows(*(kernels.Dense(for_scattered_reads(side)) for side in (keys, values)))
+        labels = keys[:, : self.channels].contiguous()
+        self.labels: kernels.Dense | Packed = kernels.Dense(labels)
         if label_bits is not None:
-            group = (1, self.channels)
-            self.labels = Packed(*quantise(self.labels, label_bits, group), label_bits, group)
+            self.labels = kernels.quantise(labels, label_bits, (1, self.channels))
         self.count = dense.streams.longest // share
         self.counts = dense.streams.lengths.clamp_max(self.count)
 
     def score(self) -> Tensor:
         """Label scores of all rows, [N, longest stream]."""
         s = self.streams
-        q = s.q[..., : self.channels].contiguous()
-        return kernels.label_scores(q, self.labels, s.starts, s.lengths, capacity=s.longest)
+        return kernels.label_scores(s.q[..., : self.channels].contiguous(), self.labels, s.where, capacity=s.longest)
 
     def select(self, scores: Tensor) -> Tensor:
         """Numbers of the best rows; `counts` says how many there are in each stream."""
-        return kernels.top_rows(scores, self.streams.starts, self.streams.lengths, self.count)[0]
+        return kernels.top_rows(scores, self.streams.where, self.count)[0]
 
     def gather(self, rows: Tensor, **options: Any) -> Partial:
         """Attend to listed rows."""
-        return self.dense.attend_rows(rows, self.counts, **options)
+        return self.dense.attend(Listed(rows, self.counts), **options)
 
     def attend(self, **options: Any) -> Partial:
         return self.gather(self.select(self.score()), **options)
 
     def reference(self, **options: Any) -> Partial:
         # Over the rows that the operators chose: a rounding may swap two rows at the threshold, which is no error.
-        return self.dense.reference(plain.listed(self.select(self.score()), self.counts), **options)
+        return self.dense.reference(Listed(self.select(self.score()), self.counts), **options)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.dense.tensors(), *self.label_tensors()]
-
-    def label_tensors(self) -> list[Tensor]:
-        """The labels as they are stored."""
-        labels = self.labels
-        return [labels.codes, labels.scale, labels.zero] if isinstance(labels, Packed) else [labels]
+        return [*self.dense.tensors(), *present(*self.labels.tensors())]
 
     def read_bytes(self) -> int:
-        pair = 2 * self.streams.dim * self.dense.keys.element_size()
-        return size(self.label_tensors()) + int(self.counts.sum()) * pair
+        pair = 2 * self.streams.dim * self.streams.q.element_size()
+        return size(present(*self.labels.tensors())) + int(self.counts.sum()) * pair
 
 
-class Uniform(Cache):
+class Uniform(Stored):
     """Codes drawn at random, with scales and zeros of a realistic size: rows uniform in about +-1.7, as a unit normal."""
 
     def __init__(
@@ -198,51 +199,17 @@ class Uniform(Cache):
         value_group: tuple[int, int] = VALUE_GROUP,
         scales: torch.dtype = torch.float16,
         seed: int = 0,
+        row_groups: bool = False,
     ) -> None:
         super().__init__(streams)
-        random = generator(streams.q.device, seed)
+        random, device = generator(streams.q.device, seed), streams.q.device
         shape = (streams.rows, streams.dim)
-        self.keys = random_packed(shape, key_bits, key_group, scales, random)
-        self.values = random_packed(shape, value_bits or key_bits, value_group, scales, random)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """How the operators are told about the format."""
-        return {
-            "key_bits": self.keys.bits,
-            "value_bits": self.values.bits,
-            "key_group": self.keys.group,
-            "value_group": self.values.group,
-        }
-
-    def sides(self) -> list[Tensor]:
-        """Codes, scales and zeros of keys, then of values."""
-        return [part for side in (self.keys, self.values) for part in (side.codes, side.scale, side.zero)]
-
-    def attend(self, **options: Any) -> Partial:
-        s = self.streams
-        return kernels.uniform_decode(
-            s.q, *self.sides(), s.starts, s.lengths, s.scale, **self.settings, **self.corrections(), **options
-        )
-
-    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
-        """Attend to listed rows."""
-        s = self.streams
-        return kernels.uniform_select(
-            s.q, *self.sides(), rows, counts, s.scale, **self.settings, **self.corrections(), **options
-        )
-
-    def corrections(self) -> dict[str, Any]:
-        """What is added to the decoded rows."""
-        return {}
-
-    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
-        s = self.streams
-        rows = s.listed() if rows is None else rows
-        return uniform.reference(s.q, self.keys, self.values, rows, s.scale, **self.corrections(), **options)
-
-    def tensors(self) -> list[Tensor]:
-        return self.sides()
+        keys = random_packed(shape, key_bits, key_group, scales, random)
+        values = random_packed(shape, value_bits or key_bits, value_group, scales, random)
+        if row_groups:  # in random order, as after evictions
+            groups = torch.randint(0, len(keys.scale), shape[:1], generator=random, device=device, dtype=torch.int32)
+            keys = replace(keys, row_group=groups)
+        self.rows = Rows(keys, values)
 
 
 def random_packed(
@@ -266,15 +233,8 @@ class Corrected(Uniform):
     def __init__(self, streams: Streams, bits: int, rank: int = 4, chunk: int | None = None, **settings: Any) -> None:
         super().__init__(streams, bits, **settings)
         random = generator(streams.q.device, 1)
-        self.key_correction = random_correction(streams, rank, chunk, random)
-        self.value_correction = random_correction(streams, rank, chunk, random)
-
-    def corrections(self) -> dict[str, Any]:
-        return {"key_correction": self.key_correction, "value_correction": self.value_correction}
-
-    def tensors(self) -> list[Tensor]:
-        both = [*self.key_correction.tensors(), *self.value_correction.tensors()]
-        return [*self.sides(), *(tensor for tensor in both if tensor is not None)]
+        sides = (self.rows.keys, self.rows.values)
+        self.rows = Rows(*(replace(side, correction=random_correction(streams, rank, chunk, random)) for side in sides))
 
 
 def random_correction(streams: Streams, rank: int, chunk: int | None, random: torch.Generator) -> Correction:
@@ -300,8 +260,11 @@ def random_correction(streams: Streams, rank: int, chunk: int | None, random: to
     )
 
 
-class Coupled(Cache):
-    """Codes of `bits` bits for `coupled` channels (CQ 8c8b); `rotary` keys were coded before their rotary embedding."""
+class Coupled(Stored):
+    """Codes of `bits` bits for `coupled` channels (CQ 8c8b); `rotary` keys were coded before their rotary embedding.
+
+    With `shared`, all groups read one book and rows have a scale of their own, as after a rotation (TurboQuant).
+    """
 
     def __init__(
         self,
@@ -312,19 +275,20 @@ class Coupled(Cache):
         books: int = 8,
         books_dtype: torch.dtype = torch.float16,
         seed: int = 0,
+        shared: bool = False,
     ) -> None:
         super().__init__(streams)
         device, random = streams.q.device, generator(streams.q.device, seed)
         groups = streams.dim // coupled
-        shape, sizes = (streams.rows, groups * bits // 8), (books, groups, 2**bits, coupled)
+        shape, sizes = (streams.rows, groups * bits // 8), (books, 1 if shared else groups, 2**bits, coupled)
 
-        def side() -> Coded:
+        def side(rotary: Rotary | None) -> Coded:
             codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random, device=device)
-            return Coded(codes, torch.randn(sizes, generator=random, device=device).to(books_dtype), bits)
+            book = torch.randn(sizes, generator=random, device=device).to(books_dtype)
+            scale = (0.5 + torch.rand(streams.rows, generator=random, device=device)).half() if shared else None
+            return Coded(codes, book, bits, scale, rotary)
 
-        self.keys, self.values = side(), side()
-        self.book_of_stream = torch.arange(len(streams.lengths), device=device) % books
-        self.rotary = self._rotary() if rotary else None
+        self.rows = Rows(side(self._rotary() if rotary else None), side(None))
 
     def _rotary(self) -> Rotary:
         s = self.streams
@@ -336,32 +300,3 @@ class Coupled(Cache):
             return torch.stack([angle.cos(), angle.sin()], dim=1)
 
         return Rotary(table(STEP * blocks), table(torch.arange(STEP, device=s.q.device)), -s.starts)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """How the operators are told about the format."""
-        turn = {} if self.rotary is None else vars(self.rotary)
-        bits = {"key_bits": self.keys.bits, "value_bits": self.values.bits}
-        return {**bits, "book_of_stream": self.book_of_stream, **turn}
-
-    def sides(self) -> list[Tensor]:
-        """Codes and books of keys, then of values."""
-        return [self.keys.codes, self.keys.book, self.values.codes, self.values.book]
-
-    def attend(self, **options: Any) -> Partial:
-        s = self.streams
-        return kernels.lookup_decode(s.q, *self.sides(), s.starts, s.lengths, s.scale, **self.settings, **options)
-
-    def attend_rows(self, rows: Tensor, counts: Tensor, **options: Any) -> Partial:
-        """Attend to listed rows."""
-        s = self.streams
-        return kernels.lookup_select(s.q, *self.sides(), rows, counts, s.scale, **self.settings, **options)
-
-    def reference(self, rows: list[Tensor] | None = None, **options: Any) -> Partial:
-        s, books = self.streams, self.book_of_stream.tolist()
-        rows = s.listed() if rows is None else rows
-        return lookup.reference(s.q, self.keys, self.values, rows, books, s.scale, self.rotary, **options)
-
-    def tensors(self) -> list[Tensor]:
-        turn = [] if self.rotary is None else [self.rotary.coarse, self.rotary.fine, self.rotary.shift]
-        return [*self.sides(), *turn]

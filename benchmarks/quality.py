@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvpress_eval.cells import hash_json
-from kvpress_eval.config import RunConfig
-from kvpress_eval.fidelity import Comparison, read_texts
-from kvpress_eval.models import Engine, load_engine
-from kvpress_eval.runner import RunResult, run
-from kvpress_eval.store import replace_file, write_json
-from kvpress_eval.summary import PressSummary, summarise
+from kvpress_eval.common.files import hash_json, replace_file, write_json
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.fidelity.comparison import Comparison
+from kvpress_eval.fidelity.texts import read_texts
+from kvpress_eval.results.summary import PressSummary, summarise
+from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.run.runner import RunResult, run
 from rich.console import Console
 from transformers import DynamicCache
 

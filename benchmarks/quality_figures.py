@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from kvpress_eval.frontier import GRID, INK, MUTED
-from kvpress_eval.labels import Label, Segment, place_labels
+from kvpress_eval.report.frontier import GRID, INK, MUTED
+from kvpress_eval.report.labels import Label, Segment, place_labels
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

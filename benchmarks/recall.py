@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvpress_eval.layers import columns_read, watching
+from kvpress_eval.fidelity.layers import columns_read, watching
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.attention import group_queries
-from kvpress.context import LayerCall
-from kvpress.presses.base import BasePress
+from kvpress.cache.attention import group_queries
+from kvpress.core.press import BasePress
+from kvpress.observe.call import LayerCall
 
 PROMPTS = Path(__file__).parent / "data" / "refmodel_test.jsonl.gz"
 TASKS = ("mk16", "vt2")

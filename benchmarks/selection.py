@@ -26,13 +26,14 @@ from torch import Tensor
 
 import kvpress
 from benchmarks.kernels_cpu import cpu_model
-from kvpress.attention import Logits
+from kvpress.cache.attention import Logits
+from kvpress.cache.codec import Sealing
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.cache.window import Window
-from kvpress.context import LayerCall
-from kvpress.presses.base import BasePress
-from kvpress.sparse.base import Selector
+from kvpress.core.press import BasePress
+from kvpress.core.selector import Selector
+from kvpress.observe.call import LayerCall
 from kvpress.sparse.channels import Channels
 from kvpress.sparse.double_sparsity import DoubleSparsitySelector
 
@@ -55,6 +56,7 @@ class Contender:
 
     def __init__(self, spec: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
         press = kvpress.get_press(spec)
+        recipe = press.recipe()
         self.stores: list[KVStore] = []
         self.selectors: list[Selector | None] = []
         self.shared: dict[str, Any] = {}
@@ -62,9 +64,9 @@ class Contender:
             store = KVStore(keys[:, :, :0], values[:, :, :0])
             store.append(keys, values)
             self.selectors.append(selector_of(press, layer))
-            codec = press.codec_for(layer)
+            codec = recipe.codec_at(layer)
             if codec is not None:
-                store.settle(codec, None)
+                store.settle(codec, Sealing(store.heads))
             self.stores.append(store)
             selector = self.selectors[-1]
             for segment in store.segments if selector is not None else ():
@@ -74,8 +76,9 @@ class Contender:
         """Return what a selector is told of one layer's step."""
         store = self.stores[layer]
         return LayerCall(
-            module=NO_MODULE, store=store, layer=layer, layers=len(self.stores), kwargs={}, hidden_states=queries,
-            seen_before=store.seen, phase="decode", queries=queries, logits=Logits(DIM**-0.5), shared=self.shared,
+            module=NO_MODULE, store=store, layer=layer, layers=len(self.stores), depth=layer, depths=len(self.stores),
+            kwargs={}, hidden_states=queries, seen_before=store.seen, phase="decode", queries=queries,
+            logits=Logits(DIM**-0.5), shared=self.shared,
         )  # fmt: skip
 
     def token(self, queries: list[Tensor]) -> None:
@@ -119,7 +122,7 @@ def stored(part: Segment | Window) -> list[Tensor]:
 
 def selector_of(press: BasePress, layer: int) -> Selector | None:
     """Return a selector; channels are drawn at random, which cost as much to read as any."""
-    selector = press.selector_at(layer)
+    selector = press.recipe().selector_at(layer)
     if isinstance(selector, DoubleSparsitySelector):
         drawn = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(layer)).argsort()
         selector.load(Channels({layer: drawn}), layer)

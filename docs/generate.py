@@ -16,9 +16,8 @@ import typer
 from kvpress_eval.console import app
 
 import kvpress
-from kvpress.facts import ALL_REFUSE, Facts, allows_decoding, phases
-from kvpress.presses.base import BasePress
-from kvpress.registry import Entry
+from kvpress.core.press import BasePress, ComposedPress, Wrapping
+from kvpress.core.registry import Entry
 
 DOCS = Path(__file__).parent
 GENERATED = ("presses", "commands")
@@ -37,6 +36,15 @@ EXAMPLES = {
     "demo": "kvpress demo --out runs/demo",
 }
 """A line that shows how each command is used."""
+
+ALL_REFUSE = (
+    "caches of a fixed size (`StaticCache`): storage has to shrink",
+    "assisted decoding, which takes back tokens that a press has already consumed",
+    "attention masks of 4 dimensions; padding is a 2-dimensional mask of real tokens",
+    "models that do not call the attention interface of transformers, or pass it arguments that change the attention in a way "
+    "compressed attention does not know",
+)
+"""What no press works with."""
 
 _ROLES = {
     "baseline": "what others are compared with",
@@ -61,9 +69,8 @@ def pages() -> dict[str, str]:
 
 def press_page(entry: Entry) -> str:
     """Return what there is to know about one press."""
-    facts = entry.facts
     doc = Docstring.of(entry.press)
-    press = kvpress.get_press(facts.example)
+    press = kvpress.get_press(entry.example)
     known = {other.press for other in kvpress.list_presses()}
     shared = [base for base in entry.press.__mro__[1:] if base not in known and _code(base.__name__) in doc.body]
     about = [doc.body, *(f"{_code(base.__name__)}: {Docstring.of(base).whole}" for base in shared)]
@@ -73,18 +80,18 @@ def press_page(entry: Entry) -> str:
         NOTE,
         _linked(doc.summary, entry),
         f"`kvpress.{entry.press.__name__}`: {_ROLES[entry.role]}.{source}",
-        f'```python\npress = kvpress.get_press("{facts.example}")\n```',
-        _table(("", ""), _properties(entry, press, facts)),
+        f'```python\npress = kvpress.get_press("{entry.example}")\n```',
+        _table(("", ""), _properties(entry, press)),
         *(_linked(text, entry) for text in about if text),
     ]
     if _parameters(entry.press):
         parts += ["## Arguments", _table(("argument", "default", "meaning"), _arguments(entry))]
     if entry.paper or doc.differs != "Nothing.":
         parts += ["## Differs from the paper", _linked(doc.differs, entry)]
-    if facts.refuses:
-        parts += ["## Refused", _table(("spec", "why"), [(_code(item.spec), item.why) for item in facts.refuses])]
-    if facts.exempt:
-        rows = [(item.suite, item.settings or "any", item.why) for item in facts.exempt]
+    if entry.refuses:
+        parts += ["## Refused", _table(("spec", "why"), [(_code(item.spec), item.why) for item in entry.refuses])]
+    if entry.exempt:
+        rows = [(item.suite, item.settings or "any", item.why) for item in entry.exempt]
         parts += ["## Left out of the suites of all presses", _table(("suite", "settings", "why"), rows)]
     parts.append("What every press refuses, and all methods in one table: [README.md](README.md).")
     return "\n\n".join(parts)
@@ -95,14 +102,14 @@ def methods_page(entries: Sequence[Entry]) -> str:
     columns = ("press", "role", "acts on", "in `decoding(...)`", "heads differ", "needs", "left out of", "paper")
     rows, exempt, refused = [], [], []
     for entry in entries:
-        facts, name = entry.facts, f"[`{entry.name}`]({entry.name}.md)"
-        press = kvpress.get_press(facts.example)
-        suites = "; ".join(dict.fromkeys(item.suite for item in facts.exempt))
+        name = f"[`{entry.name}`]({entry.name}.md)"
+        press = kvpress.get_press(entry.example)
+        suites = "; ".join(dict.fromkeys(item.suite for item in entry.exempt))
         acts = ", ".join(phases(press)) or "nothing"
         inside = "yes" if allows_decoding(press) else ""
-        rows.append((name, entry.role, acts, inside, _head_wise(entry), facts.needs, suites, _cited(entry.paper)))
-        exempt += [(name, item.suite, item.settings or "any", item.why) for item in facts.exempt]
-        refused += [(name, _code(item.spec), item.why) for item in facts.refuses]
+        rows.append((name, entry.role, acts, inside, _head_wise(entry), entry.needs, suites, _cited(entry.paper)))
+        exempt += [(name, item.suite, item.settings or "any", item.why) for item in entry.exempt]
+        refused += [(name, _code(item.spec), item.why) for item in entry.refuses]
     return "\n\n".join(
         [
             "# Methods",
@@ -112,7 +119,7 @@ def methods_page(entries: Sequence[Entry]) -> str:
             "differ, those of a layer may keep different numbers of pairs, and storage is ragged.",
             _table(columns, rows),
             "## Left out of the suites of all presses",
-            "`tests/presses/evicting.py` lists a spec of every evicting press, and these suites run over it: decoding equals "
+            "Every evicting press brings specs for these suites (`cases` where it is registered): decoding equals "
             "full attention with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, "
             "chunked prefill, no state in the press, bytes held. Left out, with what tests them instead:",
             _table(("press", "suite", "settings", "why"), exempt),
@@ -210,7 +217,7 @@ def _sentences(base: type[Any]) -> Iterator[str]:
                 yield from re.split(r"(?<=[.])\s+(?=[`A-Z])", block)
 
 
-def _properties(entry: Entry, press: BasePress, facts: Facts) -> list[tuple[str, str]]:
+def _properties(entry: Entry, press: BasePress) -> list[tuple[str, str]]:
     rows = [
         ("role", entry.role),
         ("acts on", ", ".join(phases(press)) or "nothing"),
@@ -219,12 +226,32 @@ def _properties(entry: Entry, press: BasePress, facts: Facts) -> list[tuple[str,
     if entry.role in ("evict", "budget", "baseline"):
         inside = "yes" if allows_decoding(press) else "no"
         rows.append(("inside `decoding(...)`", inside))
-    return [*rows, ("needs", facts.needs or "nothing")]
+    return [*rows, ("needs", entry.needs or "nothing")]
+
+
+def phases(press: BasePress) -> tuple[str, ...]:
+    """Return which tokens a press acts on by itself: those of the prompt, generated ones, both or none."""
+    recipe = press.recipe()
+    stored = recipe.codec is not None
+    hooks = {phase for hook in recipe.hooks for phase in hook.phases}
+    prompt = stored or bool(recipe.acting("prefill")) or "prefill" in hooks
+    generated = stored or recipe.selector is not None or bool(recipe.acting("decode")) or "decode" in hooks
+    return tuple(name for name, acts in (("prompt", prompt), ("generated tokens", generated)) if acts)
+
+
+def allows_decoding(press: BasePress) -> bool:
+    """Whether a press can be put into `decoding(...)`."""
+    try:
+        kvpress.DecodingPress(press)
+    except TypeError:
+        return False
+    return True
 
 
 def _head_wise(entry: Entry) -> str:
-    own = inspect.getattr_static(entry.press, "is_head_wise")
-    return "as the inner press" if isinstance(own, property) else "yes" if own else ""
+    if issubclass(entry.press, (Wrapping, ComposedPress)) and not kvpress.get_press(entry.example).recipe().ragged:
+        return "as the inner press"
+    return "yes" if kvpress.get_press(entry.example).recipe().ragged else ""
 
 
 def _parameters(press: type[Any]) -> list[inspect.Parameter]:

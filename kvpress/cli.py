@@ -12,10 +12,10 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kvpress.cache.report import format_bytes
-from kvpress.spec import get_press, list_presses
+from kvpress.core.spec import get_press, list_presses
 
 if TYPE_CHECKING:
-    from kvpress.calibrate import Settings
+    from kvpress.calibrate.run import Settings
 
 app = typer.Typer(
     name="kvpress",
@@ -51,7 +51,7 @@ def plan_command(
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
 ) -> None:
     """Print the memory that each method takes for a model's cache, from its configuration alone."""
-    from kvpress.hf import load_config
+    from kvpress.hf.models import load_config
     from kvpress.plan import Geometry, plan
 
     try:
@@ -98,9 +98,9 @@ def calibrate_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
-    from kvpress.api import load_model
-    from kvpress.calibrate import calibrate
-    from kvpress.corpus import documents, pack
+    from kvpress.calibrate.corpus import documents, pack
+    from kvpress.calibrate.run import calibrate
+    from kvpress.hf.pipeline import load_model
 
     console = Console(stderr=True)
     try:

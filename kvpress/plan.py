@@ -5,44 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.hf.models import facts_of_config
 
-from kvpress.checks import check_count
-from kvpress.presses.base import BasePress
-from kvpress.shapes import LayerShape, layer_shapes
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of a model's cache. `full` layers grow with the context; `sliding` ones stop at `window` tokens."""
-
-    full: tuple[LayerShape, ...]
-    sliding: tuple[LayerShape, ...]
-    window: int
-    dtype: torch.dtype
+class Geometry(ModelFacts):
+    """A model's cache as its configuration alone describes it."""
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
-        """Read the shape from a transformers configuration."""
-        from kvpress.hf import layer_types
-
-        text = config.get_text_config(decoder=True)
-        if getattr(text, "kv_lora_rank", None) is not None:
+        """Read it from a transformers configuration."""
+        if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:
             raise NotImplementedError(
                 "this model uses multi-head latent attention (MLA); its cache cannot be planned for"
             )
-        layers = list(zip(layer_types(text), layer_shapes(text), strict=True))
-        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
-        return cls(
-            full=tuple(shape for kind, shape in layers if kind == "full_attention"),
-            sliding=tuple(shape for kind, shape in layers if "sliding" in kind or "chunked" in kind),
-            window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0,
-            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        )
+        return cls(**vars(facts_of_config(config)))
 
-    def pair_bytes(self, shape: LayerShape) -> int:
+    @property
+    def full(self) -> tuple[LayerFacts, ...]:
+        """Layers that grow with the context."""
+        return self.growing
+
+    @property
+    def sliding(self) -> tuple[LayerFacts, ...]:
+        """Layers that stop growing at `window` tokens."""
+        return tuple(layer for layer in self.layers if "sliding" in layer.kind or "chunked" in layer.kind)
+
+    def pair_bytes(self, layer: LayerFacts) -> int:
         """Bytes of one uncompressed pair of a layer."""
-        return 2 * shape.head_dim * self.dtype.itemsize
+        return 2 * layer.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,32 +52,33 @@ class Plan:
         return self.uncompressed_bytes / self.total_bytes
 
 
-def plan(press: BasePress, geometry: Geometry, context: int, batch: int = 1) -> Plan:
+def plan(press: BasePress, model: Geometry, context: int, batch: int = 1) -> Plan:
     """Predict the memory of a press; `memory_report` measures the same after a prefill."""
     check_count("context", context)
     check_count("batch", batch)
-    press.check_length(context)
-    pairs = press.planned_pairs(context)
+    recipe = press.recipe(model)
+    recipe.check_length(context)
+    pairs = recipe.kept(context)
     positions = 4 * pairs if pairs < context else 0
     total, uncompressed = 0.0, 0
-    for layer, shape in enumerate(geometry.full):
-        codec, encoded, per_head = press.codec_for(layer), 0.0, 0.0
+    for layer in model.growing:
+        codec, encoded, per_head = recipe.codec_at(layer.index), 0.0, 0.0
         if codec is not None:
             free = pairs - codec.residual - codec.sinks
             encoded = max(0, free // codec.group * codec.group)
-            if press.is_head_wise and encoded:
+            if recipe.ragged and encoded:
                 # Heads of all lengths leave, on average, half a tile over.
                 encoded = max(0.0, free - (codec.group - 1) / 2)
             if encoded:
-                per_head += encoded * codec.pair_bytes(shape.head_dim, geometry.dtype)
-                per_head += codec.fixed_bytes(shape.head_dim)
-                total += codec.table_bytes()
-        per_head += (pairs - encoded) * geometry.pair_bytes(shape) + positions
-        selector = press.selector_at(layer)
+                per_head += encoded * codec.pair_bytes(layer.head_dim, model.dtype)
+                per_head += codec.fixed_bytes(layer.head_dim)
+                total += codec.table_bytes(layer.head_dim)
+        per_head += (pairs - encoded) * model.pair_bytes(layer) + positions
+        selector = recipe.selector_at(layer.index)
         if selector is not None:
-            per_head += selector.index_bytes(int(encoded), shape.head_dim, geometry.dtype)
-        total += shape.kv_heads * batch * per_head
-        uncompressed += shape.kv_heads * batch * context * geometry.pair_bytes(shape)
-    tokens = batch * min(context, geometry.window)
-    rest = sum(shape.kv_heads * tokens * geometry.pair_bytes(shape) for shape in geometry.sliding)
+            per_head += selector.index_bytes(int(encoded), layer.head_dim, model.dtype)
+        total += layer.kv_heads * batch * per_head
+        uncompressed += layer.kv_heads * batch * context * model.pair_bytes(layer)
+    tokens = batch * min(context, model.window)
+    rest = sum(layer.kv_heads * tokens * model.pair_bytes(layer) for layer in model.sliding)
     return Plan(round(total) + rest, uncompressed + rest, pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpress.quant.base import Codec, DenseCodec
+from kvpress.cache.codec import Codec, DenseCodec
 from kvpress.quant.gear import GEARCodec
 from kvpress.quant.uniform import UniformCodec
 from kvpress.quant.zipcache import ZipCacheCodec

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpress.attention import Logits, attend, merge
+from kvpress.cache.attention import Logits, attend, merge
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import KVStore
@@ -67,7 +68,7 @@ def test_attention_over_parts_is_attention_over_everything(
         counts = [sum(part.layout.lengths[n] for part in opened) for n in range(batch * heads)]
         store.evict([torch.rand(n) < share for n in counts], columns())
         if codec is not None:
-            store.settle(CODECS[codec][0], columns())
+            store.settle(CODECS[codec][0], Sealing(store.heads, mask=columns()))
     new = fresh + length
     store.append(torch.randn(batch, heads, new, dim), torch.randn(batch, heads, new, 4))
     hidden = min(hide, store.seen - length)
@@ -82,7 +83,7 @@ def test_attention_over_parts_is_attention_over_everything(
     keys, values, visible = [], [], []
     token = torch.arange(store.seen - length, store.seen).repeat(groups)
     for n in range(batch * heads):
-        at = torch.cat([part.columns()[part.layout.rows(n)] for part in whole])
+        at = torch.cat([part.slots()[part.layout.rows(n)] for part in whole])
         read = [part.read(part.layout.rows(n)) for part in whole]
         keys.append(torch.cat([pair[0] for pair in read]))
         values.append(torch.cat([pair[1] for pair in read]))
@@ -171,6 +172,6 @@ def test_many_queries_in_blocks_equal_all_at_once(visible: str | None, monkeypat
     queries, keys, values = torch.randn(3, 2, 37, 16).unbind(0)
     mask = None if visible is None else torch.rand(2, 1 if visible == "row" else 37, 37) < 0.7
     whole = attend(queries, keys, values, Logits(0.3), mask)
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 2 * 37 * 5)
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 2 * 37 * 5)
     blocks = attend(queries, keys, values, Logits(0.3), mask)
     torch.testing.assert_close(blocks, whole)

@@ -15,7 +15,7 @@ import kvpress
 from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, selection
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
-from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform, random_correction
+from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
 from tests.kernels.compiler import needs_compiler
 
 
@@ -140,28 +140,26 @@ def test_a_case_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 STREAMS = Streams.random([33, 0, 200], 4, 64, torch.bfloat16, gap=5)
+SCALED = Coupled(STREAMS, bits=4, coupled=1, shared=True)
 
 
 @pytest.mark.parametrize(
     "cache",
-    [Dense(STREAMS), Uniform(STREAMS, 3, 4), Corrected(STREAMS, 2, chunk=50), Coupled(STREAMS, rotary=True)],
-    ids=lambda cache: type(cache).__name__,
+    [Dense(STREAMS), Uniform(STREAMS, 3, 4), Corrected(STREAMS, 2, chunk=50), Coupled(STREAMS, rotary=True), SCALED],
+    ids=["dense", "uniform", "corrected", "coupled", "row scales"],
 )
-def test_caches_meet_their_reference(cache: Cache) -> None:
-    rows, counts = STREAMS.sample(4)
-    assert counts.tolist() == [9, 0, 50]
-    listed = [row[:count].long() for row, count in zip(rows, counts.tolist(), strict=True)]
-    for found, expected in (
-        (cache.attend(), cache.reference()),
-        (cache.attend_rows(rows, counts), cache.reference(listed)),
-    ):
+def test_caches_meet_their_reference(cache: Stored) -> None:
+    some = STREAMS.sample(4)
+    assert some.counts.tolist() == [9, 0, 50]
+    for where in (STREAMS.where, some):
+        found, expected = cache.attend(where), cache.reference(where)
         assert max(gpu_parity.error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3
 
 
 def test_selection_reads_the_rows_with_the_best_labels() -> None:
     streams = Streams.random([160] * 2, 4, 64, torch.float32)
     cache = Selected(Dense(streams))
-    labels = streams.q[:, :, :16] @ cache.dense.keys.view(2, 160, 64)[:, :, :16].transpose(1, 2)
+    labels = streams.q[:, :, :16] @ cache.dense.rows.keys.data.view(2, 160, 64)[:, :, :16].transpose(1, 2)
     best = labels.amax(1).topk(10).indices + torch.tensor([[0], [160]])
     assert torch.equal(cache.select(cache.score()).sort().values, best.sort().values)
     assert cache.read_bytes() == 320 * 16 * 4 + 20 * 2 * 64 * 4

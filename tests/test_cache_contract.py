@@ -12,8 +12,9 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpress
 from kvpress.cache.layout import Layout
-from kvpress.hf import PressLayer
+from kvpress.hf.layer import PressLayer
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.pairwise import every_pair
 from tests.test_memory import reachable
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
@@ -184,9 +185,7 @@ def test_reorder_twice_is_reorder_by_the_product(name: str) -> None:
         assert a.store.stored() == b.store.stored()
 
 
-@every_storage
-@pytest.mark.parametrize("rows", [[0], [2, 1], [0, 2]], ids=str)
-@pytest.mark.parametrize("kind", ["index", "bool"])
+@every_pair(name=STORAGES.keys(), rows=[[0], [2, 1], [0, 2]], kind=["index", "bool"])
 def test_select_rows(name: str, rows: list[int], kind: str) -> None:
     context = Context(name)
     chosen = torch.tensor(rows)
@@ -242,7 +241,7 @@ def test_crop_past_the_window_is_refused_and_changes_nothing(name: str) -> None:
     assert torch.equal(context.peek(NEW), expected)
 
 
-@pytest.mark.parametrize(("name", "observer"), [("scores", "ColumnMass"), ("zipcache", "ProbeAttention")])
+@pytest.mark.parametrize(("name", "observer"), [("scores", "AttentionMass"), ("zipcache", "ProbeAttention")])
 def test_crop_is_refused_where_observed_attention_cannot_be_taken_back(name: str, observer: str) -> None:
     context = Context(name)
     while not context.cache.layers[0].store.window.length:

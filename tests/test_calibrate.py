@@ -12,12 +12,12 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import kvpress
-from kvpress import calibration
 from kvpress.calibrate import CoupledSettings, calibrate, coupled
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.corpus import documents, pack
 from kvpress.calibrate.coupled import PairRecorder, balance
 from kvpress.calibrate.run import collect
 from kvpress.cli import app
-from kvpress.corpus import documents, pack
 from tests.models import tiny_model, tokens
 
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)

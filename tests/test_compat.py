@@ -138,5 +138,5 @@ def test_constructors_take_the_same_arguments() -> None:
     assert kvpress.RandomPress(0.5, 3).seed == 3
     inner = KnormPress()
     assert DecodingPress(inner, 512, 2048, 256) == DecodingPress(inner)
-    assert kvpress.PrefillDecodingPress(inner, DecodingPress(inner)).acts_in_decoding
+    assert kvpress.PrefillDecodingPress(inner, DecodingPress(inner)).recipe().acting("decode")
     assert isinstance(tiny_model("llama").model, nn.Module)

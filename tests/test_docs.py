@@ -17,14 +17,13 @@ from kvpress_eval.console import app
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.facts import FACTS, Refusal, allows_decoding, phases
-from kvpress.presses.base import BasePress
-from kvpress.registry import Entry
+from kvpress.core.press import BasePress
+from kvpress.core.registry import Entry, Refusal
 from tests.models import tiny_model, tokens
 
 DOCS = Path(__file__).parent.parent / "docs"
 ENTRIES = kvpress.list_presses()
-REFUSALS = [refusal for facts in FACTS.values() for refusal in facts.refuses]
+REFUSALS = [refusal for entry in ENTRIES for refusal in entry.refuses]
 MEASURABLE = [entry for entry in ENTRIES if entry.name != "rlkv"]  # whose heads a user's table names
 
 
@@ -53,13 +52,9 @@ def test_pages_are_those_of_the_code() -> None:
     assert not stale, "run python docs/generate.py"
 
 
-def test_facts_are_about_presses_that_exist() -> None:
-    assert set(FACTS) == {entry.name for entry in ENTRIES}
-
-
 @pytest.mark.parametrize("entry", ENTRIES, ids=by_name)
 def test_a_page_says_everything(entry: Entry) -> None:
-    press = kvpress.get_press(entry.facts.example)
+    press = kvpress.get_press(entry.example)
     assert type(press) is entry.press
     assert kvpress.get_press(kvpress.to_spec(press)) == press
     for item in inspect.signature(entry.press).parameters.values():
@@ -121,23 +116,23 @@ def test_what_is_said_to_be_refused_is(refusal: Refusal) -> None:
 def test_presses_act_on_the_prompt_where_they_say_so(entry: Entry) -> None:
     model, tokenizer = kvpress.load_model("reference")
     ids = tokenizer(" The code for tiger is 4837. The old river runs." * 60, return_tensors="pt")["input_ids"]
-    press = kvpress.get_press(entry.facts.example)
+    press = kvpress.get_press(entry.example)
     cache = DynamicCache(config=model.config)
     with press(model):
         model(ids, past_key_values=cache)
     report = kvpress.memory_report(cache)
-    assert (report.total_bytes < 0.99 * report.uncompressed_bytes) == ("prompt" in phases(press))
+    assert (report.total_bytes < 0.99 * report.uncompressed_bytes) == ("prompt" in generate.phases(press))
 
 
 @pytest.mark.parametrize(
     "entry",
-    [entry for entry in MEASURABLE if allows_decoding(kvpress.get_press(entry.facts.example))],
+    [entry for entry in MEASURABLE if generate.allows_decoding(kvpress.get_press(entry.example))],
     ids=by_name,
 )
 def test_presses_work_inside_decoding_where_they_say_so(entry: Entry) -> None:
     model, tokenizer = kvpress.load_model("reference")
     ids = tokenizer(" The code for tiger is 4837. The old river runs." * 6, return_tensors="pt")["input_ids"]
-    inner = kvpress.get_press(entry.facts.example)
+    inner = kvpress.get_press(entry.example)
     press = kvpress.DecodingPress(inner, compression_interval=4, target_size=40)
     cache = DynamicCache(config=model.config)
     with press(model):

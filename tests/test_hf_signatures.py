@@ -23,8 +23,8 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.llama import modeling_llama
 
-import kvpress.hf as hf
 from kvpress.hf import attention
+from kvpress.hf.layer import PressLayer
 from tests.models import tiny_model, tokens
 
 
@@ -161,18 +161,18 @@ def test_cache_layers() -> None:
     for name, expected in signatures.items():
         assert parameters(getattr(CacheLayerMixin, name)) == expected, changed(f"CacheLayerMixin.{name}")
     for name in ("crop", "batch_repeat_interleave", "batch_select_indices"):
-        theirs, ours = parameters(getattr(DynamicLayer, name)), parameters(getattr(hf.PressLayer, name))
+        theirs, ours = parameters(getattr(DynamicLayer, name)), parameters(getattr(PressLayer, name))
         assert theirs == ours, changed(f"DynamicLayer.{name}")
     public = {
         n
         for n in vars(DynamicLayer) | vars(CacheLayerMixin)
         if not n.startswith("_") and callable(getattr(DynamicLayer, n))
     }
-    missing = public - set(dir(hf.PressLayer))
+    missing = public - set(dir(PressLayer))
     assert not missing, changed(f"cache layers: {sorted(missing)} are new")
     flags = {n for n, v in vars(CacheLayerMixin).items() if isinstance(v, bool)}
     assert {"is_compileable", "is_croppable"} <= flags, changed("class flags of CacheLayerMixin")
-    assert not hf.PressLayer.is_compileable, "a compiled generate would call us with static shapes"
+    assert not PressLayer.is_compileable, "a compiled generate would call us with static shapes"
 
 
 def test_caches() -> None:

@@ -11,6 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 import kvpress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
+from tests.pairwise import every_pair
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -30,23 +31,22 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, **setting
     return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings)
 
 
-def cases() -> list[Any]:
-    found = []
-    for family in FAMILIES:
-        implementations = ["eager"] if family in EAGER_ONLY else ["sdpa", "eager"]
-        found += [pytest.param(family, name, id=f"{family}-{name}") for name in implementations]
-    return found
+PROMPTS = {"one": (tokens(1, 30), None), "padded": padded_batch([30, 17, 9])}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("family", "implementation"), cases())
-def test_off_equals_stock(family: str, implementation: str, mode: str) -> None:
+@every_pair(
+    lambda row: row.get("family") not in EAGER_ONLY or row.get("implementation") != "sdpa",
+    family=FAMILIES.keys(),
+    implementation=["sdpa", "eager"],
+    mode=MODES,
+    prompt=PROMPTS,
+)
+def test_off_equals_stock(family: str, implementation: str, mode: dict[str, Any], prompt: Any) -> None:
     model = tiny_model(family, implementation)
-    for ids, mask in ((tokens(1, 30), None), padded_batch([30, 17, 9])):
-        expected = generate(model, ids, mask, **MODES[mode])
-        with kvpress.get_press("none")(model):
-            found = generate(model, ids, mask, **MODES[mode])
-        assert torch.equal(found.sequences, expected.sequences)
+    expected = generate(model, *prompt, **mode)
+    with kvpress.get_press("none")(model):
+        found = generate(model, *prompt, **mode)
+    assert torch.equal(found.sequences, expected.sequences)
 
 
 @pytest.mark.skipif(

@@ -41,7 +41,7 @@ def state():
             torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state().sum())
 
 before = state()
-import kvpress, kvpress.hf, kvpress.pipeline, kvpress.cli, kvpress.plan
+import kvpress, kvpress.hf, kvpress.hf.pipeline, kvpress.cli, kvpress.plan
 import kvpress.presses, kvpress.quant, kvpress.sparse, kvpress.kernels
 print(state() == before)
 """
@@ -82,6 +82,58 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             found |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
     return found
+
+
+RANKS = (
+    "env", "kernels", "cache", "observe", "core", "calibrate.file", "presses", "quant", "sparse", "calibrate", "hf", "plan",
+    "cli",
+)  # fmt: skip
+"""Rooms of the library, those that others build on first: a module knows its own room and those before it."""
+
+
+def name_of(path: Path) -> str:
+    """Name of a module below `kvpress`, without the package; the package itself is empty."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def arrows() -> dict[str, set[str]]:
+    """Modules of the library that each module imports anywhere: at its top, in functions, for type checkers."""
+    names = {name_of(path) for path in SOURCES}
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        known: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                known |= {alias.name for alias in node.names if alias.name.startswith("kvpress.")}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvpress":
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
+                known |= {name if name.removeprefix("kvpress.") in names else str(node.module) for name in whole}
+        found[name_of(path)] = {name.removeprefix("kvpress").removeprefix(".") for name in known} - {""}
+    return found
+
+
+def rank(module: str) -> int:
+    """Place of the room that a module lies in."""
+    return max(
+        (place for place, room in enumerate(RANKS) if module == room or module.startswith(f"{room}.")),
+        key=lambda place: len(RANKS[place]),
+    )
+
+
+def test_every_arrow_runs_down() -> None:
+    for module, known in arrows().items():
+        if module:
+            up = {other for other in known if rank(other) > rank(module)}
+            assert not up, f"{module} knows {sorted(up)}, which lie above it"
+
+
+def test_no_modules_know_each_other() -> None:
+    left = {module: set(known) for module, known in arrows().items() if module}
+    while free := [module for module, known in left.items() if not known & set(left)]:
+        for module in free:
+            del left[module]
+    assert not left, f"these modules know each other: {sorted(left)}"
 
 
 def test_only_one_package_imports_transformers() -> None:

@@ -15,10 +15,10 @@ from tests.models import padded_batch, tiny_model, tokens
 CASES = {
     "none": {"dense_decode"},
     "adakv(snapkv:0.5,window_size=4)": {"dense_decode"},
-    "kivi:bits=4,group_size=16,residual_length=16": {"uniform_decode", "dense_decode"},
+    "kivi:bits=4,group_size=16,residual_length=16": {"packed_decode", "dense_decode"},
     "quest:budget=32,skip_layers=0": {"dense_select", "dense_decode"},
     "adakv(snapkv:0.3,window_size=4) + kivi:bits=2,group_size=16,residual_length=16 + quest:budget=32,skip_layers=0": {
-        "uniform_select",
+        "packed_select",
         "dense_decode",
     },
 }

@@ -16,10 +16,12 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.report import format_bytes
 from tests.models import padded_batch, position_ids, tiny_model, tokens
-from tests.presses.evicting import EVICTING
+from tests.pairwise import every_pair
+from tests.presses.evicting import EVICTING, exempt
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
 QUEST = "quest:budget=12,page_size=4,skip_layers=0"
+DECODING = "decoding(snapkv:window_size=4):compression_interval=4,target_size=12"
 PRESSES = [
     *EVICTING,
     "none",
@@ -30,7 +32,7 @@ PRESSES = [
     "duo_attention:0.7,on_the_fly_scoring=true,sink_size=2,recent_size=6,interval=4",
     "key_rerotation(critical_adakv(snapkv:0.5,window_size=4))",
     "per_layer_compression(knorm):compression_ratios=(0.3,0.5,0.7)",
-    "decoding(snapkv:window_size=4):compression_interval=4,target_size=12",
+    DECODING,
     "prefill_decoding(knorm:0.5; decoding(expected_attention):compression_interval=4,target_size=12)",
     KIVI + "2",
     KIVI + "8",
@@ -42,10 +44,8 @@ PRESSES = [
     QUEST,
     f"adakv(expected_attention:0.5) + {KIVI}4 + {QUEST}",
 ]
-
-
-WHOLE = ("decoding", "pyramidkv:0.5,window_size=4")
-"""What leaves all of the prompt in some layer: the first layers of a pyramid, and what acts on generated tokens only."""
+LEAVE_ALL = ("none", QUEST, DECODING)
+"""What leaves all of a prompt that is read."""
 
 
 def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
@@ -97,14 +97,12 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: i
     return session.cache
 
 
-@pytest.mark.parametrize("new", [0, 9], ids=["prefill", "generated"])
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("spec", PRESSES)
+@every_pair(spec=PRESSES, padded={"even": False, "padded": True}, new={"prefill": 0, "generated": 9})
 def test_the_total_is_what_is_held(spec: str, padded: bool, new: int) -> None:
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
     cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == held(cache) - cached_layouts(cache)
+    assert report.total_bytes == held(cache)
     assert cached_layouts(cache) <= 3 * 3 * 2 * 16 * 8
     assert report.total_bytes == sum(report.components.values()) == sum(layer.total_bytes for layer in report.layers)
     assert report.uncompressed_bytes == 3 * 3 * 2 * (40 + new) * 2 * 32 * 4
@@ -117,7 +115,7 @@ def test_layers_that_are_not_ours_count_too(family: str) -> None:
     cache = read(tiny_model(family, "eager"), kvpress.KnormPress(0.5), tokens(2, 40))
     report = kvpress.memory_report(cache)
     parts = [layer if hasattr(layer, "store") else [layer.keys, layer.values] for layer in cache.layers]
-    assert report.total_bytes == held(parts) - cached_layouts(cache)
+    assert report.total_bytes == held(parts)
     assert [layer.compressible for layer in report.layers] == [False, True, True]
 
 
@@ -185,13 +183,12 @@ def test_bytes_held_are_those_of_the_declared_budget(spec: str) -> None:
     assert report.compression_factor == report.uncompressed_bytes / report.total_bytes
 
 
-@pytest.mark.parametrize("spec", [s for s in PRESSES if s not in ("none", QUEST) and s.split("(")[0] not in WHOLE])
+@pytest.mark.parametrize("spec", [s for s in PRESSES if s not in LEAVE_ALL and not exempt(s, "pairs per layer")])
 def test_nothing_of_the_prompt_s_size_stays(spec: str) -> None:
     model, length = tiny_model("llama"), 400
     spec = spec.replace("budget=12", "budget=100")
     cache = read(model, kvpress.get_press(spec), tokens(1, length))
     whole = 2 * length * 32 * 4  # keys or values of one layer
-    gc.collect()
     sizes = [t.untyped_storage().nbytes() for t in reachable(cache)]
     # 8-bit codes of all pairs are a quarter of one float32 tensor; half of the pairs are half of it.
     assert max(sizes) <= 0.76 * whole

@@ -10,6 +10,7 @@ import torch
 import kvpress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
+from tests.pairwise import every_pair
 from tests.presses.evicting import EVICTING
 
 EAGER_ONLY = {"gemma2", "gpt_oss"}
@@ -24,9 +25,9 @@ def check(family: str, spec: str, padded: bool) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("spec", [*EVICTING, "knorm:0.3 + tova:0.3"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@every_pair(
+    family=["llama", "gemma3_text"], spec=[*EVICTING, "knorm:0.3 + tova:0.3"], padded={"even": False, "padded": True}
+)
 def test_every_evicting_press(family: str, spec: str, padded: bool) -> None:
     cache = check(family, spec, padded)
     report = kvpress.memory_report(cache)

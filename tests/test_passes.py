@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress import hf
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import PassHook, Recipe
+from kvpress.hf.session import session
 from kvpress.kernels.cpu import launch
-from kvpress.passes import TOKENS, Pass
+from kvpress.observe.call import Phase
+from kvpress.observe.passes import TOKENS, Pass
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.oracle import Oracle
 from tests.test_capture import TapeRecorder
@@ -34,7 +37,12 @@ class Recording(kvpress.BasePress):
     act: Any = None
     told: list[Any] = field(default_factory=list)
 
-    def after_pass(self, done: Pass) -> None:
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        return Recipe(hooks=(PassHook(self._told, self.phases),))
+
+    def _told(self, done: Pass) -> None:
         self.told.append((done.phase, None if done.ids is None else done.ids.clone(), done.seen, len(done.calls)))
         if self.act is not None:
             self.act(done)
@@ -42,9 +50,7 @@ class Recording(kvpress.BasePress):
 
 @dataclass
 class RecordingPrompts(Recording):
-    @property
-    def follows(self) -> tuple[Any, ...]:
-        return ("prefill",)
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
 
 def forward(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Any:
@@ -347,7 +353,7 @@ def test_a_hidden_pair_stays_hidden_when_read_behind() -> None:
 def test_presses_that_act_on_generated_passes_are_not_replayed() -> None:
     with (
         pytest.raises(ValueError, match=r"Recording acts on whole passes.*capture=False"),
-        hf.session(Recording(), tiny_model("llama"), recorder=TapeRecorder()),
+        session(Recording(), tiny_model("llama"), recorder=TapeRecorder()),
     ):
         pass
 
@@ -358,9 +364,9 @@ def test_ids_of_replayed_steps_are_remembered() -> None:
     for recorder in (None, TapeRecorder()):
         model, press = tiny_model("llama"), RecordingPrompts()
         cache = DynamicCache(config=model.config)
-        with hf.session(press, model, recorder=recorder) as session:
+        with session(press, model, recorder=recorder) as opened:
             sequence = model.generate(tokens(2, 12), past_key_values=cache, max_new_tokens=6, do_sample=False)
-            assert recorder is None or session.captured is not None
+            assert recorder is None or opened.captured is not None
             sequence = torch.cat([sequence, tokens(2, 5, seed=1)], dim=1)
             model.generate(sequence, past_key_values=cache, max_new_tokens=2, do_sample=False)
         assert torch.equal(press.told[1][1], sequence[:, 12:])

@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpress
-from kvpress.registry import _entries
+from kvpress.core.registry import _entries
 
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget what the examples register."""
+    kvpress.list_presses()
+    known = dict(_entries)
+    yield
+    _entries.clear()
+    _entries.update(known)
+
+
+@pytest.mark.usefixtures("registered")
 def test_examples(capsys: Any) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 3
-    kvpress.list_presses()
-    known = dict(_entries)
     namespace: dict[str, Any] = {}
-    try:
-        for block in blocks:
-            exec(compile(block, str(README), "exec"), namespace)  # noqa: S102 - our own text
-        assert isinstance(kvpress.get_press("value_norm:0.5"), kvpress.ScorerPress)
-    finally:
-        _entries.clear()
-        _entries.update(known)
+    for block in blocks:
+        exec(compile(block, str(README), "exec", dont_inherit=True), namespace)  # noqa: S102 - our own text
+    assert isinstance(kvpress.get_press("value_norm:0.5"), kvpress.ScorerPress)
     assert "bits per value" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["eviction.md", "quantisation.md", "selection.md"])
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("page", ["design.md", "eviction.md", "quantisation.md", "selection.md"])
 def test_examples_of_the_pages(page: str, capsys: Any) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / page).read_text(), flags=re.DOTALL)
     assert blocks
     namespace: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, page, "exec"), namespace)  # noqa: S102 - our own text
+        exec(compile(block, page, "exec", dont_inherit=True), namespace)  # noqa: S102 - our own text
     assert "bits per value" in capsys.readouterr().out
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.memory import LEAST_BYTES, for_scattered_reads
 from kvpress.cache.segment import DenseSegment
-from kvpress.cache.store import Sealing
-from kvpress.quant.base import DenseCodec
 
 on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages to ask for")
 

@@ -8,28 +8,24 @@ import torch
 import kvpress
 from tests.caches import CODEC, generate, pairs, positions
 from tests.models import padded_batch, tiny_model, tokens
+from tests.pairwise import every_pair
 
-SCHEDULES = [
-    pytest.param("decoding(knorm):compression_interval=4,target_size=12", 9, 13, id="decoding"),
-    pytest.param("decoding(snapkv:window_size=4):compression_interval=3,target_size=12", 9, 12, id="decoding-snapkv"),
-    pytest.param("decoding(adakv(knorm)):compression_interval=4,target_size=12", 9, 13, id="decoding-adakv"),
-    pytest.param("decoding(expected_attention):compression_interval=5,target_size=12", 9, 16, id="decoding-expected"),
-    pytest.param(
-        "prefill_decoding(knorm:budget=8; decoding(knorm):compression_interval=4,target_size=6)", 9, 7, id="both"
-    ),
-    pytest.param("h2o:budget=8", 9, 8, id="h2o"),
-    pytest.param("h2o:budget=8,interval=4", 9, 9, id="h2o-interval"),
-]
+SCHEDULES = {
+    "decoding": ("decoding(knorm):compression_interval=4,target_size=12", 9, 13),
+    "decoding-snapkv": ("decoding(snapkv:window_size=4):compression_interval=3,target_size=12", 9, 12),
+    "decoding-adakv": ("decoding(adakv(knorm)):compression_interval=4,target_size=12", 9, 13),
+    "decoding-expected": ("decoding(expected_attention):compression_interval=5,target_size=12", 9, 16),
+    "both": ("prefill_decoding(knorm:budget=8; decoding(knorm):compression_interval=4,target_size=6)", 9, 7),
+    "h2o": ("h2o:budget=8", 9, 8),
+    "h2o-interval": ("h2o:budget=8,interval=4", 9, 9),
+}
 STORED = {"dense": "", "codec": f" + {CODEC}", "quest": " + quest:budget=8,page_size=4,skip_layers=0"}
 STORED["all"] = STORED["codec"] + STORED["quest"]
 
 
-@pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
-@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
-@pytest.mark.parametrize(("spec", "steps", "expected"), SCHEDULES)
-def test_schedules_keep_the_declared_number_of_pairs(
-    spec: str, steps: int, expected: int, beams: int, stored: str
-) -> None:
+@every_pair(schedule=SCHEDULES, beams={"greedy": 1, "beams": 3}, stored=STORED)
+def test_schedules_keep_the_declared_number_of_pairs(schedule: tuple[str, int, int], beams: int, stored: str) -> None:
+    spec, steps, expected = schedule
     model = tiny_model("llama")
     ids, mask = padded_batch([30, 17, 11])
     rows = 3 * beams
@@ -62,7 +58,7 @@ def test_decoding_press_leaves_the_prompt_whole() -> None:
     assert pairs(cache) == {28 + 7}
 
 
-@pytest.mark.parametrize("spec", [case.values[0] for case in SCHEDULES])
+@pytest.mark.parametrize("spec", [spec for spec, _, _ in SCHEDULES.values()])
 def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None:
     model = tiny_model("llama")
     lengths = [30, 17, 11]

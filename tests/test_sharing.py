@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.hf import new_cache
+from kvpress.hf.models import new_cache
 from tests.caches import positions
 from tests.models import grow, padded_batch, position_ids, tiny_model
 from tests.presses.evicting import EVICTING
@@ -25,7 +25,7 @@ STORING = [
     "decoding(random):compression_interval=4,target_size=12",
     "adakv(expected_attention:0.5) + kivi:bits=4,group_size=4,residual_length=4 + quest:budget=12,page_size=4,skip_layers=0",
 ]
-ALL = [spec for spec in [*EVICTING, *STORING] if kvpress.get_press(spec).shares_prefill]
+ALL = [spec for spec in [*EVICTING, *STORING] if kvpress.get_press(spec).recipe().shares_prefill]
 FEW = ["none", "snapkv:0.5,window_size=4", "adakv(snapkv:0.5,window_size=4)", STORING[1], "random:0.5"]
 
 

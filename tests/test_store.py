@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from kvpress.attention import Logits
+from kvpress.cache.attention import Logits
+from kvpress.cache.codec import Sealing
 from kvpress.cache.store import KVStore
 from tests.codecs import CODECS, STEP
 
 HEADS, DIM = 2, 4
+Pair = tuple[int, Tensor, float]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`KVStore` against lists of (column, key) per stream; rows may start with padding, which sealing drops."""
+    """`KVStore` against lists of (slot, key, log weight) per stream; rows may start with padding, which sealing drops."""
 
     @initialize(
         pads=st.lists(st.integers(0, 4), min_size=2, max_size=2),
@@ -33,8 +35,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.codec, self.bound = CODECS[codec]
         empty = torch.zeros(2, HEADS, 0, DIM)
         self.store = KVStore(empty, empty)
-        self.sealed: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
-        self.window: list[list[tuple[int, Tensor]]] = [[] for _ in range(2 * HEADS)]
+        self.sealed: list[list[Pair]] = [[] for _ in range(2 * HEADS)]
+        self.window: list[list[Pair]] = [[] for _ in range(2 * HEADS)]
         self.append(6)
 
     @property
@@ -43,7 +45,7 @@ class StoreMachine(RuleBasedStateMachine):
             return None
         return torch.arange(self.store.seen) >= torch.tensor(self.pads)[:, None]
 
-    def real(self, n: int) -> list[tuple[int, Tensor]]:
+    def real(self, n: int) -> list[Pair]:
         """The window of a stream without its padding."""
         first = 0 if self.pads is None else self.pads[n // HEADS]
         return [pair for pair in self.window[n] if pair[0] >= first]
@@ -60,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         # The store may keep and reuse the very tensors that it is given.
         self.store.append(keys.clone(), keys + 1)
         for n, stream in enumerate(self.window):
-            stream += [(at + i, keys[n // HEADS, n % HEADS, i]) for i in range(count)]
+            stream += [(at + i, keys[n // HEADS, n % HEADS, i], 0.0) for i in range(count)]
 
     @rule(seed=st.integers(0, 99), share=st.sampled_from([1.0, 0.8, 0.3, 0.0]), then=st.integers(0, 3))
     def evict(self, seed: int, share: float, then: int) -> None:
@@ -78,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.store.settle(self.codec, self.columns)
+        self.store.settle(self.codec, Sealing(self.store.heads, mask=self.columns))
         self.notice_sealing()
         for n, part in enumerate(self.lengths_outside_segments()):
             assert part < 3 + 4 + self.codec.sinks or self.store.window.length, f"stream {n} holds {part} dense pairs"
@@ -105,9 +107,40 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="copy the cache"):
                 self.store.crop(count)
 
+    @rule(seed=st.integers(0, 99))
+    def weigh(self, seed: int) -> None:
+        weights = torch.rand(self.store.batch, HEADS, self.store.window.length, generator=torch.manual_seed(seed)) * 3
+        self.store.window.weigh(weights)
+        for stream, given in zip(self.window, weights.flatten(0, 1).tolist(), strict=True):
+            stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, given, strict=True)]
+
+    @precondition(lambda self: hasattr(self, "store") and self.store.dense is not None)
+    @rule(seed=st.integers(0, 99), what=st.sampled_from(["pairs", "weights", "both"]))
+    def replace_dense(self, seed: int, what: str) -> None:
+        dense, generator = self.store.dense, torch.Generator().manual_seed(seed)
+        keys = torch.rand(dense.keys.shape, generator=generator) if what != "weights" else None
+        weights = torch.rand(dense.layout.total, generator=generator) if what != "pairs" else None
+        self.store.replace_dense(keys, None if keys is None else keys + 1, weights)
+        for n, stream in enumerate(self.sealed):
+            rows = dense.layout.rows(n)
+            older = stream[: len(stream) - dense.layout.lengths[n]]
+            for row, (at, key, weight) in zip(range(rows.start, rows.stop), stream[len(older) :], strict=True):
+                new = key if keys is None else keys[row]
+                older.append((at, new, weight if weights is None else float(weights[row])))
+            stream[:] = older
+
     @rule()
     def copy(self) -> None:
+        # What happens to the copy leaves the original as it was.
+        self.originals = getattr(self, "originals", [])[-1:]
+        self.originals.append((self.store, contents(self.store)))
         self.store = copy.deepcopy(self.store)
+
+    @precondition(lambda self: getattr(self, "originals", []))
+    @invariant()
+    def copies_leave_their_originals(self) -> None:
+        for store, before in self.originals:
+            assert all(torch.equal(now, then) for now, then in zip(contents(store), before, strict=True))
 
     @precondition(lambda self: hasattr(self, "store"))
     @invariant()
@@ -117,16 +150,16 @@ class StoreMachine(RuleBasedStateMachine):
         window = store.window
         for n in range(store.batch * HEADS):
             row, head = divmod(n, HEADS)
-            parts = [(s.columns()[s.layout.rows(n)].tolist(), *s.read(s.layout.rows(n))) for s in store.sealed]
+            parts = [(s.slots()[s.layout.rows(n)].tolist(), *s.read(s.layout.rows(n))) for s in store.sealed]
             at = [column for part in parts for column in part[0]]
             at += range(window.first, window.first + window.length)
             keys = torch.cat([*(part[1] for part in parts), window.filled_keys[row, head]])
             values = torch.cat([*(part[2] for part in parts), window.filled_values[row, head]])
             expected = self.sealed[n] + self.window[n]
-            assert at == [column for column, _ in expected]
+            assert at == [slot for slot, _, _ in expected]
             assert all(a < b for a, b in itertools.pairwise(at))
             if expected:
-                torch.testing.assert_close(keys, torch.stack([key for _, key in expected]), atol=STEP, rtol=0)
+                torch.testing.assert_close(keys, torch.stack([key for _, key, _ in expected]), atol=STEP, rtol=0)
                 torch.testing.assert_close(values, keys + 1, atol=STEP + self.bound, rtol=0)
 
     @precondition(lambda self: hasattr(self, "store") and self.store.window.length > 0)
@@ -141,10 +174,18 @@ class StoreMachine(RuleBasedStateMachine):
             if not pairs:
                 assert torch.equal(out[n], torch.zeros(3, DIM))
                 continue
-            keys = torch.stack([key for _, key in pairs])
-            logits = rows @ keys.T * 0.5
+            keys = torch.stack([key for _, key, _ in pairs])
+            logits = rows @ keys.T * 0.5 + torch.tensor([weight for _, _, weight in pairs])
             torch.testing.assert_close(out[n], logits.softmax(-1) @ (keys + 1), atol=1e-2, rtol=0)
             torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-2, rtol=0)
+
+
+def contents(store: KVStore) -> list[Tensor]:
+    """Copies of everything that a store holds."""
+    found = [t for s in store.sealed for t in (*s.read(slice(None)), s.slots(), s.log_weight)]
+    window = store.window
+    weights = None if window.log_weight is None else window.log_weight[..., : window.length]
+    return [t.clone() for t in (*found, window.filled_keys, window.filled_values, weights) if t is not None]
 
 
 TestStore = StoreMachine.TestCase

@@ -64,6 +64,12 @@ class Layout:
             self._on_device[device] = (self.starts_tensor.to(device), self.lengths_tensor.to(device))
         return self._on_device[device]
 
+    def tensors(self) -> list[Tensor]:
+        """Tensors held, for the memory report."""
+        return [tensor for pair in self._on_device.values() for tensor in pair] + [
+            tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)
+        ]
+
     def pad(self, flat: Tensor, fill: float) -> Tensor:
         """View `flat [total]` as `[N, longest]`, with `fill` past the end of shorter streams."""
         if self.uniform:
@@ -82,39 +88,25 @@ class Layout:
         """Stream number of every flat row, int64 [total] on the host."""
         return torch.repeat_interleave(torch.arange(self.streams), self.lengths_tensor)
 
-    @property
-    def rank_of_row(self) -> Tensor:
-        """Index of every flat row within its stream, int64 [total] on the host."""
-        return torch.arange(self.total) - self.starts_tensor[self.stream_of_row]
-
     def take_streams(self, streams: Sequence[int]) -> tuple[Tensor, Layout]:
         """Rows and layout of a storage made of the given streams, in that order; repeats are allowed."""
-        if self.uniform:
-            index = (
-                torch.tensor(streams, dtype=torch.int64)[:, None] * self.longest + torch.arange(self.longest)
-            ).flatten()
-        else:
-            rows = [torch.arange(self.offsets[n], self.offsets[n + 1]) for n in streams]
-            index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
-        return index, Layout(self.lengths[n] for n in streams)
+        index = torch.tensor(streams, dtype=torch.int64)
+        return spans(self.starts_tensor[index], self.lengths_tensor[index]), Layout(self.lengths[n] for n in streams)
 
 
 def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
     """Rows that bring back-to-back storages into stream order: stream 0 of each, then stream 1 of each, ..."""
-    bases = [0, *itertools.accumulate(layout.total for layout in layouts)]
-    lengths = [sum(own) for own in zip(*[layout.lengths for layout in layouts], strict=True)]
-    if all(layout.uniform for layout in layouts):
-        blocks = [
-            torch.arange(base, base + layout.total).view(layout.streams, layout.longest)
-            for base, layout in zip(bases, layouts, strict=False)
-        ]
-        return torch.cat(blocks, dim=1).flatten(), Layout(lengths)
-    rows = [
-        torch.arange(base + layout.offsets[n], base + layout.offsets[n + 1])
-        for n in range(layouts[0].streams)
-        for base, layout in zip(bases, layouts, strict=False)
-    ]
-    return torch.cat(rows), Layout(lengths)
+    bases = itertools.accumulate((layout.total for layout in layouts[:-1]), initial=0)
+    starts = [layout.starts_tensor + base for layout, base in zip(layouts, bases, strict=True)]
+    lengths = torch.stack([layout.lengths_tensor for layout in layouts], dim=1)
+    return spans(torch.stack(starts, dim=1).flatten(), lengths.flatten()), Layout(lengths.sum(dim=1).tolist())
+
+
+def spans(first: Tensor, counts: Tensor) -> Tensor:
+    """Return `first[i], ..., first[i] + counts[i] - 1` for every i, one after another."""
+    ends = counts.cumsum(0)
+    within = torch.arange(int(ends[-1]) if len(ends) else 0, device=first.device)
+    return torch.repeat_interleave(first - ends + counts, counts) + within
 
 
 def row_numbers(rows: Tensor | slice, total: int, device: torch.device) -> Tensor:

@@ -3,123 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kvpress.attention import Logits, Partial, merge
+from kvpress.cache.attention import Logits, Partial, merge
+from kvpress.cache.held import Axis, Choice, own, part
 from kvpress.cache.layout import Layout
-from kvpress.cache.segment import Segment
-
-PLACES = tuple(range(8))
+from kvpress.cache.segment import OfStreams, Segment
 
 
+@dataclass(eq=False)
+class Flags(Axis):
+    """One bit per pair: `bits` uint8 [ceil(total / 8)]."""
+
+    bits: Annotated[Tensor, own("indexes")]
+    total: Annotated[int, own()]
+
+    @classmethod
+    def of(cls, flags: Tensor) -> Flags:
+        """Store bools [total]."""
+        bits = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8).to(torch.uint8) << places(flags.device)
+        return cls(bits.sum(dim=1, dtype=torch.uint8), len(flags))
+
+    def read(self) -> Tensor:
+        """Return bools [total]."""
+        return ((self.bits[:, None] >> places(self.bits.device)) & 1).flatten()[: self.total].bool()
+
+    def take(self, rows: Tensor) -> tuple[Flags, Tensor]:
+        return Flags.of(self.read()[rows]), rows
+
+    def join(self, others: Sequence[Flags], totals: Sequence[int], device: torch.device) -> Flags:
+        return Flags.of(torch.cat([other.read() for other in others]))
+
+
+@dataclass(eq=False, repr=False)
 class MixedSegment(Segment):
     """Two segments with the same streams; one bit per pair says which of them holds it.
 
     Attention does not depend on the order of pairs, so it reads the two parts one after the other and merges; order only
-    matters where rows are named: reading, eviction, selection.
+    matters where rows are named: reading, eviction, selection. The parts know the weights of their pairs, but no slots.
     """
 
-    def __init__(self, first: Segment, second: Segment, in_second: Tensor, layout: Layout) -> None:
-        super().__init__(layout, None, [0] * layout.streams)
-        self.parts = (first, second)
-        self.bitmap = _pack(in_second)
+    one: Annotated[Segment, part()]
+    other: Annotated[Segment, part()]
+    flags: Annotated[Flags, part()]
+    layout: OfStreams
+
+    @property
+    def parts(self) -> tuple[Segment, Segment]:
+        """Both segments."""
+        return self.one, self.other
 
     @property
     def in_second(self) -> Tensor:
         """Whether the second part holds each pair, bool [total]."""
-        places = torch.tensor(PLACES, dtype=torch.uint8, device=self.bitmap.device)
-        return ((self.bitmap[:, None] >> places) & 1).flatten()[: self.layout.total].bool()
+        return self.flags.read()
+
+    def _halves(self) -> list[tuple[Tensor, Segment]]:
+        """Which pairs each part holds, bool [total]."""
+        second = self.in_second
+        return [(~second, self.one), (second, self.other)]
+
+    @property
+    def log_weight(self) -> Tensor | None:
+        if self.one.log_weight is None and self.other.log_weight is None:
+            return None
+        joined = torch.zeros(self.layout.total, device=self.device)
+        for mine, held in self._halves():
+            joined[mine] = 0.0 if held.log_weight is None else held.log_weight
+        return joined
+
+    @log_weight.setter
+    def log_weight(self, log_weight: Tensor | None) -> None:
+        if log_weight is None:
+            self.one.log_weight = self.other.log_weight = None
+            return
+        for mine, held in self._halves():
+            held.log_weight = log_weight[mine]
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        held, ranks = self._places()
-        here, at = held[rows], ranks[rows]
-        read = [part.read(at[here == bool(p)]) for p, part in enumerate(self.parts)]
-        keys, values = (first.new_empty(len(here), first.shape[1]) for first in read[0])
+        second, ranks = self._places()
+        here, at = second[rows], ranks[rows]
+        read = [held.read(at[here == bool(p)]) for p, held in enumerate(self.parts)]
+        keys, values = (found.new_empty(len(here), found.shape[1]) for found in read[0])
         for p, (part_keys, part_values) in enumerate(read):
             keys[here == bool(p)], values[here == bool(p)] = part_keys, part_values
         return keys, values
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """For every row, whether the second part holds it, and its row there."""
-        held = self.in_second
-        second = held.cumsum(0)
-        ranks = torch.where(held, second, torch.arange(1, len(held) + 1, device=held.device) - second) - 1
-        return held, ranks
+        second = self.in_second
+        return second, torch.where(second, second.cumsum(0), (~second).cumsum(0)) - 1
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        held = None if hidden is None else self.in_second
-        found = []
-        for p, part in enumerate(self.parts):
-            if part.layout.total:
-                chosen = None if hidden is None or held is None else hidden[held == bool(p)]
-                found.append(part.attend(queries, logits, chosen))
-        return merge(found)
+        filled = [part for part in self.parts if part.layout.total]
+        if hidden is None:
+            return merge([held.attend(queries, logits) for held in filled])
+        return merge([held.attend(queries, logits, hidden[mine]) for mine, held in self._halves() if held in filled])
 
     def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        held, ranks = self._places()
+        second, ranks = self._places()
         live = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
         rows = rows.long().masked_fill(~live, 0)
         found = []
-        for p, part in enumerate(self.parts):
-            here = live & (held[rows] == bool(p))
+        for p, held in enumerate(self.parts):
+            here = live & (second[rows] == bool(p))
             order = here.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             mine = ranks[rows].masked_fill(~here, 0).gather(1, order)
-            if part.layout.total:
-                found.append(part.attend_rows(queries, logits, mine, here.sum(dim=1)))
+            if held.layout.total:
+                found.append(held.attend_rows(queries, logits, mine, here.sum(dim=1)))
         return merge(found)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
-        held = self.in_second
         received = torch.zeros(self.layout.total, device=queries.device)
-        for p, part in enumerate(self.parts):
-            received[held == bool(p)] = part.mass(queries, logits, lse)
+        for mine, held in self._halves():
+            received[mine] = held.mass(queries, logits, lse)
         return received
 
-    def _take(self, rows: Tensor, layout: Layout) -> MixedSegment:
-        held, ranks = self._places()
-        here, at = held[rows], ranks[rows]
-        stream = layout.streams_of(torch.arange(layout.total, device=rows.device))
-        taken = []
-        for p, part in enumerate(self.parts):
-            mine = here == bool(p)
-            lengths = torch.bincount(stream[mine], minlength=layout.streams)
-            taken.append(part._take(at[mine], Layout(lengths.tolist())))
-        return MixedSegment(taken[0], taken[1], here, layout)
-
-    @classmethod
-    def _concatenate(cls, segments: Sequence[MixedSegment]) -> MixedSegment:
-        first, second = (
-            type(column[0])._concatenate(column) for column in zip(*(s.parts for s in segments), strict=True)
-        )
-        held = torch.cat([segment.in_second for segment in segments])
-        return MixedSegment(first, second, held, Layout([len(held)]))
-
-    def joinable(self, other: Segment) -> bool:
-        return isinstance(other, MixedSegment) and all(
-            mine.joinable(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True)
-        )
-
-    def storage(self) -> dict[str, list[Tensor]]:
-        held: dict[str, list[Tensor]] = {"indexes": [self.bitmap]}
-        for part in self.parts:
-            for name, tensors in part.storage().items():
-                held.setdefault(name, []).extend(tensors)
-        return held
-
-    def _to(self, device: torch.device | str) -> None:
-        for part in self.parts:
-            part.to(device)
-        self.bitmap = self.bitmap.to(device)
-
-    @property
-    def value_dim(self) -> int:
-        return self.parts[0].value_dim
+    def _choices(self, choice: Choice) -> dict[str, Choice]:
+        second, ranks = self._places()
+        here, at = second[choice.rows], ranks[choice.rows]
+        stream = choice.layout.streams_of(torch.arange(choice.layout.total, device=here.device))
+        chosen = {}
+        for name, mine in (("one", ~here), ("other", here)):
+            layout = Layout(torch.bincount(stream[mine], minlength=choice.layout.streams).tolist())
+            chosen[name] = Choice(at[mine], layout, layout)
+        return chosen
 
 
-def _pack(flags: Tensor) -> Tensor:
-    """Bools [n] as bits, uint8 [ceil(n / 8)]."""
-    flags = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8)
-    places = torch.tensor(PLACES, dtype=torch.uint8, device=flags.device)
-    return (flags.to(torch.uint8) << places).sum(dim=1, dtype=torch.uint8)
+def places(device: torch.device) -> Tensor:
+    """The places of the bits of a byte, uint8 [8]."""
+    return torch.arange(8, dtype=torch.uint8, device=device)

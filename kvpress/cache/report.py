@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kvpress.cache.held import tensors_in
 from kvpress.cache.store import KVStore
 
 
@@ -120,8 +121,13 @@ def memory_report(cache: Any) -> MemoryReport:
             pairs = layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2]
             reports.append(LayerReport(index, {"dense": held}, held, pairs, pairs, compressible=False))
         else:
-            held = storage_bytes(_tensors(vars(layer)))
+            held = storage_bytes(tensors_in(vars(layer)))
             reports.append(LayerReport(index, {"states": held}, held, 0, 0, compressible=False))
+    # What layers have in common counts in the first of ours, as far as it is not in the components of one.
+    common = storage_bytes(tensors_in(getattr(cache, "_kvpress_shared", None)), counted)
+    first = next((report for report in reports if report.compressible), None)
+    if common and first is not None:
+        first.components["shared"] = common
     return MemoryReport(reports, value_bytes)
 
 
@@ -132,14 +138,6 @@ def _measure(index: int, store: KVStore, counted: set[int]) -> LayerReport:
     pair_bytes = (window.keys.shape[-1] + window.values.shape[-1]) * window.keys.element_size()
     seen = streams * store.seen
     return LayerReport(index, components, seen * pair_bytes, sum(store.stored()), seen, compressible=True)
-
-
-def _tensors(item: Any) -> list[Tensor]:
-    """Tensors in the attributes of a layer that is not ours, such as states of linear attention."""
-    if isinstance(item, Tensor):
-        return [item]
-    parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def storage_bytes(tensors: list[Tensor], counted: set[int] | None = None) -> int:
@@ -175,13 +173,13 @@ def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
 def _store_positions(store: KVStore) -> list[list[Tensor]]:
     window = store.window
     fresh = torch.arange(window.first, window.first + window.length)
-    columns = [(segment.layout, segment.columns().cpu().long()) for segment in store.sealed]
+    sealed = [(segment.layout, segment.slots().cpu().long()) for segment in store.sealed]
     rows = []
     for row in range(store.batch):
         heads = []
         for head in range(store.heads):
             n = row * store.heads + head
-            heads.append(torch.cat([*(at[layout.rows(n)] for layout, at in columns), fresh]))
+            heads.append(torch.cat([*(at[layout.rows(n)] for layout, at in sealed), fresh]))
         rows.append(heads)
     return rows
 

@@ -1,26 +1,32 @@
 """Sealed pairs: the interface that every storage format fills, and the dense format.
 
-A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in ascending order of position within each
-stream. Its content never changes; eviction, beams and batch operations all go through one operation, `take`, that
-returns a new segment made of the given rows.
+A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in ascending order of slot within each stream.
+Copies of a cache share its tensors, so none is written to: what changes the pairs of a layer makes a new segment. Eviction,
+beams and batch operations all go through `take`, which returns a segment made of the given rows.
+
+A format is a dataclass with its tensors (`kvpress.cache.held`), a field `layout: OfStreams` and `read`. It can attend to
+itself on its own codes in `attend` and `attend_rows`, with `log_weight` added to the logits; what it leaves to this class
+decodes block by block.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.attention import Logits, Partial, attend, merge, query_blocks
-from kvpress.cache.layout import Layout, interleave
+from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
+from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
+from kvpress.cache.layout import Layout, interleave, spans
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
+OfStreams = Annotated[Layout, own("offsets")]
 
 BLOCK_ROWS = 4096
 """Rows decoded at a time where a packed format is read without a fused kernel."""
@@ -36,120 +42,138 @@ class Block:
     values: Tensor
 
 
-class Segment(ABC):
+class _Streams:
+    layout: Layout  # annotated beside the dataclass, so that it comes after the tensors of a format
+
+
+@dataclass(eq=False, repr=False)
+class Segment(Held, _Streams, ABC):
     """Pairs of N streams in one storage format.
 
-    `positions` are int32 [total] original columns, or None where every stream is contiguous from `first[n]`.
-    `side` holds further per-pair arrays `[total]`, such as the attention mass that heavy hitters accumulate.
-    `index` caches what a selector derived from the pairs; it is dropped whenever rows change.
+    `positions` are int32 [total] slots, or None where every stream is contiguous from `first[n]`. `side` holds further
+    per-pair arrays `[total]`, such as the attention mass that heavy hitters accumulate. `index` caches what a selector derived
+    from the pairs.
     """
 
-    def __init__(
-        self, layout: Layout, positions: Tensor | None, first: Sequence[int], side: dict[str, Tensor] | None = None
-    ) -> None:
-        self.layout = layout
-        self.positions = positions
-        self.first = tuple(first)
-        self.side = side or {}
-        self.index: dict[str, Any] = {}
-        self._first_on: tuple[Sequence[int], Tensor] | None = None
+    positions: Annotated[Tensor | None, own("indexes")] = field(default=None, kw_only=True)
+    first: Annotated[Sequence[int], own()] = field(default=(), kw_only=True)
+    side: Annotated[dict[str, Tensor], per_pair_or_zero("scores")] = field(default_factory=dict, kw_only=True)
+    index: Annotated[dict[str, Any], derived("indexes")] = field(default_factory=dict, init=False)
+    _log_weight: Annotated[Tensor | None, per_pair_or_zero("weights")] = field(default=None, init=False)
+    _first_on: Annotated[tuple[Sequence[int], Tensor] | None, derived("indexes")] = field(default=None, init=False)
 
-    # -- what a format provides ------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.first = tuple(self.first) or (0,) * self.layout.streams
+        self._place()
 
     @abstractmethod
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
 
-    @abstractmethod
-    def _take(self: SegmentT, rows: Tensor, layout: Layout) -> SegmentT:
-        """Return storage made of the given rows; positions and side arrays are handled by `take`."""
+    @property
+    def log_weight(self) -> Tensor | None:
+        """Log of how many pairs each one stands for, float32 [total], which is added to its logits; None for zeros."""
+        return self._log_weight
 
-    @classmethod
-    @abstractmethod
-    def _concatenate(cls: type[SegmentT], segments: Sequence[SegmentT]) -> SegmentT:
-        """Return storage with the rows of all segments back to back, in no particular stream order."""
+    @log_weight.setter
+    def log_weight(self, log_weight: Tensor | None) -> None:
+        self._log_weight = log_weight
 
-    @abstractmethod
-    def storage(self) -> dict[str, list[Tensor]]:
-        """Tensors that hold the pairs, by component name for the memory report."""
-
-    @abstractmethod
-    def _to(self, device: torch.device | str) -> None:
-        """Move the storage."""
-
-    def joinable(self, other: Segment) -> bool:
-        """Whether `other` has the same format and settings, so that both can become one segment."""
-        return type(self) is type(other)
-
-    # -- what follows from it --------------------------------------------------------------------------------
+    # -- rows ------------------------------------------------------------------------------------------------
 
     def take(self: SegmentT, rows: Tensor, layout: Layout) -> SegmentT:
         """Return the segment made of flat `rows` (int64, on the host), laid out as `layout`."""
         rows = rows.to(self.device)
-        taken = self._take(rows, layout)
-        taken.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
-        taken._set_positions(self.columns().index_select(0, rows))
+        taken = self._take(Choice(rows, layout, self.layout))
+        taken._set_slots(self.slots().index_select(0, rows))
+        return taken
+
+    def _take(self: SegmentT, choice: Choice) -> SegmentT:
+        """Return the segment of the chosen rows, which does not know their slots."""
+        taken = super()._take(replace(choice, origin=self.layout))
+        taken.layout, taken.positions, taken.first = choice.layout, None, (0,) * choice.layout.streams
         return taken
 
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
         """Return the segments between the given ranks of every stream: before the first bound, ..., after the last."""
-        rank, stream = self.layout.rank_of_row, self.layout.stream_of_row
-        edges = [[0] * self.layout.streams, *bounds, self.layout.lengths]
-        pieces = []
-        for start, stop in itertools.pairwise(edges):
-            inside = (rank >= torch.tensor(start)[stream]) & (rank < torch.tensor(stop)[stream])
-            layout = Layout(b - a for a, b in zip(start, stop, strict=True))
-            pieces.append(self.take(inside.nonzero().flatten(), layout))
-        return pieces
+        edges = torch.tensor([[0] * self.layout.streams, *bounds, self.layout.lengths])
+        return [
+            self.take(spans(self.layout.starts_tensor + start, stop - start), Layout((stop - start).tolist()))
+            for start, stop in itertools.pairwise(edges)
+        ]
 
-    def _sources(self, rows: Tensor, layout: Layout) -> Tensor:
-        """For every stream of `layout`, filled with the flat `rows`, one of our streams that it came from, int64."""
-        first = torch.tensor(layout.offsets[:-1], device=rows.device)
-        if not layout.total:
-            return torch.zeros_like(first)
-        return self.layout.streams_of(rows[first.clamp_max(layout.total - 1)])
-
-    @classmethod
-    def join(cls: type[SegmentT], segments: Sequence[SegmentT]) -> SegmentT:
+    @staticmethod
+    def join(segments: Sequence[SegmentT]) -> SegmentT:
         """Return one segment with, for every stream, the pairs of all `segments` in order."""
-        rows, layout = interleave([segment.layout for segment in segments])
-        joined = cls._concatenate(segments)
-        joined.positions = torch.cat([segment.columns() for segment in segments])
-        names = {name for segment in segments for name in segment.side}
-        joined.side = {name: torch.cat([segment.side_array(name) for segment in segments]) for name in names}
-        return joined.take(rows, layout)
+        layouts = [segment.layout for segment in segments]
+        woven = all(layout.uniform for layout in layouts) and segments[0].weaves()
+        joined = segments[0]._join(segments, Joint(layouts, woven))
+        slots = Joint(layouts, woven).pairs([segment.slots() for segment in segments])
+        assert slots is not None  # noqa: S101 - for type checkers
+        if woven:
+            joined._set_slots(slots)
+            return joined
+        joined.positions = slots
+        return joined.take(*interleave(layouts))
+
+    def _join(self: SegmentT, others: Sequence[SegmentT], joint: Joint) -> SegmentT:
+        """Return the segment of all pairs of `others`, which does not know their slots."""
+        layouts = [other.layout for other in others]
+        joined = super()._join(others, Joint(layouts, joint.woven))
+        lengths = zip(*(layout.lengths for layout in layouts), strict=True)
+        joined.layout = Layout(map(sum, lengths) if joint.woven else itertools.chain(*(a.lengths for a in layouts)))
+        return joined
+
+    def joinable(self, other: Segment) -> bool:
+        """Whether `other` has the same format and settings, so that both can become one segment."""
+        return self.joins(other, ())
+
+    def joins(self, other: Held, streams: Sequence[int]) -> bool:
+        if not isinstance(other, Segment):
+            return False
+        lengths = zip(self.layout.lengths, other.layout.lengths, strict=True)
+        return super().joins(other, [n for n, both in enumerate(lengths) if all(both)])
 
     def side_array(self, name: str) -> Tensor:
         """Return the per-pair array `name`, float32 [total]; zeros where nothing was recorded."""
         array = self.side.get(name)
         return torch.zeros(self.layout.total, device=self.device) if array is None else array
 
-    def columns(self) -> Tensor:
-        """Original column of every pair, int32 [total]."""
+    def describe(self, pairs: Segment, without: Collection[str]) -> None:
+        """Take over the slots, weights and per-pair arrays, except those in `without`, of the pairs that this was made of."""
+        self.positions, self.first, self.log_weight = pairs.positions, pairs.first, pairs.log_weight
+        self.side = {name: array for name, array in pairs.side.items() if name not in without}
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def slots(self) -> Tensor:
+        """Slot of every pair, int32 [total]."""
         if self.positions is not None:
             return self.positions
-        first = torch.tensor(self.first, dtype=torch.int64)[self.layout.stream_of_row]
-        return (first + self.layout.rank_of_row).to(torch.int32).to(self.device)
+        slots = spans(torch.tensor(self.first, dtype=torch.int64), self.layout.lengths_tensor)
+        return slots.to(torch.int32).to(self.device)
 
-    def first_column(self) -> Tensor:
-        """Column of the first pair of every stream, int64 [N], where they are contiguous; copied to the device once."""
+    def first_slot(self) -> Tensor:
+        """Slot of the first pair of every stream, int64 [N], where they are contiguous; copied to the device once."""
         if self._first_on is None or self._first_on[0] is not self.first:
             self._first_on = self.first, torch.tensor(self.first, dtype=torch.int64).to(self.device)
         return self._first_on[1]
 
-    def _set_positions(self, columns: Tensor) -> None:
-        """Store columns, as a start per stream where they are contiguous (the common case without eviction)."""
+    def _set_slots(self, slots: Tensor) -> None:
+        """Store slots, as a start per stream where they are contiguous (the common case without eviction)."""
         layout = self.layout
         filled = [n for n in range(layout.streams) if layout.lengths[n]]
         ends = [(layout.offsets[n], layout.offsets[n + 1] - 1) for n in filled]
-        found = columns[torch.tensor(ends, dtype=torch.int64, device=columns.device)].tolist() if ends else []
+        found = slots[torch.tensor(ends, dtype=torch.int64, device=slots.device)].tolist() if ends else []
         starts = dict(zip(filled, (first for first, _ in found), strict=True))
         self.first = tuple(starts.get(n, 0) for n in range(layout.streams))
-        # They ascend, but for pairs of no token, whose column is negative.
+        # They ascend, but for pairs of no token, whose slot is negative.
         contiguous = all(
             0 <= first == last - layout.lengths[n] + 1 for n, (first, last) in zip(filled, found, strict=True)
         )
-        self.positions = None if contiguous else columns.to(torch.int32)
+        self.positions = None if contiguous else slots.to(torch.int32)
+
+    # -- attention -------------------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Block]:
         """Dense blocks that cover all pairs, small enough never to amount to a dense copy."""
@@ -161,130 +185,99 @@ class Segment(ABC):
                 keys, values = self.read(part)
                 yield Block(slice(n, n + 1), part, keys[None], values[None])
 
+    def operand(self) -> kernels.Rows | None:
+        """Return the pairs as the operators take them; None where they can only be read block by block."""
+        return None
+
+    def serves(self, queries: Tensor) -> bool:
+        """Whether an operator attends from these queries, without decoded copies."""
+        return self._served(queries) is not None
+
+    def _served(self, queries: Tensor) -> kernels.Rows | None:
+        """Return the operand where an operator should attend from these queries."""
+        rows = self.operand()
+        stored = None if rows is None else rows.keys.tensors()[0]
+        return rows if stored is not None and kernels.serves(queries, stored) else None
+
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out."""
-        outs = [queries.new_zeros(0)] * self.layout.streams
-        lses = list(outs)
-        for n, partials in self._partials(queries, logits, hidden).items():
-            outs[n], lses[n] = merge(partials)
-        empty = [n for n in range(self.layout.streams) if not self.layout.lengths[n]]
-        if empty:
-            rows, dim = queries.shape[1], self.value_dim
-            for n in empty:
-                outs[n] = torch.zeros(1, rows, dim, device=queries.device)
-                lses[n] = torch.full((1, rows), -torch.inf, device=queries.device)
-        return torch.cat(outs), torch.cat(lses)
-
-    def _partials(self, queries: Tensor, logits: Logits, hidden: Tensor | None) -> dict[int, list[Partial]]:
-        found: dict[int, list[Partial]] = {}
+        if hidden is None and (rows := self._served(queries)) is not None:
+            return kernels.decode(queries, rows, self._ranges(queries), options_of(logits))
+        parts: dict[int, list[Partial]] = {}
         for block in self.blocks():
-            visible = None if hidden is None else ~hidden[block.rows].view(1, 1, -1)
-            partial = attend(queries[block.streams], block.keys, block.values, logits, visible)
-            found.setdefault(block.streams.start, []).append(partial)
-        return found
+            visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)
+            asking, weight = queries[block.streams], self._weight_of(block)
+            partial = attend(asking, block.keys, block.values, logits, visible, weight)
+            parts.setdefault(block.streams.start, []).append(partial)
+        merged = {start: merge(partials) for start, partials in parts.items()}
+        if 0 in merged and len(merged[0][0]) == len(queries):
+            return merged[0]
+        out = torch.zeros(*queries.shape[:2], self.value_dim, device=queries.device)
+        lse = torch.full(out.shape[:2], -torch.inf, device=queries.device)
+        for start, (own_out, own_lse) in merged.items():
+            out[start], lse[start] = own_out[0], own_lse[0]
+        return out, lse
+
+    def _weight_of(self, block: Block) -> Tensor | None:
+        weight = self.log_weight
+        return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
 
     def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        """Attend to chosen pairs only: the first `counts[n]` of the flat `rows [N, K]`, int64."""
+        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i."""
+        if (operand := self._served(queries)) is not None:
+            streams = self.layout.streams
+            stream = None if len(rows) == streams else torch.arange(len(rows), device=rows.device) % streams
+            return kernels.decode(queries, operand, kernels.Listed(rows, counts, stream), options_of(logits))
         keys, values = self.read(rows.flatten())
-        shape = (*rows.shape, -1)
+        shape, weight = (*rows.shape, -1), self.log_weight
         visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-        return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :])
+        weight = None if weight is None else weight[rows]
+        return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :], weight)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
+        rows = self.operand()
+        if rows is not None and isinstance(rows.keys, kernels.Dense) and kernels.available(rows.keys.data):
+            return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)
         received = torch.zeros(self.layout.total, device=queries.device)
         for block in self.blocks():
-            asking, total = queries[block.streams], lse[block.streams, :, None]
-            for rows in query_blocks(asking, block.keys):
-                weights = torch.exp(logits(asking[:, rows], block.keys) - total[:, rows])
-                received[block.rows] += weights.sum(dim=1).flatten()
+            asking, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)
+            for some in query_blocks(asking, block.keys):
+                shares = torch.exp(logits(asking[:, some], block.keys, weight) - total[:, some])
+                received[block.rows] += shares.sum(dim=1).flatten()
         return received
 
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Every tensor that is held, by component."""
-        held = {name: list(tensors) for name, tensors in self.storage().items()}
-        indexes = [] if self.positions is None else [self.positions]
-        for entry in self.index.values():
-            indexes.extend(entry.tensors())
-        if indexes:
-            held["indexes"] = held.get("indexes", []) + indexes
-        if self.side:
-            held["scores"] = list(self.side.values())
-        return held
+    def _ranges(self, queries: Tensor) -> kernels.Ranges:
+        return kernels.Ranges(*self.layout.on(queries.device))
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def storage(self) -> dict[str, list[Tensor]]:
+        """Tensors that hold the pairs, by component."""
+        return self.tensors([name for name in self.declared() if name not in Segment.declared() and name != "layout"])
 
     @property
-    def device(self) -> torch.device:
-        """Where the storage lies."""
-        return next(tensor for tensors in self.storage().values() for tensor in tensors).device
-
-    @property
-    @abstractmethod
     def value_dim(self) -> int:
         """Head dim of the values."""
+        return self.read(slice(0, 0))[1].shape[-1]
 
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device, in place."""
-        self._to(device)
-        self.positions = None if self.positions is None else self.positions.to(device)
-        self.side = {name: array.to(device) for name, array in self.side.items()}
-        self.index = {}
-        self._first_on = None
+    def to(self, device: torch.device | str, memo: dict[int, Any] | None = None) -> None:
+        """Move everything to a device, in place; `memo` as in `moved`."""
+        vars(self).update(vars(self.moved(device, memo)))
 
 
+@dataclass(eq=False, repr=False)
 class DenseSegment(Segment):
     """Pairs as they were computed: `keys [total, D]`, `values [total, Dv]`."""
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        layout: Layout,
-        positions: Tensor | None = None,
-        first: Sequence[int] = (),
-        side: dict[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(layout, positions, first, side)
-        self.keys = keys
-        self.values = values
+    keys: Annotated[Tensor, per_pair("dense")]
+    values: Annotated[Tensor, per_pair("dense")]
+    layout: OfStreams
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         if isinstance(rows, slice):
             return self.keys[rows], self.values[rows]
         return self.keys.index_select(0, rows), self.values.index_select(0, rows)
-
-    def _take(self, rows: Tensor, layout: Layout) -> DenseSegment:
-        return DenseSegment(*self.read(rows), layout)
-
-    @classmethod
-    def join(cls, segments: Sequence[DenseSegment]) -> DenseSegment:
-        if cls is not DenseSegment or not all(segment.layout.uniform for segment in segments):
-            return super().join(segments)
-        # Copied once: streams of equal length lie side by side.
-        joined = cls(
-            _side_by_side(segments, [segment.keys for segment in segments]),
-            _side_by_side(segments, [segment.values for segment in segments]),
-            Layout(sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in segments), strict=True)),
-        )
-        names = {name for segment in segments for name in segment.side}
-        joined.side = {name: _side_by_side(segments, [s.side_array(name) for s in segments]) for name in names}
-        joined._set_positions(_side_by_side(segments, [segment.columns() for segment in segments]))
-        return joined
-
-    @classmethod
-    def _concatenate(cls, segments: Sequence[DenseSegment]) -> DenseSegment:
-        keys = torch.cat([segment.keys for segment in segments])
-        values = torch.cat([segment.values for segment in segments])
-        return DenseSegment(keys, values, Layout([keys.shape[0]]))
-
-    def storage(self) -> dict[str, list[Tensor]]:
-        return {"dense": [self.keys, self.values]}
-
-    def _to(self, device: torch.device | str) -> None:
-        self.keys, self.values = self.keys.to(device), self.values.to(device)
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[-1]
 
     def blocks(self) -> Iterator[Block]:
         layout = self.layout
@@ -298,36 +291,10 @@ class DenseSegment(Segment):
             if rows.stop > rows.start:
                 yield Block(slice(n, n + 1), rows, self.keys[None, rows], self.values[None, rows])
 
-    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        if hidden is None and kernels.serves(queries, self.keys):
-            at, lengths = self.layout.on(self.device)
-            return kernels.dense_decode(
-                queries, self.keys, self.values, at, lengths, logits.scale, softcap=logits.softcap
-            )
-        if self.layout.uniform and self.layout.longest:
-            (block,) = self.blocks()
-            visible = None if hidden is None else ~hidden.view(self.layout.streams, 1, -1)
-            return attend(queries, block.keys, block.values, logits, visible)
-        return super().attend(queries, logits, hidden)
-
-    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
-        if kernels.available(self.keys):
-            at, lengths = self.layout.on(self.device)
-            return kernels.column_mass(queries, self.keys, at, lengths, logits.scale, lse=lse, softcap=logits.softcap)
-        return super().mass(queries, logits, lse)
-
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        if kernels.serves(queries, self.keys):
-            return kernels.dense_select(
-                queries, self.keys, self.values, rows, counts, logits.scale, softcap=logits.softcap
-            )
-        return super().attend_rows(queries, logits, rows, counts)
+    def operand(self) -> kernels.Rows | None:
+        return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)
 
 
-def _side_by_side(segments: Sequence[Segment], arrays: Sequence[Tensor]) -> Tensor:
-    """Join arrays `[total, ...]` of segments with streams of one length each, stream by stream."""
-    split = [
-        array.unflatten(0, (segment.layout.streams, segment.layout.longest))
-        for segment, array in zip(segments, arrays, strict=True)
-    ]
-    return torch.cat(split, dim=1).flatten(0, 1)
+def options_of(logits: Logits) -> kernels.Options:
+    """How logits are formed, as the operators take it."""
+    return kernels.Options(logits.scale, logits.softcap)

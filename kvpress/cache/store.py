@@ -1,53 +1,63 @@
 """All pairs of one attention layer: encoded segments, one dense sealed segment, and the open window.
 
-Positions ascend through these three parts within every stream. Nothing here knows transformers; `kvpress.hf` puts a
-store behind a cache layer.
+Slots ascend through these three parts within every stream. Nothing here knows transformers; `kvpress.hf` puts a store behind
+a cache layer.
+
+What a copy (`copy.deepcopy`) shares with its original: the tensors of sealed segments and of `Held` objects in the codec
+state, which are never written to. It has a window, observers, per-pair arrays and everything else of its own. The dict that all
+layers of a cache have in common is copied with the cache: angle tables are shared, what a selector remembers of a step is not.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpress.attention import Logits, Partial, group_queries, merge
+from kvpress.cache.attention import Logits, Partial, group_queries, merge
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.held import moved, tensors_in
 from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import DenseSegment, Segment, SegmentT
-from kvpress.cache.window import Columns, Cursor, Window
-
-if TYPE_CHECKING:
-    from kvpress.context import LayerCall
-    from kvpress.observe import Observer
-    from kvpress.quant.base import Codec
+from kvpress.cache.window import Cursor, RealTokens, Window
 
 Reader = Callable[[Tensor], list[Partial]]
-"""Attends from `queries [N, G, D]` to some of the pairs of each encoded segment."""
+"""Attends from `queries [N, G * Q, D]` to some of the pairs of each encoded segment, each token to its own."""
 
 
-@dataclass(frozen=True)
-class Sealing:
-    """What a codec may look at beside the pairs that it encodes.
+class Observing(Protocol):
+    """What watches a layer and hangs on its store (`kvpress.observe.observer`)."""
 
-    Stream `n` of a segment belongs to kv head `n % heads`; `earlier` are the layer's encoded segments, oldest first;
-    `call` is the pass that filled the window, None outside a model.
-    """
+    sides: tuple[str, ...]
 
-    heads: int
-    earlier: Sequence[Segment] = field(default_factory=tuple)
-    call: LayerCall | None = None
+    def observe(self, call: Any) -> None:
+        """Take in one forward pass."""
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors held."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given batch rows, in that order."""
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest tokens."""
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to a device."""
 
 
 class KVStore:
     """Pairs of `B` rows and `H` kv heads.
 
-    `seen` counts the tokens that the sequence has consumed, pads included; `columns`, where a method takes it, is the
+    `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
     boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
-    the window no longer holds.
+    the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
+    `tensors`, `moved` and, where they differ from row to row, `select_rows`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -60,7 +70,8 @@ class KVStore:
         self.since_eviction = 0
         self.targets: list[int] | None = None
         self.sealed_tokens: list[int] | None = None
-        self.observers: dict[str, Observer] = {}
+        self.observers: dict[Any, Any] = {}
+        self.codec_state: dict[str, Any] = {}
 
     @property
     def sealed(self) -> list[Segment]:
@@ -80,13 +91,13 @@ class KVStore:
         self.window.append(keys, values)
         self.seen += keys.shape[2]
 
-    def ready(self, columns: Columns | None, spare: int) -> Cursor | None:
+    def ready(self, mask: RealTokens | None, spare: int) -> Cursor | None:
         """Return where a static step writes its token, after making room; None where only `append` can add it.
 
-        `columns` covers the new token; a full window grows by `spare`.
+        `mask` covers the new token; a full window grows by `spare`.
         """
-        pads = self.window.pads(columns, self.window.length + 1)
-        if pads is None or self.window.side or self._hides_sealed(columns):
+        pads = self.window.pads(mask, self.window.length + 1)
+        if pads is None or self.window.side or self._hides_sealed(mask):
             return None
         self.window.reserve(spare)
         return self.window.cursor_at(pads)
@@ -102,88 +113,85 @@ class KVStore:
         self,
         queries: Tensor,
         logits: Logits,
-        columns: Columns | Tensor | None = None,
+        mask: RealTokens | Tensor | None = None,
         sinks: Tensor | None = None,
         reader: Reader | None = None,
     ) -> Partial:
         """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
 
-        Layers that share `columns` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
-        `reader` reads the segments in the place of all of them, where there is one query per row.
+        Layers that share `mask` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
+        `reader` reads the segments, unless the mask hides tokens in them: then all visible pairs are read.
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
         rows = group_queries(queries, self.heads)
         parts = []
-        columns = Columns(columns) if isinstance(columns, Tensor) else columns
-        hides = self._hides_sealed(columns)
+        mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
+        hides = self._hides_sealed(mask)
         whole = self.sealed
-        if reader is not None and length == 1 and self.segments and not hides:
+        if reader is not None and self.segments and not hides:
             parts += reader(rows)
             whole = [] if self.dense is None else [self.dense]
         for segment in whole:
-            hidden = self._hidden(segment, columns.real) if hides and columns is not None else None
+            hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
             parts.append(segment.attend(rows, logits, hidden))
         if self.window.length:
-            parts.append(self.window.attend(rows, logits, length, columns))
+            parts.append(self.window.attend(rows, logits, length, mask))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
             parts.append((torch.zeros_like(parts[-1][0]), extra))
         return merge(parts)
 
-    def _hides_sealed(self, columns: Columns | None) -> bool:
+    def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""
-        if columns is None or self.sealed_tokens is None:
+        if mask is None or self.sealed_tokens is None:
             return False
-        return columns.counts(self.window.first) != self.sealed_tokens
+        return mask.counts(self.window.first) != self.sealed_tokens
 
-    def _hidden(self, segment: Segment, columns: Tensor) -> Tensor:
-        row = (segment.layout.stream_of_row // self.heads).to(columns.device)
-        return ~columns[row, segment.columns().to(columns.device).long()]
+    def _hidden(self, segment: Segment, mask: Tensor) -> Tensor:
+        row = (segment.layout.stream_of_row // self.heads).to(mask.device)
+        return ~mask[row, segment.slots().to(mask.device).long()]
 
     # -- sealing ---------------------------------------------------------------------------------------------
 
-    def open_segment(self, columns: Tensor | None) -> DenseSegment:
+    def open_segment(self, mask: Tensor | None) -> DenseSegment:
         """Return the dense sealed segment and the real tokens of the window as one segment; changes nothing."""
-        fresh = self._window_segment(columns)
+        fresh = self._window_segment(mask)
         return fresh if self.dense is None else DenseSegment.join([self.dense, fresh])
 
-    def _window_segment(self, columns: Tensor | None) -> DenseSegment:
-        window = self.window
-        filled, first = window.length, window.first
-        keys, values = window.filled_keys, window.filled_values
-        if columns is None:
-            layout = Layout([filled] * (self.batch * self.heads))
-            flat = DenseSegment(
-                keys.reshape(-1, keys.shape[-1]),
-                values.reshape(-1, values.shape[-1]),
-                layout,
-                first=[first] * layout.streams,
-            )
-            flat.side = {name: array.reshape(-1) for name, array in window.side.items()}
-            return flat
-        real = columns[:, first : first + filled].to(keys.device)
-        chosen = real[:, None].expand(-1, self.heads, -1)
-        counts = real.sum(dim=1).tolist()
-        layout = Layout(count for count in counts for _ in range(self.heads))
-        flat = DenseSegment(keys[chosen], values[chosen], layout)
-        flat.side = {name: array[chosen] for name, array in window.side.items()}
-        flat._set_positions(chosen.nonzero()[:, 2] + first)
-        return flat
+    def _window_segment(self, mask: Tensor | None) -> DenseSegment:
+        window, chosen, counts = self.window, None, [self.window.length] * self.batch
+        if mask is not None:
+            real = mask[:, window.first : window.first + window.length].to(window.keys.device)
+            chosen, counts = real[:, None].expand(-1, self.heads, -1), real.sum(dim=1).tolist()
 
-    def seal(self, dense: DenseSegment | None, columns: Tensor | None) -> None:
+        def flat(array: Tensor) -> Tensor:
+            array = array[:, :, : window.length]
+            return array.flatten(0, 2) if chosen is None else array[chosen]
+
+        layout = Layout(count for count in counts for _ in range(self.heads))
+        side = {name: flat(array) for name, array in window.side.items()}
+        first = [window.first] * layout.streams
+        segment = DenseSegment(flat(window.keys), flat(window.values), layout, first=first, side=side)
+        if window.log_weight is not None:
+            segment.log_weight = flat(window.log_weight)
+        if chosen is not None:
+            segment._set_slots(chosen.nonzero()[:, 2] + window.first)
+        return segment
+
+    def seal(self, dense: DenseSegment | None, mask: Tensor | None) -> None:
         """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
         self.dense = dense if dense is not None and dense.layout.total else None
         self.window.clear(self.seen)
-        self.sealed_tokens = [self.seen] * self.batch if columns is None else columns.sum(dim=1).tolist()
+        self.sealed_tokens = [self.seen] * self.batch if mask is None else mask.sum(dim=1).tolist()
 
-    def evict(self, kept: Sequence[Tensor], columns: Tensor | None, opened: DenseSegment | None = None) -> None:
+    def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
 
         `opened` is what `open_segment` returns, where that is known.
         """
-        opened = self.open_segment(columns) if opened is None else opened
+        opened = self.open_segment(mask) if opened is None else opened
         parts: list[Segment] = [*self.segments, opened]
         marked = torch.cat(list(kept)).to(self.window.keys.device)
         if self.segments:
@@ -192,10 +200,42 @@ class KVStore:
         *encoded, dense = marked.split([part.layout.total for part in parts])
         left = [survivors(segment, own) for segment, own in zip(self.segments, encoded, strict=True)]
         self.segments = [segment for segment in left if segment.layout.total]
-        self.seal(survivors(opened, dense), columns)
+        self.seal(survivors(opened, dense), mask)
         self.since_eviction = 0
 
-    def settle(self, codec: Codec, columns: Tensor | None, wait: bool = False, call: LayerCall | None = None) -> None:
+    def replace_dense(
+        self,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        log_weight: Tensor | None = None,
+        sides: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Put other keys, values, weights or per-pair arrays in the place of those of the dense sealed segment.
+
+        All are flat, `[total, ...]`, in its order. Copies of the cache keep theirs. Call it right after `evict`: `crop` cannot
+        bring back what was replaced.
+
+        Raises:
+            ValueError: there is no dense segment, a shape is another, or a weight is not finite.
+        """
+        dense = self.dense
+        if dense is None:
+            raise ValueError("this layer holds no dense sealed pairs that could be replaced")
+        given = {"keys": keys, "values": values, "log_weight": log_weight} | (sides or {})
+        for name, array in given.items():
+            shape = getattr(dense, name).shape if name in ("keys", "values") else dense.keys.shape[:1]
+            if array is not None and array.shape != shape:
+                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
+        if log_weight is not None and not bool(log_weight.isfinite().all()):
+            raise ValueError("log_weight must be finite")
+        twin = copy.deepcopy(dense)
+        twin.keys = twin.keys if keys is None else keys.to(dense.keys)
+        twin.values = twin.values if values is None else values.to(dense.values)
+        twin.log_weight = twin.log_weight if log_weight is None else log_weight.to(dense.device, torch.float32)
+        twin.side |= {name: array.to(dense.device, torch.float32) for name, array in (sides or {}).items()}
+        self.dense, self.window.cursor = twin, None  # a recorded step must not read what was there
+
+    def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
         With `wait`, only once the window holds a tile: ragged streams would otherwise take turns at every token.
@@ -205,7 +245,7 @@ class KVStore:
         held = 0 if self.dense is None else self.dense.layout.longest
         if held + self.window.length < codec.residual + codec.group:
             return
-        opened = self.open_segment(columns)
+        opened = self.open_segment(sealing.mask)
         lengths = opened.layout.lengths
         sinks = [0] * len(lengths) if self.segments else [min(codec.sinks, length) for length in lengths]
         ends = [
@@ -215,12 +255,11 @@ class KVStore:
         if ends == sinks:
             return
         first, old, rest = opened.cut(sinks, ends)
-        self.seal(rest, columns)
+        self.seal(rest, sealing.mask)
         if first.layout.total:
             self.segments.append(first)
-        segment = codec.encode(old, Sealing(self.heads, tuple(self.segments), call))
-        segment.positions, segment.first = old.positions, old.first
-        segment.side = {name: array for name, array in old.side.items() if name not in codec.reads_side}
+        segment = codec.encode(old, replace(sealing, earlier=tuple(self.segments), state=self.codec_state))
+        segment.describe(old, without=codec.reads_side)
         self.segments.append(segment)
         self._join_tail()
 
@@ -230,7 +269,7 @@ class KVStore:
             older, newer = self.segments[-2:]
             if not older.joinable(newer) or older.layout.total > 2 * newer.layout.total:
                 return
-            self.segments[-2:] = [type(older).join([older, newer])]
+            self.segments[-2:] = [Segment.join([older, newer])]
 
     # -- batch operations ------------------------------------------------------------------------------------
 
@@ -248,20 +287,48 @@ class KVStore:
         self.targets = None if self.targets is None else [self.targets[row] for row in order]
         if self.sealed_tokens is not None:
             self.sealed_tokens = [self.sealed_tokens[row] for row in order]
-        for observer in self.observers.values():
-            observer.select_rows(rows)
+        for held in (*self.observers.values(), *self.codec_state.values()):
+            if hasattr(held, "select_rows"):
+                held.select_rows(rows)
 
     @property
     def open_tokens(self) -> int:
         """How many of the newest tokens can be taken back: those in the window, and those left dense behind it."""
         if self.dense is None or self.dense.side:
             return self.window.length
-        tail = self.since_eviction - self.window.length
-        for n in range(self.dense.layout.streams):
-            newest = self.dense.columns()[self.dense.layout.rows(n)].flip(0)
-            expected = torch.arange(self.window.first, self.window.first - len(newest), -1, device=newest.device) - 1
-            tail = min(tail, int((newest == expected).long().cumprod(0).sum()))
-        return self.window.length + max(0, tail)
+        return self.window.length + max(0, min(self.since_eviction - self.window.length, self._dense_tail()))
+
+    @property
+    def rereadable_tokens(self) -> int:
+        """How many of the newest tokens can be read once more: those that every stream holds, without gaps, densely.
+
+        What was evicted since they came does not matter, as it does where an earlier state is to be restored.
+        """
+        return self.window.length + (0 if self.dense is None else self._dense_tail())
+
+    def _dense_tail(self) -> int:
+        """How many tokens right before the window every stream of the dense segment holds."""
+        assert self.dense is not None  # noqa: S101 - for type checkers
+        layout, tail = self.dense.layout, self.window.first
+        for n, newest in enumerate(self.dense.slots().split(layout.lengths)):
+            before = torch.arange(self.window.first - layout.lengths[n], self.window.first, device=newest.device)
+            tail = min(tail, int((newest == before).flip(0).long().cumprod(0).sum()))
+        return tail
+
+    def newest_side(self, tokens: int) -> dict[str, Tensor]:
+        """Return the side arrays `[B, H, tokens]` of the newest tokens, at most `rereadable_tokens`."""
+        sealed = max(0, tokens - self.window.length)
+        found = {name: array[..., self.window.length - (tokens - sealed) :] for name, array in self.window.side.items()}
+        if not sealed or self.dense is None:
+            return found
+        ends = self.dense.layout.starts_tensor + self.dense.layout.lengths_tensor
+        rows = (ends[:, None] + torch.arange(-sealed, 0)).flatten().to(self.dense.device)
+        shape = (self.batch, self.heads, -1)
+        for name in {*found, *self.dense.side}:
+            older = self.dense.side_array(name)[rows].view(shape)
+            fresh = found.get(name, older.new_zeros(*shape[:2], tokens - sealed))
+            found[name] = torch.cat([older, fresh], dim=-1)
+        return found
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens, of which nothing may have been evicted or encoded."""
@@ -275,7 +342,7 @@ class KVStore:
         self.take_back(tokens)
 
     def take_back(self, tokens: int) -> None:
-        """Drop the pairs of the newest `tokens` tokens, at most `open_tokens`; what observers saw stays."""
+        """Drop the pairs of the newest `tokens` tokens, at most `rereadable_tokens`; what observers saw stays."""
         sealed = max(0, tokens - self.window.length)
         self.window.crop(tokens - sealed)
         self.seen -= tokens
@@ -286,7 +353,7 @@ class KVStore:
             self.window.clear(self.seen)
             self.sealed_tokens = [count - sealed for count in self.sealed_tokens or []]
 
-    def forget(self, needed: Collection[str]) -> None:
+    def forget(self, needed: Collection[Any]) -> None:
         """Drop the observers that are not needed any more, and the per-pair arrays that they recorded."""
         for name in [name for name in self.observers if name not in needed]:
             for side in self.observers.pop(name).sides:
@@ -296,8 +363,10 @@ class KVStore:
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device, in place."""
+        memo: dict[int, Any] = {}
         for segment in self.sealed:
-            segment.to(device)
+            segment.to(device, memo)
+        self.codec_state = moved(self.codec_state, device, memo)
         self.window.to(device)
         for observer in self.observers.values():
             observer.to(device)
@@ -313,27 +382,23 @@ class KVStore:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Every tensor that this layer holds, by component."""
-        held: dict[str, list[Tensor]] = {"window": self.window.tensors()}
-        extra: list[Tensor] = list(self.window.side.values())
-        for observer in self.observers.values():
-            extra += observer.tensors()
-        if extra:
-            held["scores"] = extra
+        held: dict[str, list[Tensor]] = {
+            "window": self.window.tensors(),
+            "scores": tensors_in([self.window.side, self.observers]),
+            "codec state": tensors_in(self.codec_state),
+        }
+        held = {name: tensors for name, tensors in held.items() if tensors}
         for segment in self.sealed:
             for name, tensors in segment.tensors().items():
                 held.setdefault(name, []).extend(tensors)
         return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
-        """Copy what changes in place; the content of sealed segments is immutable and stays shared."""
+        """Copy what changes; sealed segments copy themselves without their tensors."""
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin.segments = [copy.copy(segment) for segment in self.segments]
-        twin.dense = copy.copy(self.dense)
-        for segment in twin.sealed:
-            segment.side, segment.index = dict(segment.side), dict(segment.index)
-        twin.window = copy.deepcopy(self.window, memo)
-        twin.observers = copy.deepcopy(self.observers, memo)
+        for name in ("segments", "dense", "window", "observers", "codec_state"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
 

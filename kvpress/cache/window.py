@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.attention import Logits, Partial, attend
+from kvpress.cache.attention import Logits, Partial, attend
 
 GROWTH = 16
 """Smallest number of tokens by which a full window grows."""
 
 
-class Columns:
+class RealTokens:
     """Which of the tokens seen are real, `real [B, seen]`.
 
     Layers ask the same questions and each answer waits for the device, so answers are kept: a forward pass shares one
@@ -31,7 +31,7 @@ class Columns:
         return self._counts[end]
 
     def left_padding(self, first: int, length: int) -> list[int] | None:
-        """Pads in front of each row of the `length` columns from `first`; None if there are holes elsewhere."""
+        """Pads in front of each row of the `length` mask from `first`; None if there are holes elsewhere."""
         key = (first, length)
         if key not in self._pads:
             pads = left_padding(self.real[:, first : first + length])
@@ -64,9 +64,10 @@ class Cursor:
 class Window:
     """`keys [B, H, capacity, D]` and `values [B, H, capacity, Dv]`, of which the first `length` tokens are filled.
 
-    Token `i` of the window is column `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
+    Token `i` of the window is in slot `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
     length, so that writing stays amortised constant and the slack stays below 2%. `cursor`, once something asked for it,
-    follows `length` on the device until the block is replaced.
+    follows `length` on the device until the block is replaced. `log_weight [B, H, capacity]`, None for zeros, is added to the
+    logits of the tokens; it is zero past the filled part.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
@@ -75,6 +76,7 @@ class Window:
         self.length = keys.shape[2]
         self.first = first
         self.side: dict[str, Tensor] = {}
+        self.log_weight: Tensor | None = None
         self.cursor: Cursor | None = None
 
     @classmethod
@@ -97,12 +99,19 @@ class Window:
         """Values of the filled part, a view `[B, H, length, Dv]`."""
         return self.values[:, :, : self.length]
 
+    def weigh(self, log_weight: Tensor | None) -> None:
+        """Give the filled tokens weights `[B, H, length]`."""
+        self.log_weight = self.cursor = None
+        if log_weight is not None:
+            spare = (0, self.capacity - self.length)
+            self.log_weight = torch.nn.functional.pad(log_weight.to(self.keys.device, torch.float32), spare)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write new tokens `[B, H, n, D]` after the filled part."""
         new = keys.shape[2]
         if self.capacity == 0 and owns_storage(keys) and owns_storage(values):
             # A prefill hands its tensors over instead of being copied; the next growth makes them contiguous.
-            self.keys, self.values, self.length = keys, values, new
+            self.keys, self.values, self.length, self.log_weight = keys, values, new, None
         else:
             end = self.length + new
             if end > self.capacity:
@@ -135,9 +144,9 @@ class Window:
             self.cursor = Cursor(self, pads)
         return self.cursor
 
-    def pads(self, columns: Columns | None, length: int) -> list[int] | None:
+    def pads(self, mask: RealTokens | None, length: int) -> list[int] | None:
         """Pads in front of each row of the first `length` tokens; None if there are holes elsewhere."""
-        return [0] * self.keys.shape[0] if columns is None else columns.left_padding(self.first, length)
+        return [0] * self.keys.shape[0] if mask is None else mask.left_padding(self.first, length)
 
     def _grow(self, capacity: int) -> None:
         self.cursor = None
@@ -146,34 +155,46 @@ class Window:
             new = _empty(old, capacity)
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
+        if self.log_weight is not None:
+            spare = (0, capacity - self.log_weight.shape[2])
+            self.log_weight = torch.nn.functional.pad(self.log_weight, spare)
 
     def clear(self, first: int) -> None:
-        """Forget all tokens; the next one is column `first`. Buffers are released: sealed pairs may be views of them."""
+        """Forget all tokens; the next one is in slot `first`. Buffers are released: sealed pairs may be views of them."""
         self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
-        self.length, self.first, self.cursor = 0, first, None
+        self.length, self.first, self.cursor, self.log_weight = 0, first, None, None
         self.side = {name: array[..., :0].clone() for name, array in self.side.items()}
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens."""
         self.length, self.cursor = self.length - tokens, None
+        self.weigh(None if self.log_weight is None else self.log_weight[..., : self.length])
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
 
-    def attend(self, queries: Tensor, logits: Logits, new: int, columns: Columns | None) -> Partial:
+    def attend(self, queries: Tensor, logits: Logits, new: int, mask: RealTokens | None) -> Partial:
         """Attend from the `new` newest tokens' `queries [N, G * new, D]` to the real tokens."""
-        pads = self.pads(columns, self.length)
+        pads = self.pads(mask, self.length)
         if pads is not None and kernels.serves(queries, self.keys):
             return self._attend_flat(queries, logits, new, pads)
-        real = None if columns is None else columns.real[:, self.first : self.first + self.length]
+        real = None if mask is None else mask.real[:, self.first : self.first + self.length]
         visible = self.visible(queries.shape[1], new, real)
-        return attend(queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible)
+        weight = None if self.log_weight is None else self.log_weight[..., : self.length].flatten(0, 1)
+        return attend(
+            queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible, weight
+        )
 
     def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: list[int]) -> Partial:
         """Read the preallocated block as flat rows: stream `n` starts at `n * capacity`, after its padding."""
         cursor = self.cursor_at(pads)
-        keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
-        causal = new if new > 1 else 0
-        return kernels.dense_decode(
-            queries, keys, values, cursor.starts, cursor.lengths, logits.scale, softcap=logits.softcap, causal=causal
+        where = kernels.Ranges(cursor.starts, cursor.lengths)
+        options = kernels.Options(logits.scale, logits.softcap, causal=new if new > 1 else 0)
+        return kernels.decode(queries, self.rows(), where, options)
+
+    def rows(self) -> kernels.Rows:
+        """The block as flat rows."""
+        weight = None if self.log_weight is None else self.log_weight.flatten()
+        return kernels.Rows(
+            kernels.Dense(self.keys.flatten(0, 2)), kernels.Dense(self.values.flatten(0, 2)), log_weight=weight
         )
 
     def streams(self, pads: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,16 +226,19 @@ class Window:
         self.cursor = None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         self.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
+        self.log_weight = None if self.log_weight is None else self.log_weight.index_select(0, rows)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, side arrays aside."""
-        return [self.keys, self.values] + ([] if self.cursor is None else self.cursor.tensors())
+        cursor = [] if self.cursor is None else self.cursor.tensors()
+        return [self.keys, self.values, *cursor] + ([] if self.log_weight is None else [self.log_weight])
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device, in place."""
         self.cursor = None
         self.keys, self.values = self.keys.to(device), self.values.to(device)
         self.side = {name: array.to(device) for name, array in self.side.items()}
+        self.log_weight = None if self.log_weight is None else self.log_weight.to(device)
 
 
 def _empty(like: Tensor, capacity: int) -> Tensor:

@@ -1,10 +1,31 @@
-"""Fitting what a method needs to know about a model: run it over data, resumable, and write one file."""
+"""Fitting what a method needs to know about a model: run it over data, resumable, and write one file.
 
-from kvpress.calibrate.channels import ChannelSettings
-from kvpress.calibrate.coupled import CoupledSettings
-from kvpress.calibrate.queries import QuerySettings
-from kvpress.calibrate.run import Settings, calibrate
+A method is a module of this package with a subclass of `run.Settings`; its name in `kvpress calibrate --method` is `method`.
+"""
 
-METHODS: dict[str, type[Settings]] = {kind.method: kind for kind in (CoupledSettings, ChannelSettings, QuerySettings)}
+from __future__ import annotations
 
-__all__ = ["METHODS", "ChannelSettings", "CoupledSettings", "QuerySettings", "Settings", "calibrate"]
+import importlib
+import pkgutil
+from typing import Any
+
+_PARTS = {"calibrate": "run", "Settings": "run"}
+
+
+def methods() -> dict[str, type[Any]]:
+    """Return the settings class of every method by its name."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    settings = importlib.import_module(f"{__name__}.run").Settings
+    return {kind.method: kind for kind in settings.__subclasses__()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "METHODS":
+        return methods()
+    if name in _PARTS:
+        return getattr(importlib.import_module(f"{__name__}.{_PARTS[name]}"), name)
+    found = {kind.__name__: kind for kind in methods().values()} if name.endswith("Settings") else {}
+    if name not in found:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found[name]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from kvpress.calibrate.file import Calibration
 from kvpress.calibrate.run import Settings
-from kvpress.calibration import Calibration
-from kvpress.context import LayerCall
-from kvpress.observe import Observer
+from kvpress.core.model import ModelFacts
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer
 from kvpress.sparse.channels import METHOD, write_official
 
 
@@ -26,7 +27,7 @@ class ChannelSettings(Settings):
 
     method: ClassVar[str] = METHOD
 
-    def check(self, model: Any) -> None:
+    def check(self, model: ModelFacts) -> None:
         """There is nothing to choose."""
 
     def observer(self) -> ChannelMeans:
@@ -35,7 +36,7 @@ class ChannelSettings(Settings):
     def tensors(self, observed: ChannelMeans) -> dict[str, Tensor]:
         return {name: total / observed.count for name, total in observed.totals.items()}
 
-    def write(self, found: Calibration, model: Any, out: Path) -> None:
+    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
         if out.suffix == ".json":
             write_official(found, model, out)
         else:
@@ -53,8 +54,8 @@ class ChannelMeans(Observer):
         queries, keys = call.queries, call.store.window.filled_keys
         groups = queries.shape[1] // keys.shape[1]
         seen = {
-            "q": call.unrotate(queries),
-            "k": call.unrotate(keys),
+            "q": call.unrotated(queries),
+            "k": call.unrotated(keys),
             "qk": queries.float() * keys.float().repeat_interleave(groups, dim=1),
         }
         self.count += queries.shape[2]

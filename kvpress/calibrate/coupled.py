@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpress.calibrate.run import Settings
-from kvpress.checks import check_count
-from kvpress.context import LayerCall
-from kvpress.observe import Observer
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer
 from kvpress.quant.coupled import METHOD, check_coupling
 from kvpress.quant.kmeans import kmeans
-from kvpress.shapes import layer_shapes
 
 SINKS = 4
 """Tokens at the start of each sequence that are left out: their keys are far from all others, and they stay dense."""
@@ -45,10 +45,10 @@ class CoupledSettings(Settings):
     def shortest(self) -> int:
         return 2 * SINKS + 1
 
-    def check(self, model: Any) -> None:
+    def check(self, model: ModelFacts) -> None:
         check_count("iterations", self.iterations)
-        for shape in layer_shapes(model.config.get_text_config(decoder=True)):
-            check_coupling(shape.head_dim, self.coupled, self.bits)
+        for layer in model.layers:
+            check_coupling(layer.head_dim, self.coupled, self.bits)
 
     def observer(self) -> PairRecorder:
         return PairRecorder(self.fisher)
@@ -72,10 +72,10 @@ class PairRecorder(Observer):
 
     def observe(self, call: LayerCall) -> None:
         keys, values = call.store.window.keys, call.store.window.values
-        self.keys.append(_tokens(call.unrotate(keys.detach())))
+        self.keys.append(_tokens(call.unrotated(keys.detach())))
         self.values.append(_tokens(values.detach()))
         if self.gradients:
-            keys.register_hook(lambda g: self.key_weights.append(_tokens(call.unrotate(g)).float().square()))
+            keys.register_hook(lambda g: self.key_weights.append(_tokens(call.unrotated(g)).float().square()))
             values.register_hook(lambda g: self.value_weights.append(_tokens(g).float().square()))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvpress.calibrate.run import Settings
-from kvpress.checks import check_count
-from kvpress.observe import QueryStats
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.observe.queries import QueryStats
 from kvpress.presses.expected_attention_stats import METHOD
 
 
@@ -28,7 +29,7 @@ class QuerySettings(Settings):
     def shortest(self) -> int:
         return self.n_sink + 1
 
-    def check(self, model: Any) -> None:
+    def check(self, model: ModelFacts) -> None:
         del model
         check_count("n_sink", self.n_sink, least=0)
 

@@ -8,18 +8,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress import calibration
-from kvpress.calibration import Calibration, identify
-from kvpress.context import LayerCall
-from kvpress.observe import Observer
-from kvpress.presses.base import BasePress, Observers
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration, identify
+from kvpress.core.host import host
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
 
 Report = Callable[[str, int, int], None]
 
@@ -45,7 +47,7 @@ class Settings(ABC):
         return 1
 
     @abstractmethod
-    def check(self, model: Any) -> None:
+    def check(self, model: ModelFacts) -> None:
         """Refuse settings that do not suit the model, before any work."""
 
     @abstractmethod
@@ -56,7 +58,7 @@ class Settings(ABC):
     def tensors(self, observed: Any) -> dict[str, Tensor]:
         """Return what the file holds of a layer, from its observer."""
 
-    def write(self, found: Calibration, model: Any, out: Path) -> None:
+    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
         """Write the file."""
         del model
         found.write(out)
@@ -80,9 +82,8 @@ def calibrate(
         source: where the data come from, for the record.
         report: called with (what, done, total) as work goes on.
     """
-    from kvpress.hf import growing_layers
-
-    settings.check(model)
+    facts = host().facts_of(model)
+    settings.check(facts)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and sequences.shape[1] > limit:
         raise ValueError(f"sequences of {sequences.shape[1]} tokens are over the {limit} positions of the model")
@@ -91,7 +92,7 @@ def calibrate(
     provenance = {
         "method": settings.method,
         "settings": json.loads(json.dumps(asdict(settings))),
-        "model": identify(model),
+        "model": identify(facts),
         "data": {
             "source": source,
             "sequences": len(sequences),
@@ -101,7 +102,7 @@ def calibrate(
         "torch": torch.__version__,
     }
     parts = Parts(out.with_name(out.name + ".parts"), provenance)
-    layers = growing_layers(model)
+    layers = [layer.index for layer in facts.growing]
     missing = [layer for layer in layers if not parts.has(layer)]
     report("layers", len(layers) - len(missing), len(layers))
     step = settings.layers_at_once or len(layers)
@@ -110,7 +111,7 @@ def calibrate(
             parts.write(layer, settings.tensors(observed))
             report("layers", len(layers) - len(missing) + missing.index(layer) + 1, len(layers))
     found = Calibration({name: t for layer in layers for name, t in parts.read(layer).items()}, provenance)
-    settings.write(found, model, out)
+    settings.write(found, facts, out)
     parts.remove()
     return found
 
@@ -187,13 +188,20 @@ class _Watching(BasePress):
 
     layers: dict[int, Observer]
 
-    def observers(self) -> Observers:
-        return {"calibration": partial(_ByLayer, self.layers)}
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        return Recipe(observers=(Wanted(_ByLayer, _Layers(self.layers)),))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """Observers by layer, as an argument that is equal to itself only."""
+
+    observers: dict[int, Observer]
 
 
 class _ByLayer(Observer):
-    def __init__(self, layers: dict[int, Observer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: _Layers) -> None:
+        self.layers = layers.observers
 
     def observe(self, call: LayerCall) -> None:
         if call.layer in self.layers:

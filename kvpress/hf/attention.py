@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvpress.attention import Logits, ungroup
-from kvpress.cache.window import Columns
-from kvpress.context import LayerCall
-
-if TYPE_CHECKING:
-    from kvpress.hf.session import Session
+from kvpress.cache.attention import Logits, ungroup
+from kvpress.cache.window import RealTokens
+from kvpress.hf.running import Running
+from kvpress.observe.call import LayerCall
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
@@ -25,7 +23,7 @@ CALL = "_kvpress_call"
 ASKED = "_kvpress_asked"
 """The same for modules that are only asked for their queries."""
 
-sessions: dict[int, Session] = {}
+sessions: dict[int, Running] = {}
 """Active sessions by the id of every configuration they switched (configurations are not hashable)."""
 
 
@@ -46,13 +44,13 @@ class PressMask:
     arguments: dict[str, Any]
     build: Callable[..., Any]
     built: list[Any] = field(default_factory=list)
-    columns: Columns | None = None
+    real_tokens: RealTokens | None = None
 
-    def real(self, seen: int) -> Columns | None:
+    def real(self, seen: int) -> RealTokens | None:
         """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
-        if self.columns is None and self.mask is not None:
-            self.columns = Columns(self.mask[:, :seen])
-        return self.columns
+        if self.real_tokens is None and self.mask is not None:
+            self.real_tokens = RealTokens(self.mask[:, :seen])
+        return self.real_tokens
 
     def native(self) -> Any:
         """Return the mask of the model's own attention implementation."""
@@ -106,21 +104,23 @@ def attention(
     call.sinks = kwargs.get("s_aux")
     static = session.static
     if static is not None:
-        columns = static.columns
+        real = static.real_tokens
     else:
-        columns = None if attention_mask is None else attention_mask.real(store.seen)
-    call.columns = None if columns is None else columns.real
+        real = None if attention_mask is None else attention_mask.real(store.seen)
+    call.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
     own = bool(store.sealed) or (
         length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
     )
+    plan, whole = session.layers[id(module)], session.watch is not None
     if own:
-        plan = session.layers[id(module)]
-        whole = session.watch is not None
-        out, call.lse = store.attend(query, call.logits, columns, call.sinks, None if whole else plan.reader(call))
+        out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
         result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
-        if plan.selector is not None and length == 1 and store.segments and not whole:
+        if plan.selector is not None and store.segments and not whole:
             plan.selector.after(call)
+    elif plan.pattern is not None and length > 1:
+        out, lse = plan.pattern.attend(call, store.window.filled_keys, store.window.filled_values)
+        result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
         result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)

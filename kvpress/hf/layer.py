@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvpress.cache.store import KVStore
-from kvpress.context import LayerCall
+from kvpress.observe.call import LayerCall
 
 
 class PressLayer(CacheLayerMixin):

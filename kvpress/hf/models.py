@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
 
-from kvpress.api import reference_path
-from kvpress.kernels.coded import per_pair, turn_halves
+from kvpress.core.model import LayerFacts, ModelFacts
+
+ATTENTION = ("full_attention", "sliding", "chunked")
+"""What the kinds of layers that keep keys and values have in their names."""
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -40,10 +44,19 @@ def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     if own is None:
         return None
     if list(inspect.signature(own).parameters)[:4] == ["q", "k", "cos", "sin"]:
-        return lambda vectors, cos, sin: own(vectors, vectors, cos, sin)[0]
+        return partial(_rotate_leading, own, getattr(module, "rotary_ndims", None))
     if list(inspect.signature(own).parameters)[1:3] == ["cos", "sin"]:
         return lambda vectors, cos, sin: own(vectors, cos, sin)
     return None
+
+
+def _rotate_leading(own: Callable[..., Any], channels: int | None, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a model's rotary function to the leading channels, where its attention hands it those only; None for all."""
+    if channels is None or channels == vectors.shape[-1]:
+        rotated: Tensor = own(vectors, vectors, cos, sin)[0]
+        return rotated
+    leading, rest = vectors.split([channels, vectors.shape[-1] - channels], dim=-1)
+    return torch.cat([own(leading, leading, cos, sin)[0], rest.to(leading.dtype)], dim=-1)
 
 
 def find_rotary(module: nn.Module, decoder: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -57,28 +70,57 @@ def find_rotary(module: nn.Module, decoder: nn.Module) -> Callable[[Tensor, Tens
     return partial(embedding, **extra)
 
 
-def check_halves_rotate(model: PreTrainedModel) -> None:
-    """Refuse models whose rotary embedding is not one that pairs channels i and i + d / 2 of the leading d."""
-    decoder = model.get_decoder()
-    for module in (m for m in model.modules() if is_attention(m)):
-        rotate, rotary = find_rotate(module), find_rotary(module, decoder)
-        if not getattr(module, "use_rope", True):
-            continue
-        name = type(module).__name__
-        if rotate is None or rotary is None:
-            raise NotImplementedError(
-                f"{name} has no rotary embedding of its decoder that keys could be turned back by"
-            )
-        cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor([[7]], device=next(model.parameters()).device))
-        vectors = torch.randn(1, 1, 1, module.head_dim, device=cos.device)
-        pairs = [per_pair(part[0]) for part in (cos, sin)]
-        fits = 2 * pairs[0].shape[-1] <= module.head_dim
-        if not fits or not torch.allclose(
-            rotate(vectors, cos, sin)[0, 0], turn_halves(vectors[0, 0], *pairs), atol=1e-3
-        ):
-            raise NotImplementedError(
-                f"{name} rotates channels in another layout than halves; its keys cannot be coded"
-            )
+def facts_of(model: PreTrainedModel) -> ModelFacts:
+    """Return what methods may know of a loaded model."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    modules = [module for module in model.modules() if is_attention(module)]
+    known = config_layers(model.config.get_text_config(decoder=True)) if modules else []
+    layers = [
+        replace(
+            known[int(module.layer_idx)],
+            index=index,
+            module=module,
+            rotate=find_rotate(module),
+            angles=find_rotary(module, decoder),
+        )
+        for index, module in enumerate(modules)
+    ]
+    source = str(getattr(model.config, "_name_or_path", ""))
+    return replace(
+        _facts(model.config, type(model).__name__, layers),
+        source=source,
+        revision=getattr(model.config, "_commit_hash", None),
+        loaded=True,
+        tokenizer=partial(load_tokenizer, source),
+    )
+
+
+def facts_of_config(config: Any) -> ModelFacts:
+    """Return what a configuration alone says of a model."""
+    found = config_layers(config.get_text_config(decoder=True))
+    attention = [layer for layer in found if any(name in layer.kind for name in ATTENTION)]
+    layers = [replace(layer, index=index) for index, layer in enumerate(attention)]
+    return _facts(config, (getattr(config, "architectures", None) or [type(config).__name__])[0], layers)
+
+
+def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
+    text = config.get_text_config(decoder=True)
+    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
+    cache_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return ModelFacts(name, tuple(layers), cache_dtype, len(layer_types(text)), window)
+
+
+def config_layers(text_config: Any) -> list[LayerFacts]:
+    """Return all layers of a decoder, whatever they keep; they may differ, as in Gemma 4."""
+    found = []
+    kinds = layer_types(text_config)
+    for place, (kind, layer) in enumerate(zip(kinds, text_config.per_layer_config, strict=True)):
+        own = getattr(layer, "num_key_value_heads", None)
+        heads = getattr(layer, "num_attention_heads", None) or own or 1
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        found.append(LayerFacts(place, place, kind, heads, own or heads, dim, declared=own is not None))
+    return found
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -89,6 +131,11 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 def layer_types(text_config: Any) -> list[str]:
     """Kind of every cache layer of a decoder: `full_attention`, `sliding_attention`, ..."""
     return list(get_layer_types_and_kwargs(text_config)[0])
+
+
+def reference_path() -> str:
+    """Return the folder of the bundled reference model, a 2.6 M parameter model that retrieves from its context."""
+    return str(Path(__file__).parents[1] / "data" / "reference")
 
 
 def load_config(name: str) -> Any:

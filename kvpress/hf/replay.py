@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,28 +14,26 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.store import KVStore
-from kvpress.cache.window import Columns, Cursor
-from kvpress.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
-from kvpress.checks import setting
-from kvpress.context import LayerCall
+from kvpress.cache.window import Cursor, RealTokens
+from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
+from kvpress.hf.checks import setting
 from kvpress.hf.layer import PressLayer
-
-if TYPE_CHECKING:
-    from kvpress.hf.session import Session
+from kvpress.hf.running import Running
+from kvpress.observe.call import LayerCall
 
 
 @dataclass
 class StaticPass:
     """A forward pass that leaves the host's counters alone: the real tokens it sees, and the layers' calls it made."""
 
-    columns: Columns | None
+    real_tokens: RealTokens | None
     calls: list[LayerCall] = field(default_factory=list)
 
 
 class CapturedForward:
     """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on."""
 
-    def __init__(self, session: Session, forward: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, session: Running, forward: Callable[..., Any], recorder: Recorder) -> None:
         update_wrapper(self, forward, updated=())
         self.session = session
         self.forward = forward
@@ -49,7 +47,7 @@ class CapturedForward:
         """Let go of the cache."""
         self.replay.forget()
         self.calls: list[LayerCall] = []
-        self.columns: Columns | None = None
+        self.real_tokens: RealTokens | None = None
         self.rest: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +58,8 @@ class CapturedForward:
         if not stores:
             return self.forward(**arguments)
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
-        columns = None if mask is None else Columns(mask.to(ids.device, torch.bool))
-        cursors = self._cursors(stores, columns)
+        real = None if mask is None else RealTokens(mask.to(ids.device, torch.bool))
+        cursors = self._cursors(stores, real)
         if cursors is None:
             return self.forward(**arguments, attention_mask=mask)
         if arguments.get("position_ids") is None:
@@ -69,10 +67,10 @@ class CapturedForward:
         inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         for store in stores:
             store.count_token()
-        self.columns = columns
+        self.real_tokens = real
         outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
         for call in self.calls:
-            call.columns, call.seen_before = None if columns is None else columns.real, call.store.seen - 1
+            call.mask, call.seen_before = None if real is None else real.real, call.store.seen - 1
             self.session.follow(call)
         if self.session.follows:
             self.session.finish(self.calls, ids, arguments["position_ids"])
@@ -80,7 +78,7 @@ class CapturedForward:
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
         """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
-        self.under_way = StaticPass(self.columns)
+        self.under_way = StaticPass(self.real_tokens)
         try:
             output = self.forward(**inputs, **settings)
             self.calls = self.under_way.calls
@@ -110,18 +108,18 @@ class CapturedForward:
         )
         return stores if fits else []
 
-    def _cursors(self, stores: list[KVStore], columns: Columns | None) -> list[Cursor] | None:
+    def _cursors(self, stores: list[KVStore], real: RealTokens | None) -> list[Cursor] | None:
         """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""
         cursors = []
         for plan, store in zip(self.session.layers.values(), stores, strict=True):
-            cursor = store.ready(columns, SPARE if plan.codec is None else min(SPARE, plan.codec.group))
+            cursor = store.ready(real, SPARE if plan.codec is None else min(SPARE, plan.codec.group))
             if cursor is None:
                 return None
             cursors.append(cursor)
         return cursors
 
 
-def check_capture(session: Session) -> None:
+def check_capture(session: Running) -> None:
     """Refuse models and presses whose decode steps cannot be replayed."""
     name, press = type(session.model).__name__, type(session.press).__name__
     other = sorted({kind for kind in session.kinds if kind != "full_attention"})
@@ -130,13 +128,13 @@ def check_capture(session: Session) -> None:
             f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
             "token; use capture=False"
         )
-    if session.press.reads_host:
+    if session.recipe.offloads:
         raise ValueError(
             f"{press} fetches pairs from host memory for every token, which a replayed step cannot; use capture=False"
         )
-    if session.press.decoding_observers():
+    if session.executor.watched["decode"]:
         raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")
-    if "decode" in session.follows:
+    if session.executor.follows("decode"):
         raise ValueError(f"{press} acts on whole passes while tokens are generated; use capture=False")
     if "dynamic" in str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", "")):
         raise ValueError(f"the rotary embedding of {name} changes with the length on the host; use capture=False")

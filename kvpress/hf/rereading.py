@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpress.hf.layer import PressLayer
-from kvpress.passes import Pass, Watch
-
-if TYPE_CHECKING:
-    from kvpress.hf.session import Session
+from kvpress.hf.running import Running
+from kvpress.observe.passes import Pass, Watch
 
 
 class DecoderReader:
-    """Runs the decoder of a session for presses that look at whole passes; see `kvpress.passes.Pass`."""
+    """Runs the decoder of a session for presses that look at whole passes; see `kvpress.observe.passes.Pass`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Running) -> None:
         self.session = session
         self.model = session.model
 
@@ -39,16 +37,16 @@ class DecoderReader:
     def reread(self, done: Pass, tokens: int) -> None:
         """Read the newest tokens of a pass once more at their positions; the new pairs take the place of the old."""
         stores = [call.store for call in done.calls]
-        most = min(0 if done.ids is None else done.ids.shape[1], done.open_tokens)
+        most = done.rereadable_tokens
         if done.ids is None or not 1 <= tokens <= most:
             raise ValueError(
-                f"can read 1 to {most} of the newest tokens once more, got {tokens}: older ones are sealed"
+                f"can read 1 to {most} of the newest tokens once more, got {tokens}: older ones are evicted or encoded"
             )
         if len(stores) != len(done.cache.layers):
             raise NotImplementedError(
                 f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so none can be read again"
             )
-        sides = [dict(store.window.side) for store in stores]
+        sides = [store.newest_side(tokens) for store in stores]
         since = [store.since_eviction for store in stores]
         for store in stores:
             store.take_back(tokens)
@@ -56,7 +54,11 @@ class DecoderReader:
             done, done.ids[:, -tokens:], done.position + torch.arange(-tokens, 0, device=done.position.device), None
         )
         for store, side, generated in zip(stores, sides, since, strict=True):
-            store.window.side, store.since_eviction = side, generated
+            store.since_eviction = generated
+            for name, newest in side.items():
+                held = store.window.side.get(name, newest[..., :0])
+                older = held[..., : store.window.length - tokens]
+                store.window.side[name] = torch.cat([older, newest], dim=-1)
 
     def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
         """Run the decoder alone: every hook of the session stands back, but for `watch`."""

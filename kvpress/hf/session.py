@@ -8,28 +8,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from kvpress.attention import group_queries
+from kvpress.cache.attention import group_queries
 from kvpress.cache.store import Reader
-from kvpress.capture import Recorder
-from kvpress.checks import check_finite, check_forward, check_generate, check_model
-from kvpress.context import LayerCall, Phase
+from kvpress.core.checks import check_finite
+from kvpress.core.executor import Executor
+from kvpress.core.model import LayerFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.core.selector import Selector
 from kvpress.hf.attention import CALL, NAME, queries_of, register, sessions
+from kvpress.hf.capture import Recorder
+from kvpress.hf.checks import check_forward, check_generate, check_model
 from kvpress.hf.layer import PressLayer, adopt_layer
-from kvpress.hf.models import find_rotary, find_rotate, is_attention, layer_types
-from kvpress.hf.replay import CapturedForward, StaticPass, check_capture, check_captured_generate
+from kvpress.hf.models import config_layers, facts_of, is_attention
+from kvpress.hf.replay import CapturedForward, StaticPass, check_capture, check_captured_generate, graph_recorder
 from kvpress.hf.rereading import DecoderReader
-from kvpress.passes import TOKENS, Pass, ReadTokens, Watch
-
-if TYPE_CHECKING:
-    from kvpress.presses.base import BasePress
-    from kvpress.sparse.base import Selector
+from kvpress.observe.call import LayerCall, Phase
+from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 
 
 class Session:
@@ -45,18 +47,18 @@ class Session:
         self.press = press
         self.model = model
         self.evict = evict
+        self.recipe = Recipe()
+        self.executor = Executor(self.recipe)
         self.cache: Cache | None = None
         self.prefill_until = 0
-        self.follows = {phase for phase in press.follows if evict or phase == "decode"}
         self.passed: list[LayerCall] = []
         self.watch: Watch | None = None
         self.native_name = model.config._attn_implementation
         self.modules = [m for m in model.modules() if is_attention(m)]
         self.layers: dict[int, LayerPlan] = {}
-        self.selectors: dict[int, Selector] = {}
-        self.following: dict[int, nn.Module] = {}
         text = model.config.get_text_config(decoder=True)
-        self.kinds = layer_types(text) if self.modules else []
+        self.cached = config_layers(text) if self.modules else []
+        self.kinds = [layer.kind for layer in self.cached]
         self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
         self.growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -80,18 +82,23 @@ class Session:
     def prepare(self) -> None:
         """Check press and model against each other, and work out what every layer does."""
         self.press.validate()
-        check_model(self.model, self.press, bool(self.modules), bool(self.full))
+        outline = self.press.recipe()
+        check_model(self.model, outline.is_identity, bool(self.modules), bool(self.full))
+        facts = facts_of(self.model)
+        self.press.post_init_from_model(self.model)
+        self.recipe = self.press.recipe(facts)
+        self.executor = Executor(self.recipe, self.evict)
+        self.executor.check()
         if self.captured is not None:
             check_capture(self)
-        self.press.post_init_from_model(self.model)
-        self.selectors = self.press.selectors(self.model, self.growing)
-        self.following = {
-            layer: self.modules[later]
-            for layer, later in itertools.pairwise(self.growing)
-            if later in self.selectors and self.selectors[later].looks_ahead
-        }
-        self.watched = self.press.decoding_observers()
-        self.layers = {id(module): LayerPlan(self, module) for module in self.modules}
+        selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
+        self.layers = {}
+        for known in facts.layers:
+            self.layers[id(known.module)] = LayerPlan(self, known, selectors.get(known.index))
+        for layer, later in itertools.pairwise(self.growing):
+            looking = selectors[later]
+            if looking is not None and looking.looks_ahead:
+                self.layers[id(self.modules[layer])].following = self.modules[later]
 
     def _install(self) -> None:
         register()
@@ -162,7 +169,8 @@ class Session:
         del module
         self.passed = []
         if self.watch is None:
-            check_forward(self.press, args, kwargs, self.model.config, self.prefill_until if self.evict else None)
+            until = self.prefill_until if self.evict else None
+            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -179,15 +187,16 @@ class Session:
         call = LayerCall(
             module=module,
             store=layer.store,  # type: ignore[arg-type]
-            layer=plan.index,
+            layer=plan.facts.index,
             layers=len(self.modules),
+            prompt_end=self.prefill_until,
             depth=plan.depth,
             depths=len(self.growing),
             kwargs=kwargs,
             hidden_states=hidden,  # type: ignore[arg-type]
             seen_before=layer.get_seq_length() - (length if layer.static else 0),
-            rotate=plan.rotate,
-            rotary=None if plan.rotary is None or hidden is None else partial(plan.rotary, hidden),
+            apply_rotary=plan.facts.rotate,
+            rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
         call.phase = self._phase(call.seen_before, length)
@@ -210,11 +219,16 @@ class Session:
         return "prefill" if fresh else "decode"
 
     def observe(self, call: LayerCall) -> None:
-        """Let the press's observers see a pass, where a later eviction needs it."""
-        evicting = call.phase == "prefill" and self.evict
-        wanted = self.press.observers() if evicting else self.watched
-        for name, make in wanted.items():
-            call.store.observers.setdefault(name, make()).observe(call)
+        """Let observers see a pass, where something later needs it."""
+        for wanted in self.executor.watched[call.phase]:
+            if wanted not in call.store.observers:
+                call.store.observers[wanted] = wanted.make()
+            call.store.observers[wanted].observe(call)
+
+    @property
+    def follows(self) -> bool:
+        """Whether something happens at the end of passes."""
+        return self.executor.follows("prefill") or self.executor.follows("decode")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args, kwargs, output
@@ -231,34 +245,30 @@ class Session:
                 self.passed.append(self._kept_of(call))
 
     def follow(self, call: LayerCall) -> None:
-        """Let the press evict, and the codec encode, once a layer's pass is over."""
+        """Evict, and let the codec encode, once a layer's pass is over."""
         store = call.store
         if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
             return
-        if call.phase == "decode":
-            store.since_eviction += 1
-            self.press.after_decode(call)
-        elif self.evict:
-            self.press.after_prefill(call)
-        if call.phase not in self.follows:
+        self.executor.after_layer(call)
+        if not self.executor.follows(call.phase):
             self._seal(call)
 
     def _seal(self, call: LayerCall) -> None:
         """Drop what only this pass's eviction needed and encode what is ready, once a layer holds what it will keep."""
         store, plan = call.store, self.layers[id(call.module)]
         if call.phase == "prefill" and self.evict:
-            store.forget([*self.watched, TOKENS] if self.follows else self.watched)
+            store.forget([*self.executor.watched["decode"], *((TOKENS,) if self.follows else ())])
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
-            store.settle(plan.codec, call.columns, wait=call.phase == "decode", call=call)
+            store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
         if plan.selector is not None:
             for segment in store.segments:
                 plan.selector.prepare(segment)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
         """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""
-        rotary, empty = self.layers[id(call.module)].rotary, call.queries.new_zeros(1, 1, 1)
+        angles, empty = self.layers[id(call.module)].facts.angles, call.queries.new_zeros(1, 1, 1)
         return replace(
             call,
             kwargs={},
@@ -266,7 +276,8 @@ class Session:
             queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
             lse=None,
             attentions=None,
-            rotary=None if rotary is None else partial(rotary, empty),
+            read=None,
+            rotary_angles=None if angles is None else partial(angles, empty),
         )
 
     def _pass_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -278,16 +289,17 @@ class Session:
     def finish(self, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
         """Remember what a pass read, and let the press act on all layers together where it follows such passes."""
         store, phase = calls[0].store, calls[0].phase
-        tokens = store.observers.setdefault(TOKENS, ReadTokens())
-        assert isinstance(tokens, ReadTokens)  # noqa: S101 - for type checkers
+        if TOKENS not in store.observers:
+            store.observers[TOKENS] = ReadTokens()
+        tokens: ReadTokens = store.observers[TOKENS]
         tokens.add(ids, calls[0].seen_before, store.seen - calls[0].seen_before)
         if store.seen < self.prefill_until:
             return
-        if phase in self.follows:
+        if self.executor.follows(phase):
             position = (
                 torch.full((1, 1), store.seen - 1, device=store.window.keys.device) if positions is None else positions
             )
-            self.press.after_pass(Pass(self.cache, calls, tokens.ids, position[..., -1:] + 1, DecoderReader(self)))
+            self.executor.after_pass(Pass(self.cache, calls, tokens.ids, position[..., -1:] + 1, DecoderReader(self)))
             for call in calls:
                 self._seal(call)
         if phase == "prefill":
@@ -310,14 +322,13 @@ class Session:
 class LayerPlan:
     """What one attention layer does under a press: the same in every pass, so it is worked out once per session."""
 
-    def __init__(self, session: Session, module: nn.Module) -> None:
-        self.index = session.modules.index(module)
-        self.depth = sum(layer < self.index for layer in session.growing)
-        self.codec = session.press.codec_for(self.index)
-        self.selector = session.selectors.get(self.index)
-        self.following = session.following.get(self.index)
-        self.rotate = find_rotate(module)
-        self.rotary = find_rotary(module, session.decoder)
+    def __init__(self, session: Session, facts: LayerFacts, selector: Selector | None) -> None:
+        self.facts = facts
+        self.depth = sum(layer < facts.index for layer in session.growing)
+        self.codec = session.recipe.codec_at(facts.index)
+        self.selector = selector
+        self.pattern = None if session.recipe.pattern is None else session.recipe.pattern(facts.index)
+        self.following: nn.Module | None = None
 
     def reader(self, call: LayerCall) -> Reader | None:
         """Return what a decode step reads sealed pairs with; None reads them all."""
@@ -335,6 +346,19 @@ def session(
         yield current
     finally:
         current.exit()
+
+
+@contextmanager
+def reading(model: Any, press: BasePress | None = None, capture: bool = False) -> Iterator[Session]:
+    """Read compressed caches inside the block without evicting from the tokens that are read.
+
+    With `press`, its codec still encodes older tokens, its selector still chooses what decoding reads and a decoding
+    schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a context
+    that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are replayed.
+    """
+    recorder = graph_recorder(model) if capture else None
+    with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
+        yield current
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

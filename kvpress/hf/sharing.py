@@ -6,23 +6,20 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from kvpress.checks import check_forward
-from kvpress.clock import now
-from kvpress.context import LayerCall
+from kvpress.core.press import BasePress
+from kvpress.hf.checks import check_forward
+from kvpress.hf.clock import now
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import new_cache
 from kvpress.hf.session import Session
-from kvpress.presses.none import NonePress
-
-if TYPE_CHECKING:
-    from kvpress.presses.base import BasePress
+from kvpress.observe.call import LayerCall
 
 
 @dataclass(frozen=True)
@@ -74,9 +71,9 @@ class SharedSession(Session):
     """Reads with the plain model, and hands every layer to a branch for each press before its pairs are let go."""
 
     def __init__(self, presses: Sequence[BasePress], model: PreTrainedModel) -> None:
-        super().__init__(NonePress(), model)
+        super().__init__(BasePress(), model)
         for press in presses:
-            if not press.shares_prefill:
+            if not press.recipe().shares_prefill:
                 raise ValueError(
                     f"{type(press).__name__} reads the prompt again behind its own cache, so it cannot share the first "
                     "reading; use `with press(model)` for it"
@@ -102,7 +99,7 @@ class SharedSession(Session):
     def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
         for branch in self.branches:
-            check_forward(branch.press, args, kwargs, self.model.config, 0)
+            check_forward(branch.recipe, args, kwargs, self.model.config, 0, self.cached)
 
     def observe(self, call: LayerCall) -> None:
         for branch in self.branches:
@@ -170,7 +167,7 @@ class Branch(Session):
         call, self.call = self.call, None
         assert call is not None  # noqa: S101 - for type checkers
         self.follow(call)
-        if self.follows:
+        if self.executor.follows("prefill"):
             self.passed.append(self._kept_of(call))
         window = call.store.window
         if window.length:

@@ -1,35 +1,78 @@
-"""Operators over flat storage: decode attention on dense, quantised and coded rows, and scores of stored rows.
+"""Operators over flat storage: decode attention on dense, packed and coded rows, and scores of stored rows.
 
-Each operator runs a compiled CPU kernel where one is available and a plain torch reference everywhere else.
+Each operator takes `Rows`, where its streams lie (`Ranges` or `Listed`) and `Options`, and runs a compiled kernel where one is
+available and a plain torch reference everywhere else.
 """
 
-from __future__ import annotations
+from kvpress.kernels.counting import counters, reset_counters
+from kvpress.kernels.cpu.launch import available
+from kvpress.kernels.dispatch import (
+    column_mass,
+    column_max,
+    decode,
+    label_scores,
+    page_bounds,
+    quantise,
+    serves,
+    top_rows,
+)
+from kvpress.kernels.formats import (
+    BITS,
+    CODE_BITS,
+    MOST_RANK,
+    STEP,
+    Basis,
+    Coded,
+    Correction,
+    Dense,
+    Listed,
+    Options,
+    Packed,
+    Ranges,
+    Rotary,
+    Rows,
+    Side,
+    Where,
+    check_packing,
+    pack,
+    per_pair,
+    rotate_halves,
+    row_step,
+    unpack,
+)
 
-from importlib import import_module
-from typing import Any
-
-_EXPORTS = {
-    "dense_decode": "dense",
-    "dense_select": "dense",
-    "uniform_decode": "uniform",
-    "uniform_select": "uniform",
-    "lookup_decode": "lookup",
-    "lookup_select": "lookup",
-    "column_mass": "columns",
-    "column_max": "columns",
-    "page_bounds": "pages",
-    "label_scores": "pages",
-    "top_rows": "select",
-    "serves": "serving",
-    "available": "cpu.launch",
-    "counters": "counting",
-    "reset_counters": "counting",
-}
-
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+__all__ = [
+    "BITS",
+    "CODE_BITS",
+    "MOST_RANK",
+    "STEP",
+    "Basis",
+    "Coded",
+    "Correction",
+    "Dense",
+    "Listed",
+    "Options",
+    "Packed",
+    "Ranges",
+    "Rotary",
+    "Rows",
+    "Side",
+    "Where",
+    "available",
+    "check_packing",
+    "column_mass",
+    "column_max",
+    "counters",
+    "decode",
+    "label_scores",
+    "pack",
+    "page_bounds",
+    "per_pair",
+    "quantise",
+    "reset_counters",
+    "rotate_halves",
+    "row_step",
+    "serves",
+    "top_rows",
+    "unpack",
+]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress
-from kvpress.presses.evict import top
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, WrapperPress
+from kvpress.core.recipe import Allocator, Eviction, Scored, top
+from kvpress.core.registry import Refusal, register
 
 
-@register("adakv", "budget", "Feng et al., 2024, arXiv:2407.11550")
+@register(
+    "adakv",
+    "budget",
+    "Feng et al., 2024, arXiv:2407.11550",
+    example="adakv(snapkv:0.5)",
+    cases=("adakv(snapkv:0.5,window_size=4)", "adakv(expected_attention:0.7)"),
+    refuses=(Refusal("adakv(chunkkv(snapkv:0.5))", "both would choose the pairs to keep"),),
+)
 @dataclass
 class AdaKVPress(WrapperPress):
     """Let the heads of a layer compete: keep the best pairs of all heads together, so that heads differ in length.
@@ -27,10 +34,7 @@ class AdaKVPress(WrapperPress):
     authors' code interpolates budgets instead.
     """
 
-    is_head_wise: ClassVar[bool] = True
-    by_scores: ClassVar[bool] = True
-
-    press: ScorerPress
+    press: BasePress
     alpha_safeguard: float = 0.20
 
     def validate(self) -> None:
@@ -38,16 +42,57 @@ class AdaKVPress(WrapperPress):
         if not 0 <= self.alpha_safeguard <= 1:
             raise ValueError(f"alpha_safeguard must be in [0, 1], got {self.alpha_safeguard}")
 
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        return self.compete([self.press.scores(view) for view in group], kept)
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        self.check_choice(step)
+        inner = step.allocator
+        return replace(step, allocator=Competition(inner, self.alpha_safeguard, scope=inner.scope))
 
-    def compete(self, scores: list[Tensor], kept: int) -> list[Tensor]:
-        """Mark the best pairs of all heads together, given `scores [b, h, n]` of the views of a group."""
-        safe = int(kept * self.alpha_safeguard)
-        scores = [score.masked_fill(top(score, min(safe, score.shape[2])), torch.inf) for score in scores]
-        rows = scores[0].shape[0]
-        total = kept * sum(score.shape[1] for score in scores)
-        flat = torch.cat([score.reshape(rows, -1) for score in scores], dim=1)
-        mask = top(flat, min(total, flat.shape[1]))
+
+@dataclass(frozen=True)
+class Competition(Allocator):
+    """Shares out what the `inner` allocator gives all heads: their best pairs together stay.
+
+    Each head is sure of the share `safeguard` of what the inner allocator gives it. Where that has shared out among layers,
+    the heads of each layer compete for its part.
+    """
+
+    inner: Allocator = field(default_factory=Allocator)
+    safeguard: float = 0.0
+
+    ragged = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        given = self.inner.counts(scored, mean)
+        if self.inner.scope == "layer":
+            return self._compete(scored, given)
+        layers = groupby(zip(scored, given, strict=True), key=lambda pair: pair[0].view.layer)
+        return [count for _, part in layers for count in self._compete(*zip(*part, strict=True))]
+
+    def within_layers(self) -> Allocator:
+        return replace(self, scope="layer", inner=self.inner.within_layers())
+
+    def _compete(self, scored: Sequence[Scored], given: Sequence[int | Tensor]) -> list[int | Tensor]:
+        scores = []
+        for each, count in zip(scored, given, strict=True):
+            sure = int(count * self.safeguard) if isinstance(count, int) else (count * self.safeguard).long()
+            scores.append(each.scores.masked_fill(top(each.scores, sure), torch.inf))
+        flat = torch.cat([score.flatten(1) for score in scores], dim=1)
+        mask = top(flat, _total(given, scores))
         split = mask.split([score[0].numel() for score in scores], dim=1)
-        return [part.view(score.shape) for part, score in zip(split, scores, strict=True)]
+        return [part.view(score.shape).sum(dim=2) for part, score in zip(split, scores, strict=True)]
+
+    def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
+        return self.inner.keeps_all(lengths, mean)
+
+    def planned(self, tokens: int, mean: int) -> int:
+        return self.inner.planned(tokens, mean)
+
+
+def _total(counts: Sequence[int | Tensor], scores: Sequence[Tensor]) -> int | Tensor:
+    """Pairs of all heads together: a number, or one for each row."""
+    if all(isinstance(count, int) for count in counts):
+        return sum(int(count) * score.shape[1] for count, score in zip(counts, scores, strict=True))
+    rows = torch.zeros(scores[0].shape[0], dtype=torch.int64, device=scores[0].device)
+    for count, score in zip(counts, scores, strict=True):
+        rows += count * score.shape[1] if isinstance(count, int) else count.sum(dim=1)
+    return rows

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, ScorerAround, WrapperPress
+from kvpress.core.recipe import Eviction, Scored
+from kvpress.core.registry import Refusal, register
+from kvpress.observe.view import View
 
 
-@register("block", "evict", "Park et al., 2025, arXiv:2504.15364")
+@register(
+    "block",
+    "evict",
+    "Park et al., 2025, arXiv:2504.15364",
+    example="block(keydiff:0.5)",
+    cases=("block(keydiff:0.5):block_size=3",),
+    refuses=(
+        Refusal("block(adakv(snapkv:0.5))", "it keeps equally many pairs in every head, and the inner press does not"),
+    ),
+)
 @dataclass
 class BlockPress(WrapperPress):
     """Go through the pairs in blocks: add a block to those kept so far, and let another press cut both down again.
@@ -28,23 +39,37 @@ class BlockPress(WrapperPress):
     Differs from the paper: the prompt is read with full attention before the first block is evicted from.
     """
 
-    press: ScorerPress
+    press: BasePress
     block_size: int = 128
 
     def validate(self) -> None:
         super().validate()
-        self.check_even()
         check_count("block_size", self.block_size)
 
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        return [self._keep(view, min(kept, view.length)) for view in group]
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        self.check_even(step)
+        return replace(step, scorer=InBlocks(step.scorer, self.block_size))
 
-    def _keep(self, view: View, kept: int) -> Tensor:
+
+@dataclass(frozen=True)
+class InBlocks(ScorerAround):
+    """Lets the inner scorer choose among what was kept so far and one block after the other."""
+
+    block_size: int
+
+    ranks: ClassVar[bool] = True
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        assert isinstance(counts, int)  # noqa: S101 - heads that differ are refused
+        view, kept = scored.view, counts
         every = torch.arange(view.length, device=view.positions.device).expand(*view.shape[:2], -1)
         index = every[..., :kept]
         for start in range(kept, view.length, self.block_size):
             index = torch.cat([index, every[..., start : start + self.block_size]], dim=2)
-            mask = self.press.keep([view.pairs(index)], kept)[0]
+            mask = self.inner.choose(Scored(view.pairs(index), self.inner), kept)
             # The marked ones in order, without asking the device how many they are.
             index = index.gather(2, (~mask).int().argsort(dim=2, stable=True)[..., :kept])
         return torch.zeros_like(every, dtype=torch.bool).scatter(2, index, True)
+
+    def scores(self, view: View) -> Tensor:
+        raise NotImplementedError("pairs are compared block by block, so there are no scores of all of them")

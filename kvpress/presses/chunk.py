@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, ScorerAround, WrapperPress
+from kvpress.core.recipe import Eviction, Scored
+from kvpress.core.registry import Refusal, register
+from kvpress.observe.view import View
 
 
-@register("chunk", "budget", "Corallo & Papotti, 2024, arXiv:2408.00167")
+@register(
+    "chunk",
+    "budget",
+    "Corallo & Papotti, 2024, arXiv:2408.00167",
+    example="chunk(snapkv:0.5)",
+    cases=("chunk(snapkv:0.5,window_size=2):chunk_length=8",),
+    refuses=(
+        Refusal("chunk(adakv(snapkv:0.5))", "it keeps equally many pairs in every head, and the inner press does not"),
+    ),
+)
 @dataclass
 class ChunkPress(WrapperPress):
     """Let another press choose within each chunk of stored pairs on its own.
@@ -28,22 +39,36 @@ class ChunkPress(WrapperPress):
     Differs from the paper: the prompt is read at once; FINCH reads a chunk after the other on what it kept of those before.
     """
 
-    press: ScorerPress
+    press: BasePress
     chunk_length: int = 1024
 
     def validate(self) -> None:
         super().validate()
-        self.check_even()
         check_count("chunk_length", self.chunk_length)
 
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        return [self._keep(view, min(kept, view.length)) for view in group]
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        self.check_even(step)
+        return replace(step, scorer=InChunks(step.scorer, self.chunk_length))
 
-    def _keep(self, view: View, kept: int) -> Tensor:
-        length, masks = view.length, []
+
+@dataclass(frozen=True)
+class InChunks(ScorerAround):
+    """Lets the inner scorer choose the same share of every chunk."""
+
+    chunk_length: int
+
+    ranks: ClassVar[bool] = True
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        assert isinstance(counts, int)  # noqa: S101 - heads that differ are refused
+        view, length, masks = scored.view, scored.view.length, []
         chunks = -(-length // self.chunk_length)
         edges = [length * i // chunks for i in range(chunks + 1)]
         for start, stop in itertools.pairwise(edges):
             index = torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1)
-            masks += self.press.keep([view.pairs(index)], kept * stop // length - kept * start // length)
+            share = counts * stop // length - counts * start // length
+            masks.append(self.inner.choose(Scored(view.pairs(index), self.inner), share))
         return torch.cat(masks, dim=2)
+
+    def scores(self, view: View) -> Tensor:
+        raise NotImplementedError("pairs are compared within chunks only, so there are no scores of all of them")

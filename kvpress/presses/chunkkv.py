@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress
-from kvpress.presses.evict import top
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, ScorerAround, WrapperPress
+from kvpress.core.recipe import Eviction, Scored
+from kvpress.core.registry import Refusal, register
+from kvpress.observe.view import View
 
 
-@register("chunkkv", "evict", "Liu et al., 2025, arXiv:2502.00299")
+@register(
+    "chunkkv",
+    "evict",
+    "Liu et al., 2025, arXiv:2502.00299",
+    example="chunkkv(snapkv:0.5)",
+    cases=("chunkkv(snapkv:0.5,window_size=4):chunk_length=5",),
+    refuses=(Refusal("chunkkv(adakv(snapkv:0.5))", "both would choose the pairs to keep"),),
+)
 @dataclass
 class ChunkKVPress(WrapperPress):
     """Keep the chunks of `chunk_length` tokens that another press scores best, so that phrases stay whole.
@@ -32,24 +39,36 @@ class ChunkKVPress(WrapperPress):
     Differs from the paper: any scorer may be used; layers do not share their choice.
     """
 
-    by_scores: ClassVar[bool] = True
-
-    press: ScorerPress
+    press: BasePress
     chunk_length: int = 20
 
     def validate(self) -> None:
         super().validate()
         check_count("chunk_length", self.chunk_length)
 
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        scores = [self.press.scores(view) for view in group]
-        order = self._order(group, scores)
-        masks = []
-        for view, score in zip(group, scores, strict=True):
-            chunk = order.gather(1, self._chunks(view)).view(score.shape)
-            within = ranks(score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).mean(1, keepdim=True))
-            masks.append(top((chunk * view.length + within).double(), min(kept, view.length)))
-        return masks
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        self.check_choice(step)
+        return replace(step, scorer=WholeChunks(step.scorer, self.chunk_length))
+
+
+@dataclass(frozen=True)
+class WholeChunks(ScorerAround):
+    """Ranks pairs by their chunk, and within it by their mean inner score over the heads of a view."""
+
+    chunk_length: int
+
+    ranks: ClassVar[bool] = True
+
+    def scores(self, view: View) -> Tensor:
+        memo = view.memo
+        if "scores" not in memo:
+            memo["scores"] = {id(part): Scored(part, self.inner).scores for part in view.group or [view]}
+            memo["order"] = self._order(view.group or [view], list(memo["scores"].values()))
+        score = memo["scores"][id(view)]
+        chunk = memo["order"].gather(1, self._chunks(view)).view(score.shape)
+        within = ranks(score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).mean(1, keepdim=True))
+        # Places among all pairs, which float32 holds exactly.
+        return ranks((chunk * view.length + within).double()).float()
 
     def _chunks(self, view: View) -> Tensor:
         """Chunk of every pair, `[b, h * n]`."""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import Observers, ScorerPress, view_of
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import ByScore
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
 from kvpress.presses.leverage_score import leverage
 from kvpress.presses.non_causal_attn import ChunkMass, chunk_attention
-from kvpress.registry import register
 
 
-@register("compactor", "evict", "Chari & Van Durme, 2025, arXiv:2507.08143")
+@register(
+    "compactor",
+    "evict",
+    "Chari & Van Durme, 2025, arXiv:2507.08143",
+    example="compactor:0.5",
+    cases=("compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8",),
+)
 @dataclass
 class CompactorPress(ScorerPress):
     """Score a pair by its key's leverage and by the attention it receives within its chunk.
@@ -24,9 +31,8 @@ class CompactorPress(ScorerPress):
         score = blending * z(leverage) + z(chunk attention),   z(x) = (x - mean) / std over the pairs of a row
 
     The terms are those of `LeverageScorePress`, with its `sketch_dimension`, and `NonCausalAttnPress`, with its `chunk_size`.
-    `blending` defaults to the fraction of pairs removed: the harder a cache is cut, the more leverage counts. Where only a
-    schedule knows that fraction, as in `DecodingPress(CompactorPress())`, it is 1. The first `sink_size_start` and last
-    `sink_size_end` tokens are always kept.
+    `blending` defaults to the fraction of the tokens read that is removed: the harder a cache is cut, the more leverage counts.
+    The first `sink_size_start` and last `sink_size_end` tokens are always kept.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.
@@ -53,24 +59,39 @@ class CompactorPress(ScorerPress):
     def protected(self) -> int:
         return self.sink_size_start + self.sink_size_end
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "chunks": partial(ChunkMass, self.chunk_size)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(ChunkMass, self.chunk_size),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite at both ends."""
-        view = view_of(kwargs)
-        scores = self._weight(view) * standardised(leverage(view, self.sketch_dimension))
-        scores += standardised(chunk_attention(view))
+        return self.blend(view, weigh_values=True)
+
+    def without_values(self) -> ByScore:
+        return PlainCompactor(self)
+
+    def blend(self, view: View, weigh_values: bool) -> Tensor:
+        """Return the sum of both terms, the attention with or without the norm of the values."""
+        weight = 1 - view.target / view.seen if self.blending is None else self.blending
+        scores = weight * standardised(leverage(view, self.sketch_dimension))
+        scores += standardised(chunk_attention(view, self.wants[0], weigh_values=weigh_values))
         ends = (view.positions < self.sink_size_start) | (view.positions >= view.seen - self.sink_size_end)
         return scores.masked_fill(ends, torch.inf)
 
-    def _weight(self, view: View) -> float:
-        if self.blending is not None:
-            return self.blending
-        return 1 - self.kept_of(view.seen) / view.seen if self.compression_ratio or self.budget else 1.0
+
+@dataclass(frozen=True)
+class PlainCompactor(ByScore):
+    """The scores of `press` without the norm of the values."""
+
+    press: CompactorPress
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return self.press.wants
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`, infinite at both ends."""
+        return self.press.blend(view, weigh_values=False)
 
 
 def standardised(scores: Tensor) -> Tensor:

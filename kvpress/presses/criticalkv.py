@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from kvpress import attention
-from kvpress.context import View
+from kvpress.cache import attention
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, ScorerAround, WrapperPress
+from kvpress.core.recipe import Eviction, Scored, top
+from kvpress.core.registry import Refusal, register
+from kvpress.observe.view import View
 from kvpress.presses.adakv import AdaKVPress
-from kvpress.presses.base import ScorerPress
-from kvpress.presses.evict import top
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 """Names that models give to the projection of the attention output."""
 
+_TWO_CHOICES = "both would choose the pairs to keep"
 
-@register("criticalkv", "evict", "Feng et al., 2025, arXiv:2502.03805")
+
+@register(
+    "criticalkv",
+    "evict",
+    "Feng et al., 2025, arXiv:2502.03805",
+    example="criticalkv(snapkv:0.5)",
+    cases=("criticalkv(snapkv:0.5,window_size=4)",),
+    refuses=(Refusal("criticalkv(adakv(snapkv:0.5))", f"{_TWO_CHOICES}; `critical_adakv` does both"),),
+)
 @dataclass
 class CriticalKVPress(WrapperPress):
     """Weigh the scores of another press by how far each value reaches through the output projection.
@@ -31,16 +39,15 @@ class CriticalKVPress(WrapperPress):
 
     `first_stage_ratio` is the share of the budget that the scores alone decide about. W_o[g] are the columns of the output
     projection that read query head g. Scores that may be negative are first shifted so that the smallest of a head is 0.
-    `epsilon` lets pairs without any score be told apart by their reach.
+    `epsilon` lets pairs without any score be told apart by their reach. Scorers that weigh values themselves, such as
+    `ExpectedAttentionPress`, are asked for their scores without it.
 
     Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
     arXiv:2502.03805.
     Differs from the paper: query heads of a group share one choice, by the mean of their norms.
     """
 
-    by_scores: ClassVar[bool] = True
-
-    press: ScorerPress
+    press: BasePress
     epsilon: float = 1e-4
     first_stage_ratio: float = 0.5
 
@@ -48,20 +55,20 @@ class CriticalKVPress(WrapperPress):
         super().validate()
         check_stages(self.epsilon, self.first_stage_ratio)
 
-    def post_init_from_model(self, model: nn.Module) -> None:
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        self.check_choice(step)
         check_outputs(model)
-        super().post_init_from_model(model)
-
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        masks = []
-        for view in group:
-            scores = self.press.scores(view)
-            budget = torch.full(scores.shape[:2], min(kept, view.length), device=scores.device)
-            masks.append(two_stages(view, scores, budget, self.epsilon, self.first_stage_ratio))
-        return masks
+        return replace(step, scorer=TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio))
 
 
-@register("critical_adakv", "budget", "Feng et al., 2025, arXiv:2502.03805")
+@register(
+    "critical_adakv",
+    "budget",
+    "Feng et al., 2025, arXiv:2502.03805",
+    example="critical_adakv(snapkv:0.5)",
+    cases=("critical_adakv(expected_attention:0.5)",),
+    refuses=(Refusal("critical_adakv(criticalkv(snapkv:0.5))", _TWO_CHOICES),),
+)
 @dataclass
 class CriticalAdaKVPress(AdaKVPress):
     """AdaKV's head budgets, spent by the two stages of `CriticalKVPress`.
@@ -80,25 +87,28 @@ class CriticalAdaKVPress(AdaKVPress):
         super().validate()
         check_stages(self.epsilon, self.first_stage_ratio)
 
-    def post_init_from_model(self, model: nn.Module) -> None:
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        shared = super().wrap(step, model)
         check_outputs(model)
-        super().post_init_from_model(model)
-
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        scores = [self.press.scores(view) for view in group]
-        return [
-            two_stages(view, score, mask.sum(dim=2), self.epsilon, self.first_stage_ratio)
-            for view, score, mask in zip(group, scores, self.compete(scores, kept), strict=True)
-        ]
+        return replace(shared, scorer=TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio))
 
 
-def two_stages(view: View, scores: Tensor, budget: Tensor, epsilon: float, first: float) -> Tensor:
-    """Mark `budget [b, h]` pairs per head: the share `first` by `scores [b, h, n]`, the rest by weighted ones."""
-    finite = scores.isfinite()
-    least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
-    weighted = torch.where(finite, (scores - least + epsilon) * output_norms(view), scores)
-    chosen = top(scores, (budget * first).long())
-    return top(weighted.masked_fill(chosen, torch.inf), budget)
+@dataclass(frozen=True)
+class TwoStages(ScorerAround):
+    """Gives the share `first` of the budget to the best inner scores, and the rest to the best weighted ones."""
+
+    epsilon: float
+    first: float
+
+    ranks = True
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        scores = scored.scores
+        finite = scores.isfinite()
+        least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
+        weighted = torch.where(finite, (scores - least + self.epsilon) * output_norms(scored.view), scores)
+        at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
+        return top(weighted.masked_fill(top(scores, at_once), torch.inf), counts)
 
 
 def output_norms(view: View) -> Tensor:
@@ -136,13 +146,11 @@ def no_output(module: nn.Module) -> NotImplementedError:
     )
 
 
-def check_outputs(model: nn.Module) -> None:
+def check_outputs(model: ModelFacts | None) -> None:
     """Refuse models whose attention has no output projection that can be read."""
-    from kvpress.hf import is_attention
-
-    for module in model.modules():
-        if is_attention(module) and output_weight(module) is None:
-            raise no_output(module)
+    for layer in () if model is None else model.layers:
+        if layer.module is not None and output_weight(layer.module) is None:
+            raise no_output(layer.module)
 
 
 def check_stages(epsilon: float, first_stage_ratio: float) -> None:

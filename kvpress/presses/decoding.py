@@ -2,78 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
 
-from torch import nn
-
-from kvpress.checks import check_count, check_ratio
-from kvpress.context import LayerCall, Phase
-from kvpress.observe import HiddenStates
-from kvpress.passes import Pass
-from kvpress.presses.base import BasePress, Observers, ScorerPress
-from kvpress.presses.evict import evict
-from kvpress.registry import register
+from kvpress.core.checks import check_count, check_ratio
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, Wrapping
+from kvpress.core.recipe import Amount, Eviction, Recipe, Schedule
+from kvpress.core.registry import Refusal, register
 
 
-@register("decoding", "schedule")
+@register(
+    "decoding",
+    "schedule",
+    example="decoding(snapkv):compression_interval=128,target_size=1024",
+    refuses=(
+        Refusal("decoding(kivi)", "a codec has no scores; it acts on generated tokens anyway"),
+        Refusal("decoding(kvzip:0.5)", "it scores by reading a prompt again, which generated tokens are not"),
+        Refusal("decoding(duo_attention:0.5,on_the_fly_scoring=true)", "it evicts while tokens are generated anyway"),
+    ),
+)
 @dataclass
-class DecodingPress(BasePress):
+class DecodingPress(Wrapping):
     """Cut the cache down to `target_size` pairs per head every `compression_interval` generated tokens.
 
     `base_press` may be any scorer, head-wise ones included; how much it keeps by itself does not matter here. `target_ratio`
     sets the target as a fraction of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
-    `PrefillDecodingPress`. A press that reads hidden states gets the newest `hidden_states_buffer_size` of them.
+    `PrefillDecodingPress`. A press that reads hidden states gets the newest
+    `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.
     """
 
-    base_press: ScorerPress
+    base_press: BasePress
     compression_interval: int = 512
     target_size: int = 2048
     hidden_states_buffer_size: int = 256
     target_ratio: float | None = None
 
-    acts_in_decoding: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self.validate()
+    @property
+    def inner(self) -> BasePress:
+        return self.base_press
 
     def validate(self) -> None:
-        if not hasattr(self.base_press, "keep"):
-            raise TypeError(
-                f"DecodingPress needs a press that scores pairs, such as SnapKVPress, got {type(self.base_press).__name__}"
-            )
-        self.base_press.validate()
         check_count("compression_interval", self.compression_interval)
         check_count("target_size", self.target_size)
         check_count("hidden_states_buffer_size", self.hidden_states_buffer_size)
         if self.target_ratio is not None:
             check_ratio("target_ratio", self.target_ratio)
+        super().validate()
 
-    def observers(self) -> Observers:
-        observers = dict(self.base_press.observers())
-        if "hidden" in observers:
-            observers["hidden"] = partial(HiddenStates, self.hidden_states_buffer_size)
-        return observers
-
-    def post_init_from_model(self, model: nn.Module) -> None:
-        self.base_press.post_init_from_model(model)
-
-    def after_decode(self, call: LayerCall) -> None:
-        if call.store.since_eviction < self.compression_interval:
-            return
-        evict(call, self.base_press, lambda view: self._target(view.seen))
-
-    def _target(self, seen: int) -> int:
-        if self.target_ratio is not None:
-            return max(1, int(seen * (1 - self.target_ratio)))
-        return self.target_size
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        if step.prepare is not None:
+            raise TypeError(
+                f"{type(self.base_press).__name__} scores by reading a prompt again, which generated tokens are not; "
+                "DecodingPress needs a press that scores pairs, such as SnapKVPress"
+            )
+        if step.amount.ratios:
+            raise TypeError(
+                f"DecodingPress needs a press that scores pairs and leaves it to the target how many stay; the ratios of "
+                f"{type(self.base_press).__name__} would have no effect"
+            )
+        target = Amount(budget=self.target_size) if self.target_ratio is None else Amount(self.target_ratio)
+        schedule = Schedule(False, self.compression_interval, target, self.hidden_states_buffer_size)
+        return replace(step, schedule=schedule)
 
 
-@register("prefill_decoding", "schedule")
+@register(
+    "prefill_decoding",
+    "schedule",
+    example="prefill_decoding(snapkv:0.5; decoding(knorm):target_size=1024)",
+    refuses=(
+        Refusal("prefill_decoding(decoding_press=snapkv:0.5)", "the second press must act on generated tokens"),
+        Refusal("prefill_decoding(kivi:bits=4)", "codecs and selectors have no phase; they are composed with `+`"),
+    ),
+)
 @dataclass
 class PrefillDecodingPress(BasePress):
     """Compress the prompt with one press and generated tokens with another.
@@ -92,68 +95,36 @@ class PrefillDecodingPress(BasePress):
         self.validate()
 
     def validate(self) -> None:
-        for press in self._parts:
-            press.validate()
-            if press.encodes or press.selects:
-                raise ValueError(
-                    f"{type(press).__name__} stores or chooses pairs at all times, not in one phase; compose it with the rest: "
-                    f"PrefillDecodingPress(...) + {type(press).__name__}(...)"
-                )
-        if self.decoding_press is not None and not self.decoding_press.acts_in_decoding:
+        for press in (self.prefilling_press, self.decoding_press):
+            if press is not None:
+                press.validate()
+        self.recipe()
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        parts = [self._part(self.prefilling_press, "prompt", model), self._part(self.decoding_press, "decoding", model)]
+        evictions = tuple(step for part in parts for step in part.evictions)
+        hooks = tuple(hook for part in parts for hook in part.hooks)
+        return Recipe(evictions, observers=parts[0].observers + parts[1].observers, hooks=hooks)
+
+    def _part(self, press: BasePress | None, phase: str, model: ModelFacts | None) -> Recipe:
+        """Return what a press does in one phase."""
+        if press is None:
+            return Recipe()
+        recipe, name = press.recipe(model), type(press).__name__
+        if recipe.codec is not None or recipe.selector is not None:
             raise ValueError(
-                f"decoding_press must act while tokens are generated, got {type(self.decoding_press).__name__}; wrap it: "
-                f"DecodingPress({type(self.decoding_press).__name__}(...))"
+                f"{name} stores or chooses pairs at all times, not in one phase; compose it with the rest: "
+                f"PrefillDecodingPress(...) + {name}(...)"
             )
-
-    @property
-    def _parts(self) -> list[BasePress]:
-        return [press for press in (self.prefilling_press, self.decoding_press) if press is not None]
-
-    @property
-    def acts_in_decoding(self) -> bool:  # type: ignore[override]
-        """Whether a decoding press was given."""
-        return self.decoding_press is not None
-
-    def observers(self) -> Observers:
-        from kvpress.presses.composed import union
-
-        return union(press.observers() for press in self._parts)
-
-    @property
-    def is_head_wise(self) -> bool:  # type: ignore[override]
-        """Whether heads of a layer may end up with different numbers of pairs."""
-        return any(press.is_head_wise for press in self._parts)
-
-    def decoding_observers(self) -> Observers:
-        return {} if self.decoding_press is None else self.decoding_press.decoding_observers()
-
-    def planned_pairs(self, tokens: int) -> int:
-        return tokens if self.prefilling_press is None else self.prefilling_press.planned_pairs(tokens)
-
-    def check_length(self, tokens: int) -> None:
-        if self.prefilling_press is not None:
-            self.prefilling_press.check_length(tokens)
-
-    def post_init_from_model(self, model: Any) -> None:
-        for press in self._parts:
-            press.post_init_from_model(model)
-
-    def after_prefill(self, call: LayerCall) -> None:
-        if self.prefilling_press is not None:
-            self.prefilling_press.after_prefill(call)
-
-    def after_decode(self, call: LayerCall) -> None:
-        if self.decoding_press is not None:
-            self.decoding_press.after_decode(call)
-
-    @property
-    def follows(self) -> tuple[Phase, ...]:
-        parts: list[tuple[BasePress | None, Phase]] = [
-            (self.prefilling_press, "prefill"), (self.decoding_press, "decode"),
-        ]  # fmt: skip
-        return tuple(phase for press, phase in parts if press is not None and phase in press.follows)
-
-    def after_pass(self, done: Pass) -> None:
-        press = self.prefilling_press if done.phase == "prefill" else self.decoding_press
-        if press is not None:
-            press.after_pass(done)
+        if phase == "prompt":
+            steps = [
+                replace(e, schedule=replace(e.schedule, every=None)) for e in recipe.evictions if e.schedule.prompt
+            ]
+        else:
+            acting = [e for e in recipe.evictions if e.schedule.every is not None]
+            if not acting:
+                raise ValueError(
+                    f"decoding_press must act while tokens are generated, got {name}; wrap it: DecodingPress({name}(...))"
+                )
+            steps = [replace(step, schedule=replace(step.schedule, prompt=False)) for step in acting]
+        return replace(recipe, evictions=tuple(steps))

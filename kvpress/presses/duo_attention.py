@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress import attention
-from kvpress.context import LayerCall, Phase
-from kvpress.observe import Observer, hashed
-from kvpress.passes import Pass
-from kvpress.presses.base import Observers
+from kvpress.cache import attention
+from kvpress.core.recipe import PassHook
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted, hashed
+from kvpress.observe.passes import Pass
+from kvpress.observe.view import View
 from kvpress.presses.head_table import lowest
-from kvpress.presses.streaming_heads import StreamingHeadsPress
-from kvpress.registry import register
+from kvpress.presses.streaming_heads import NO_COMMON_BUDGET, TABLE, StreamingHeadsPress
 
 SHARE = 1 / 8
 """Of the first `SPARSE_FROM` queries of a prompt, those whose attention is measured; later ones grow rarer as 1 / position."""
 SPARSE_FROM = 512
-OUTSIDE = "outside"
-"""Name of the observer that measures it."""
 
 
-@register("duo_attention", "budget", "Xiao et al., 2024, arXiv:2410.10819")
+@register(
+    "duo_attention",
+    "budget",
+    "Xiao et al., 2024, arXiv:2410.10819",
+    example="duo_attention:0.5,on_the_fly_scoring=true",
+    needs=f"{TABLE}, or `on_the_fly_scoring=True`",
+    refuses=(Refusal("duo_attention:0.5", "nothing says which heads stream"),),
+    exempt=(Exemption(EVERY_SUITE, NO_COMMON_BUDGET),),
+)
 @dataclass
 class DuoAttentionPress(StreamingHeadsPress):
     """Let the heads that retrieve least keep a window only.
@@ -64,31 +70,27 @@ class DuoAttentionPress(StreamingHeadsPress):
         )
 
     @property
-    def follows(self) -> tuple[Phase, ...]:
-        return ("prefill",) if self.on_the_fly_scoring else ()
+    def measured(self) -> tuple[Wanted, ...]:
+        return (Wanted(OutsideMass, *self.window),) if self.on_the_fly_scoring else ()
 
-    def observers(self) -> Observers:
-        return {OUTSIDE: partial(OutsideMass, *self.window)} if self.on_the_fly_scoring else {}
+    @property
+    def decision(self) -> PassHook | None:
+        return PassHook(self._decide, ("prefill",)) if self.on_the_fly_scoring else None
 
-    def streaming(self, call: LayerCall) -> Tensor | None:
+    def streaming(self, view: View) -> Tensor | None:
         if not self.on_the_fly_scoring:
-            return super().streaming(call)
-        return getattr(call.store.observers.get(OUTSIDE), "streaming", None)
+            return super().streaming(view)
+        (wanted,) = self.measured
+        return getattr(view.call.store.observers.get(wanted), "streaming", None)
 
-    def after_prefill(self, call: LayerCall) -> None:
-        if not self.on_the_fly_scoring:
-            self.cut(call)
-
-    def after_pass(self, done: Pass) -> None:
-        measured = [call.store.observers[OUTSIDE] for call in done.calls]
-        undecided = [each for each in measured if isinstance(each, OutsideMass) and each.streaming is None]
+    def _decide(self, done: Pass) -> None:
+        (wanted,) = self.measured
+        undecided = [each for call in done.calls if (each := call.store.observers[wanted]).streaming is None]
         if undecided:
             scores = torch.stack([each.means() for each in undecided], dim=1)
             chosen = torch.stack([lowest(row, self.head_compression_ratio) for row in scores], dim=1)
             for each, streaming in zip(undecided, chosen, strict=True):
                 each.decide(streaming)
-        for call in done.calls:
-            self.cut(call)
 
 
 def in_sample(positions: Tensor) -> Tensor:
@@ -129,12 +131,12 @@ class OutsideMass(Observer):
         if self.total is None or self.count is None:
             self.total = torch.zeros(store.batch, store.heads, device=device)
             self.count = torch.zeros(store.batch, device=device)
-        if call.columns is None:
+        if call.mask is None:
             groups = [slice(0, store.batch)]
             real = torch.ones(1, store.seen, dtype=torch.bool, device=device)
         else:
             groups = [slice(row, row + 1) for row in range(store.batch)]
-            real = call.columns.to(device)
+            real = call.mask.to(device)
         at = real.cumsum(dim=1) - 1
         for row, rows in enumerate(groups):
             queries = at[row, -new:]

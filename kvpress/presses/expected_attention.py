@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress import attention
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.observe import QueryStats
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.cache import attention
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import QueryStats
+from kvpress.observe.view import View
 
 
-@register("expected_attention", "evict", "Devoto et al., 2025, arXiv:2510.00636")
+@register(
+    "expected_attention",
+    "evict",
+    "Devoto et al., 2025, arXiv:2510.00636",
+    example="expected_attention:0.5",
+    cases=("expected_attention:0.5",),
+)
 @dataclass
 class ExpectedAttentionPress(ScorerPress):
     """Score a pair by the attention expected from the next `n_future_positions` queries, weighted by its value.
@@ -53,32 +59,31 @@ class ExpectedAttentionPress(ScorerPress):
     def protected(self) -> int:
         return self.n_sink
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "query_stats": partial(QueryStats, self.n_sink)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(QueryStats, self.n_sink),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def without_values(self) -> ExpectedAttentionPress:
+        return replace(self, use_vnorm=False)
+
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite for the sinks."""
-        view = view_of(kwargs)
         mean, covariance = self.future_statistics(view)
         groups = view.groups
-        scores = torch.empty(keys.shape[:3], device=keys.device)
-        for h in range(keys.shape[1]):
+        scores = torch.empty(view.shape, device=mean.device)
+        for h in range(view.shape[1]):
             part = slice(h * groups, (h + 1) * groups)
             logits = self._logits(view, h, mean[:, part], covariance[:, part])
             sinks = view.positions[:, h, None] < self.n_sink
             weights = torch.softmax(logits.masked_fill_(sinks, -torch.inf), dim=-1).nan_to_num(0.0)
             scores[:, h] = weights.mean(dim=1) + self.epsilon
         if self.use_vnorm:
-            scores *= torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+            scores *= torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
         return scores.masked_fill(view.positions < self.n_sink, torch.inf)
 
     def statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """Return mean `[b, hq, D]` and covariance `[b, hq, D, D]` of the queries before rotation."""
-        observer: QueryStats = view.call.store.observers["query_stats"]  # type: ignore[assignment]
-        mean, covariance = observer.moments(list(range(view.call.store.batch)))
+        mean, covariance = view.observer(*self.wants).moments(list(range(view.call.store.batch)))
         return view.query_heads(mean), view.query_heads(covariance)
 
     def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
@@ -92,7 +97,7 @@ class ExpectedAttentionPress(ScorerPress):
         def rotate(vectors: Tensor) -> Tensor:
             """Apply R to the rows of `[b, hq, rows, D]`."""
             ones = (vectors.shape[0], vectors.shape[2], -1)
-            return view.call.turn(vectors, cos.expand(ones), sin.expand(ones))
+            return view.call.rotate(vectors, cos.expand(ones), sin.expand(ones))
 
         turned = rotate(covariance).transpose(-1, -2)
         return rotate(mean[:, :, None])[:, :, 0], rotate(turned)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from kvpress import calibration
-from kvpress.context import View
-from kvpress.presses.base import Observers, ScorerPress
+from kvpress.calibrate import file as calibration
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
 from kvpress.presses.expected_attention import ExpectedAttentionPress
-from kvpress.registry import register
 
 METHOD = "expected_attention"
 FILE = "expected-attention.safetensors"
@@ -21,7 +22,24 @@ SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset
 """Arguments about making statistics, and the options of the command that stand for them."""
 
 
-@register("expected_attention_stats", "evict", "Devoto et al., 2025, arXiv:2510.00636")
+@register(
+    "expected_attention_stats",
+    "evict",
+    "Devoto et al., 2025, arXiv:2510.00636",
+    example="expected_attention_stats:0.5",
+    needs="statistics of the model's queries: `kvpress calibrate --method expected_attention` (`stats_folder`)",
+    refuses=(
+        Refusal(
+            "expected_attention_stats:0.5", "without a file of its own, a model other than the bundled reference model"
+        ),
+    ),
+    exempt=(
+        Exemption(
+            EVERY_SUITE,
+            "needs a file per model; its own tests run the oracle, padding, chunks and decoding with calibrated ones",
+        ),
+    ),
+)
 @dataclass
 class ExpectedAttentionStatsPress(ExpectedAttentionPress):
     """Expected attention with mean and covariance of queries that were measured on other texts.
@@ -62,13 +80,17 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
         given = Path(self.stats_folder)
         return given / FILE if given.is_dir() else given
 
-    def post_init_from_model(self, model: Any) -> None:
-        super().post_init_from_model(model)
-        bundled = "stats_folder=None means the bundled file, which"
-        calibration.read(self.source).check(METHOD, model, bundled if self.stats_folder is None else str(self.source))
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None and model.loaded:
+            bundled = "stats_folder=None means the bundled file, which"
+            calibration.read(self.source).check(
+                METHOD, model, bundled if self.stats_folder is None else str(self.source)
+            )
+        return super().recipe(model)
 
-    def observers(self) -> Observers:
-        return ScorerPress.observers(self)
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return ()
 
     def statistics(self, view: View) -> tuple[Tensor, Tensor]:
         tensors, rows = calibration.read(self.source).tensors, view.call.store.batch

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import LayerCall, View
-from kvpress.observe import ColumnMass, DecayedMass
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.presses.evict import evict, top
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import Recipe, Schedule
+from kvpress.core.registry import Exemption, register
+from kvpress.observe.mass import AttentionMass
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
 
 
-@register("h2o", "evict", "Zhang et al., 2023, arXiv:2306.14048")
+@register(
+    "h2o",
+    "evict",
+    "Zhang et al., 2023, arXiv:2306.14048",
+    example="h2o:0.5,interval=32",
+    cases=("h2o:0.5,interval=1000", "h2o:0.5,interval=1000,normalize=decay,decay=0.9"),
+    exempt=(
+        Exemption(
+            "mask oracle",
+            "evicts at every token, while the oracle hides what one eviction removed; replayed query by query",
+            "`interval=1`",
+        ),
+    ),
+)
 @dataclass
 class H2OPress(ScorerPress):
     """Keep the pairs with the most accumulated attention and the most recent ones, at a constant budget.
@@ -39,8 +52,6 @@ class H2OPress(ScorerPress):
     normalize: Literal["none", "count", "decay"] = "none"
     decay: float | None = None
 
-    acts_in_decoding: ClassVar[bool] = True
-
     def validate(self) -> None:
         super().validate()
         check_count("interval", self.interval)
@@ -59,41 +70,20 @@ class H2OPress(ScorerPress):
     def protected(self) -> int:
         return 1
 
-    def observers(self) -> Observers:
-        mass = {"mass": partial(ColumnMass)} if self.decay is None else {"decayed": partial(DecayedMass, self.decay)}
-        return {**super().observers(), **mass}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(AttentionMass) if self.decay is None else Wanted(AttentionMass, self.decay),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
-        """Return accumulated attention `[b, h, n]`."""
-        return self.scores(view_of(kwargs))
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(every=self.interval)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        (step,) = super().recipe(model).evictions
+        return Recipe((replace(step, recent=self.recent_ratio),))
 
     def scores(self, view: View) -> Tensor:
         """Return accumulated attention; keys and values are not looked at, which would copy them at every token."""
-        mass = view.side["mass" if self.decay is None else "decayed_mass"]
-        return mass / view.observing_queries() if self.normalize == "count" else mass
-
-    def keep(self, group: list[View], kept: int) -> list[Tensor]:
-        recent = round(kept * self.recent_ratio)
-        masks = []
-        for view in group:
-            scores = self.scores(view).clone()
-            scores[..., view.length - min(recent, view.length) :] = torch.inf
-            masks.append(top(scores, min(kept, view.length)))
-        return masks
-
-    def after_decode(self, call: LayerCall) -> None:
-        unlimited = self.budget is None and self.compression_ratio == 0
-        if call.store.since_eviction >= self.interval and not unlimited:
-            evict(call, self, self._target)
-
-    def _target(self, view: View) -> int:
-        """Pairs to keep while tokens are generated: the budget, or what was kept of the prompt."""
-        store = view.call.store
-        if self.budget is not None:
-            return self.budget
-        if store.targets is not None:
-            return store.targets[view.rows[0]]
-        return self.kept_of(view.seen - store.since_eviction)
+        (wanted,) = self.wants
+        mass = view.recorded(wanted)
+        return mass / view.observing_queries(wanted) if self.normalize == "count" else mass

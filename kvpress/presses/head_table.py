@@ -6,10 +6,11 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvpress.core.model import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,14 @@ class HeadTable:
     sink_size: int | None = None
     recent_size: int | None = None
 
-    def check(self, model: Any) -> None:
+    def check(self, model: ModelFacts) -> None:
         """Refuse a model that the table was not made for."""
-        from kvpress.hf import is_attention
-        from kvpress.shapes import layer_shapes
-
-        shapes = layer_shapes(model.config.get_text_config(decoder=True))
-        heads = [shapes[module.layer_idx].kv_heads for module in model.modules() if is_attention(module)]
+        heads = [layer.kv_heads for layer in model.layers]
         layers, columns = self.values.shape
         if heads != [columns] * layers:
             counts = " or ".join(str(count) for count in sorted(set(heads)))
             raise ValueError(
-                f"{self.source} is a table of {layers} layers of {columns} kv heads, but {type(model).__name__} has "
+                f"{self.source} is a table of {layers} layers of {columns} kv heads, but {model.name} has "
                 f"{len(heads)} attention layers of {counts}; use the table that was made for this model"
             )
 

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from kvpress.core.executor import close_gaps
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import WrapperPress
+from kvpress.core.recipe import Eviction
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 
-from kvpress.context import View
-from kvpress.presses.evict import Moved, close_gaps
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+_SEALED = "keys that a codec or selector has sealed cannot be rotated again; refused in the second turn"
 
 
-@register("key_rerotation", "evict")
+@register(
+    "key_rerotation",
+    "evict",
+    example="key_rerotation(knorm:0.5)",
+    refuses=(
+        Refusal("key_rerotation(knorm:0.5) + kivi:bits=4,residual_length=32", _SEALED),
+        Refusal("key_rerotation(knorm:0.5) + quest:budget=16", _SEALED),
+    ),
+    exempt=(
+        Exemption(
+            EVERY_SUITE,
+            "keys move, so hiding the evicted ones is another computation; compared with a cache numbered from zero",
+        ),
+    ),
+)
 @dataclass
 class KeyRerotationPress(WrapperPress):
-    """Turn the keys that another press keeps, so that their rotary distances to the next query have no gaps.
+    """Rotate the keys that another press keeps, so that their rotary distances to the next query have no gaps.
 
         k[t] -> R(p'(t) - p(t)) k[t],   p'(t) = seen - kept + rank of t among the kept pairs of its head
 
@@ -26,5 +41,5 @@ class KeyRerotationPress(WrapperPress):
     only, so this is the same, and queries keep their true positions.
     """
 
-    def moved(self, view: View, mask: Tensor) -> Moved | None:
-        return close_gaps(view, mask)
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        return step.rewriting(close_gaps)

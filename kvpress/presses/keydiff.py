@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from kvpress.presses.base import ScorerPress
-from kvpress.registry import register
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.view import View
 
 
-@register("keydiff", "evict", "Park et al., 2025, arXiv:2504.15364")
+@register("keydiff", "evict", "Park et al., 2025, arXiv:2504.15364", example="keydiff:0.5", cases=("keydiff:0.5",))
 @dataclass
 class KeyDiffPress(ScorerPress):
     """Score a pair by how far its key points away from the mean direction of all keys of the head.
@@ -27,11 +28,8 @@ class KeyDiffPress(ScorerPress):
     after each, which is `BlockPress(KeyDiffPress(...))`.
     """
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        keys = keys.float()
+        keys = view.keys.float()
         anchor = normalize(keys, dim=-1).mean(dim=2, keepdim=True)
         return -cosine_similarity(keys, anchor, dim=-1)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.presses.base import ScorerPress
-from kvpress.registry import register
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.view import View
 
 
-@register("knorm", "evict", "Devoto et al., 2024, arXiv:2406.11430")
+@register(
+    "knorm",
+    "evict",
+    "Devoto et al., 2024, arXiv:2406.11430",
+    example="knorm:0.5",
+    cases=("knorm:0.5", "knorm:budget=9"),
+)
 @dataclass
 class KnormPress(ScorerPress):
     """Score a pair by minus the L2 norm of its key: long keys draw little attention in many models.
@@ -21,9 +28,6 @@ class KnormPress(ScorerPress):
     Differs from the paper: nothing.
     """
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        return -keys.float().norm(dim=-1)
+        return -view.keys.float().norm(dim=-1)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvpress import kernels
-from kvpress.attention import group_queries
-from kvpress.checks import check_count, check_finite
-from kvpress.context import LayerCall, Phase
-from kvpress.passes import Pass
-from kvpress.presses.base import BudgetPress
+from kvpress.cache.attention import group_queries
+from kvpress.cache.streams import Stored, real_slots
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BudgetPress
+from kvpress.core.recipe import ByScore, Eviction, PassHook, Recipe
+from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
+from kvpress.observe.passes import Pass
+from kvpress.observe.view import View
+from kvpress.presses.adakv import Competition
 from kvpress.presses.criticalkv import check_outputs, output_weight
-from kvpress.presses.evict import top
-from kvpress.presses.streams import Stored, real_columns
-from kvpress.registry import register
 
 CHUNK = 2048
 """Prompt tokens that are repeated at a time."""
@@ -25,7 +30,21 @@ LEAD = 8
 """Tokens before a later chunk that say where it begins."""
 
 
-@register("kvzip", "evict", "Kim et al., 2025, arXiv:2505.23416")
+@register(
+    "kvzip",
+    "evict",
+    "Kim et al., 2025, arXiv:2505.23416",
+    example="kvzip:0.5",
+    cases=("kvzip:0.5,layerwise=true,repeat_prompt=",),
+    refuses=(Refusal("kvzip:0.5", "there is no tokenizer beside the model and `repeat_prompt` is text"),),
+    exempt=(
+        Exemption(
+            "pairs per layer",
+            "layers share one budget; what is kept is tested against eager attention",
+            "`layerwise=False`",
+        ),
+    ),
+)
 @dataclass
 class KVzipPress(BudgetPress):
     """Keep the pairs that the model reads when it repeats its prompt; heads and layers compete.
@@ -45,8 +64,6 @@ class KVzipPress(BudgetPress):
     Paper: Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416.
     Differs from the paper: nothing in the scores; rows of a batch are scored alone, and what is evicted is freed.
     """
-
-    is_head_wise: ClassVar[bool] = True
 
     layerwise: bool = False
     n_sink: int = 4
@@ -68,26 +85,20 @@ class KVzipPress(BudgetPress):
     def protected(self) -> int:
         return self.n_sink
 
-    @property
-    def follows(self) -> tuple[Phase, ...]:
-        return () if self.keeps_all else ("prefill",)
-
-    def post_init_from_model(self, model: nn.Module) -> None:
-        if not self.keeps_all:
-            self._prompts(model)
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        asked = _Questions(self.repeat_prompt, self.tokenizer, model)  # type: ignore[attr-defined]
         if self.kvzip_plus_normalization:
             check_outputs(model)
+        hook = PassHook(partial(self._repeat, asked), ("prefill",), reads=True, check=asked.ids)
+        scope = "layer" if self.layerwise else "cache"
+        step = Eviction(Repetition(), self.amount, Competition(scope=scope), prepare=hook)
+        return Recipe((step,))
 
-    def after_pass(self, done: Pass) -> None:
+    def _repeat(self, asked: _Questions, done: Pass) -> None:
+        """Read the prompt again and leave what its pairs are worth with the observers of their layers."""
         rows = _Row.all(done)
-        kept = [self.kept_of(len(row.real)) for row in rows]
-        for call in done.calls:
-            check_finite(call.store.window.filled_keys, call.store.window.filled_values, call.layer)
-            call.store.targets = kept
-        if all(count >= len(row.real) for row, count in zip(rows, kept, strict=True)):
-            return
         scores = _Scores(done, rows, self.n_sink, self.kvzip_plus_normalization)
-        first, later, suffix = self._prompts(done.model)
+        first, later, suffix = asked.ids()
         for start in range(0, max(len(row.tokens) for row in rows), CHUNK):
             texts = []
             for row in rows:
@@ -98,33 +109,76 @@ class KVzipPress(BudgetPress):
             scores.chunk(start, [len(text) for text in texts])
             ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=done.position.device)
             done.read(ids, scores.take_in)
-        for call, masks in zip(done.calls, scores.keep(kept, self.layerwise), strict=True):
-            call.store.evict(masks, call.columns)
 
-    def _prompts(self, model: Any) -> tuple[list[int], list[int], list[int]]:
-        """Return the ids that ask for the first chunk, for a later one, and that begin an answer."""
-        if not self.repeat_prompt:
+
+class Worth(Observer):
+    """What the repetition of a prompt found stored pairs worth: `values[n]` for stream n."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def observe(self, call: LayerCall) -> None:
+        """The repetition fills it in."""
+
+    def tensors(self) -> list[Tensor]:
+        return self.values
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Values are read before anything else happens to the cache, and a prompt makes new ones."""
+        self.values = []
+
+    def to(self, device: torch.device | str) -> None:
+        self.values = [value.to(device) for value in self.values]
+
+    def crop(self, tokens: int) -> None:
+        """As for `select_rows`."""
+        self.values = []
+
+
+@dataclass(frozen=True)
+class Repetition(ByScore):
+    """The scores that `Worth` holds."""
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(Worth),)
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`."""
+        values = view.observer(*self.wants).values
+        return torch.stack([values[n] for n in view.streams]).view(view.shape)
+
+
+@dataclass
+class _Questions:
+    """The ids that ask a model to repeat its prompt, by `tokenizer` or the one beside the model."""
+
+    text: str
+    tokenizer: Any
+    model: ModelFacts | None
+
+    def ids(self) -> tuple[list[int], list[int], list[int]]:
+        """Return those that ask for the first chunk, for a later one, and that begin an answer."""
+        if not self.text:
             return [], [], []
-        tokenizer = self.tokenizer or _tokenizer_beside(model)  # type: ignore[attr-defined]
-        later = self.repeat_prompt.rstrip(".") + ", starting with"
+        tokenizer = self.tokenizer or self._beside()
+        later = self.text.rstrip(".") + ", starting with"
         first, later, suffix = (
-            tokenizer.encode(text, add_special_tokens=False)
-            for text in (self.repeat_prompt, later, _answer_header(tokenizer))
+            tokenizer.encode(text, add_special_tokens=False) for text in (self.text, later, _answer_header(tokenizer))
         )
         return first, later, suffix
 
-
-def _tokenizer_beside(model: Any) -> Any:
-    from kvpress.hf import load_tokenizer
-
-    name = model.config._name_or_path
-    try:
-        return load_tokenizer(name)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"KVzipPress asks the model in words to repeat its prompt, but there is no tokenizer at {name!r}: give one, "
-            "KVzipPress(..., tokenizer=tokenizer), or read the prompt again without asking, repeat_prompt=''"
-        ) from error
+    def _beside(self) -> Any:
+        source = "" if self.model is None else self.model.source
+        try:
+            if self.model is None or self.model.tokenizer is None:
+                raise ValueError("no model is loaded")
+            return self.model.tokenizer()
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"KVzipPress asks the model in words to repeat its prompt, but there is no tokenizer at {source!r}: give one, "
+                "KVzipPress(..., tokenizer=tokenizer), or read the prompt again without asking, repeat_prompt=''"
+            ) from error
 
 
 def _answer_header(tokenizer: Any) -> str:
@@ -140,11 +194,11 @@ def _answer_header(tokenizer: Any) -> str:
 
 @dataclass
 class _Row:
-    """One row of the batch: the columns of its real tokens, and the ids and columns of those to be read again."""
+    """One row of the batch: the slots of its real tokens, and the ids and slots of those to be read again."""
 
     real: Tensor
     tokens: list[int]
-    columns: Tensor
+    slots: Tensor
 
     @classmethod
     def all(cls, done: Pass) -> list[_Row]:
@@ -153,59 +207,57 @@ class _Row:
                 "KVzipPress reads the prompt again, so it must be given as input_ids, not as inputs_embeds"
             )
         first, rows = done.seen - done.ids.shape[1], []
-        for ids, at in zip(done.ids.cpu(), real_columns(done.calls[0].store, done.mask), strict=True):
+        for ids, at in zip(done.ids.cpu(), real_slots(done.calls[0].store, done.mask), strict=True):
             read = at[at >= first]
             rows.append(cls(at, ids[read - first].tolist(), read))
         return rows
 
 
 class _Scores:
-    """Scores of all stored pairs, `values[i][n] [pairs]` for stream n of call i; infinite for what was not read again."""
+    """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for what was not read again."""
 
     def __init__(self, done: Pass, rows: list[_Row], n_sink: int, plus: bool) -> None:
-        self.calls, self.rows, self.n_sink, self.plus = done.calls, rows, n_sink, plus
-        self.index = {call.layer: i for i, call in enumerate(done.calls)}
-        self.values = [
-            [
+        self.rows, self.n_sink, self.plus = rows, n_sink, plus
+        self.values: dict[int, list[Tensor]] = {}
+        for call in done.calls:
+            worth = call.store.observers[Wanted(Worth)]
+            worth.values = [
                 torch.full((len(at),), torch.inf, device=call.queries.device)
-                for at in Stored(call.store, done.mask).columns
+                for at in Stored(call.store, done.mask).slots
             ]
-            for call in done.calls
-        ]
+            self.values[call.layer] = worth.values
 
     def chunk(self, start: int, lengths: list[int]) -> None:
         """Set which tokens of each row the next pass repeats, and how many of its own tokens are real."""
-        self.spans = [row.columns[start : start + CHUNK] for row in self.rows]
+        self.spans = [row.slots[start : start + CHUNK] for row in self.rows]
         self.lengths = torch.tensor(lengths)
 
     def take_in(self, call: LayerCall) -> None:
         """Add what one layer's queries pay to the pairs of the chunk."""
         store, new = call.store, call.queries.shape[2]
-        stored = Stored(store, call.columns)
-        spans = [self._span(at, n // store.heads) for n, at in enumerate(stored.columns)]
+        stored = Stored(store, call.mask)
+        spans = [self._span(at, n // store.heads) for n, at in enumerate(stored.slots)]
         parts = [
             [
                 *stored.read(n, 0, sinks),
                 *stored.read(n, start, stop),
-                *stored.read(n, len(stored.columns[n]) - new, len(stored.columns[n])),
+                *stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n])),
             ]
             for n, (sinks, start, stop) in enumerate(spans)
         ]
         lengths = [sum(len(keys) for keys, _ in part) for part in parts]
         keys, values = (torch.cat([pair[side] for part in parts for pair in part]) for side in (0, 1))
         weights = self._weights(call, keys, values, lengths).split(lengths)
-        for found, weight, (sinks, start, stop) in zip(
-            self.values[self.index[call.layer]], weights, spans, strict=True
-        ):
+        for found, weight, (sinks, start, stop) in zip(self.values[call.layer], weights, spans, strict=True):
             found[start:stop] = weight[sinks : sinks + stop - start]
 
-    def _span(self, columns: Tensor, row: int) -> tuple[int, int, int]:
+    def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
         """Where a stream's sinks end, and where its pairs of the chunk begin and end."""
         span, sinks = self.spans[row], self.rows[row].real[: self.n_sink]
         if not len(span):
             return 0, 0, 0
         edges = torch.stack([sinks[-1] + 1 if len(sinks) else span[0] * 0, span[0], span[-1] + 1])
-        last, start, stop = torch.searchsorted(columns, edges).tolist()
+        last, start, stop = torch.searchsorted(slots, edges).tolist()
         return last, max(last, start), max(last, stop)
 
     def _weights(self, call: LayerCall, keys: Tensor, values: Tensor, lengths: list[int]) -> Tensor:
@@ -224,17 +276,19 @@ class _Scores:
         if call.sinks is not None:
             sinks = call.sinks.float().view(store.heads, groups, 1).expand(-1, -1, new).reshape(store.heads, -1)
             sinks = sinks.repeat(store.batch, 1)
-        about = (keys, count.cumsum(0) - count, count, call.logits.scale)
-        settings: dict[str, Any] = {"softcap": call.logits.softcap, "causal": new}
+        rows = kernels.Rows(kernels.Dense(keys), kernels.Dense(values))
+        where = kernels.Ranges(count.cumsum(0) - count, count)
+        options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
+        with_sinks = replace(options, sinks=sinks)
         if not self.plus:
-            return kernels.column_max(queries, *about, sinks=sinks, row_weights=spread(real), **settings)
-        lse = kernels.dense_decode(queries, keys, keys, *about[1:], sinks=sinks, **settings)[1]
+            return kernels.column_max(queries, rows, where, with_sinks, query_weight=spread(real))
+        lse = kernels.decode(queries, rows, where, with_sinks)[1]
         lse = lse + spread(call.hidden_states.float().norm(dim=-1).log())
         weights = torch.zeros(len(keys), device=keys.device)
         for g in range(groups):
             part = slice(g * new, (g + 1) * new)
             found = kernels.column_max(
-                queries[:, part], *about, lse=lse[:, part], row_weights=spread(real)[:, part], **settings
+                queries[:, part], rows, where, options, lse=lse[:, part], query_weight=spread(real)[:, part]
             )
             sizes = [
                 _projected(call.module, rows, (n % store.heads) * groups + g)
@@ -242,21 +296,6 @@ class _Scores:
             ]
             weights = torch.maximum(weights, found * torch.cat(sizes))
         return weights
-
-    def keep(self, kept: list[int], layerwise: bool) -> list[list[Tensor]]:
-        """Return, for every call and stream, which stored pairs stay: `kept[b]` per head of row b on average."""
-        masks = [list(streams) for streams in self.values]
-        layers = range(len(masks))
-        for row, count in enumerate(kept):
-            for together in [[i] for i in layers] if layerwise else [list(layers)]:
-                owned = [
-                    (i, row * self.calls[i].store.heads + h) for i in together for h in range(self.calls[i].store.heads)
-                ]
-                values = [self.values[i][n] for i, n in owned]
-                chosen = top(torch.cat(values), min(count * len(owned), sum(map(len, values))))
-                for (i, n), mask in zip(owned, chosen.split([len(value) for value in values]), strict=True):
-                    masks[i][n] = mask
-        return masks
 
 
 def _projected(module: nn.Module, values: Tensor, head: int) -> Tensor:

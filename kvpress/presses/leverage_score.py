@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.view import View
 
 RIDGE = 0.01
 """What is added to the diagonal of X^T X, as a fraction of its mean.
@@ -20,7 +20,13 @@ It keeps directions that hardly vary, which in 16 bits are mostly rounding, from
 """
 
 
-@register("leverage_score", "evict", "Chari & Van Durme, 2025, arXiv:2507.08143")
+@register(
+    "leverage_score",
+    "evict",
+    "Chari & Van Durme, 2025, arXiv:2507.08143",
+    example="leverage_score:0.5",
+    cases=("leverage_score:0.5,sketch_dimension=16",),
+)
 @dataclass
 class LeverageScorePress(ScorerPress):
     """Score a pair by the statistical leverage of its key before rotation: outliers of the key matrix stay.
@@ -43,12 +49,9 @@ class LeverageScorePress(ScorerPress):
         super().validate()
         check_count("sketch_dimension", self.sketch_dimension)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return leverages in [0, 1], `[b, h, n]`."""
-        return leverage(view_of(kwargs), self.sketch_dimension)
+        return leverage(view, self.sketch_dimension)
 
 
 def leverage(view: View, sketch_dimension: int) -> Tensor:

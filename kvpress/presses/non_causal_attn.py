@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvpress import attention
-from kvpress.checks import check_count
-from kvpress.context import LayerCall, View
-from kvpress.observe import Observer
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.cache import attention
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import ByScore
+from kvpress.core.registry import register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
+from kvpress.observe.view import View
 
 
-@register("non_causal_attn", "evict", "Chari & Van Durme, 2025, arXiv:2507.08143")
+@register(
+    "non_causal_attn",
+    "evict",
+    "Chari & Van Durme, 2025, arXiv:2507.08143",
+    example="non_causal_attn:0.5",
+    cases=("non_causal_attn:0.5,chunk_size=8",),
+)
 @dataclass
 class NonCausalAttnPress(ScorerPress):
     """Score a pair by the attention that all tokens of its chunk, later and earlier ones, pay it, times its value's norm.
@@ -40,38 +47,55 @@ class NonCausalAttnPress(ScorerPress):
         super().validate()
         check_count("chunk_size", self.chunk_size)
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "chunks": partial(ChunkMass, self.chunk_size)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(ChunkMass, self.chunk_size),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def without_values(self) -> ByScore:
+        return ChunkAttention(self)
+
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        return chunk_attention(view_of(kwargs))
+        return chunk_attention(view, self.wants[0])
 
 
-def chunk_attention(view: View) -> Tensor:
-    """Return the smoothed attention times value norm of every pair of a view, `[b, h, n]`."""
-    norms = view.values.float().norm(dim=-1)
-    mass = view.side.get("chunk_mass", torch.zeros_like(norms))
+@dataclass(frozen=True)
+class ChunkAttention(ByScore):
+    """The scores of `press` without the norm of the values."""
+
+    press: NonCausalAttnPress
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return self.press.wants
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`."""
+        return chunk_attention(view, self.wants[0], weigh_values=False)
+
+
+def chunk_attention(view: View, chunks: Wanted, weigh_values: bool = True) -> Tensor:
+    """Return the smoothed attention within `chunks` of every pair of a view, `[b, h, n]`, times its value's norm."""
+    mass = view.recorded(chunks)
     mass = mass.masked_fill(mass == 0, 1.0)
-    return avg_pool1d(mass * norms, 3, stride=1, padding=1, count_include_pad=False)
+    if weigh_values:
+        mass = mass * view.values.float().norm(dim=-1)
+    return avg_pool1d(mass, 3, stride=1, padding=1, count_include_pad=False)
 
 
 class ChunkMass(Observer):
-    """Attention that pairs receive within chunks of `size` real tokens: side array `chunk_mass`, 0 where none was read.
+    """Attention that pairs receive within chunks of `size` real tokens: a side array, 0 where none was read.
 
     The last chunk counts as far as it has been read and is computed again when more of it comes, so that reading a prompt
     in pieces ends with what reading it at once gives. What was read without a break are the columns `first` to `end`;
     `queries [B, Hq, < size, D]` are the newest, those of open chunks among them.
     """
 
-    sides = ("chunk_mass",)
     held = ("queries",)
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.sides = (f"mass in chunks of {size}",)
         self.first = self.end = 0
         self.queries: Tensor | None = None
 
@@ -88,19 +112,20 @@ class ChunkMass(Observer):
         groups: dict[int, list[int]] = {}
         for row, (before, now) in enumerate(zip(*counts, strict=True)):
             groups.setdefault(before % self.size + now - before, []).append(row)
-        if "chunk_mass" not in window.side:
-            window.side["chunk_mass"] = torch.zeros(*window.filled_keys.shape[:3], device=queries.device)
+        (name,) = self.sides
+        if name not in window.side:
+            window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=queries.device)
         for tokens, rows in groups.items():
             if tokens:
-                window.side["chunk_mass"][rows, :, -tokens:] = self._mass(call, queries, rows, tokens)
+                window.side[name][rows, :, -tokens:] = self._mass(call, queries, rows, tokens)
         rest = max(count % self.size for count in counts[1])
         self.queries = queries[:, :, queries.shape[2] - rest :].clone(memory_format=torch.contiguous_format)
 
     def _real(self, call: LayerCall, end: int) -> list[int]:
         """Real tokens of each row in the columns from `first` to `end`."""
-        if call.columns is None:
+        if call.mask is None:
             return [end - self.first] * call.store.batch
-        return call.columns[:, self.first : end].sum(dim=1).tolist()
+        return call.mask[:, self.first : end].sum(dim=1).tolist()
 
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:
         """Return what the newest `tokens` of some rows, which start with a chunk, receive: `[b, H, tokens]`."""

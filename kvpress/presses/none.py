@@ -1,10 +1,9 @@
 """No compression: the baseline of every comparison."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvpress.presses.base import BasePress
-from kvpress.registry import register
+from kvpress.core.press import BasePress
+from kvpress.core.registry import register
 
 
 @register("none", "baseline")
@@ -15,5 +14,3 @@ class NonePress(BasePress):
     Paper: none.
     Differs from the paper: nothing.
     """
-
-    is_identity: ClassVar[bool] = True

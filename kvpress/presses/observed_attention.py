@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.observe import ColumnMass
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.mass import AttentionMass
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
 
 
-@register("observed_attention", "evict", "Zhang et al., 2023, arXiv:2306.14048")
+@register(
+    "observed_attention",
+    "evict",
+    "Zhang et al., 2023, arXiv:2306.14048",
+    example="observed_attention:0.5",
+    cases=("observed_attention:0.5",),
+)
 @dataclass
 class ObservedAttentionPress(ScorerPress):
     """Score a pair by the mean attention it received from all queries that could see it.
@@ -26,13 +33,11 @@ class ObservedAttentionPress(ScorerPress):
     Differs from the paper: sums are divided by the number of queries that see the token, as in NVIDIA kvpress.
     """
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "mass": partial(ColumnMass)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(AttentionMass),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        view = view_of(kwargs)
-        return view.side["mass"] / view.groups / view.observing_queries()
+        (mass,) = self.wants
+        return view.recorded(mass) / view.groups / view.observing_queries(mass)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
-from torch import nn
-
-from kvpress.checks import check_ratio
-from kvpress.context import LayerCall
-from kvpress.presses.base import BasePress, Observers
-from kvpress.presses.wrapper import WrapperPress
-from kvpress.registry import register
+from kvpress.core.checks import check_ratio
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, Wrapping
+from kvpress.core.recipe import Eviction
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 
 
-@register("per_layer_compression", "budget")
+@register(
+    "per_layer_compression",
+    "budget",
+    example="per_layer_compression(knorm):compression_ratios=(0.7,0.5,0.3,0.3)",
+    refuses=(
+        Refusal("per_layer_compression(knorm):compression_ratios=(0.5,)", "the model has another number of layers"),
+    ),
+    exempt=(
+        Exemption(
+            EVERY_SUITE, "its list has one ratio per layer of a model; its own tests run the oracle and the state"
+        ),
+    ),
+)
 @dataclass
-class PerLayerCompressionPress(BasePress):
+class PerLayerCompressionPress(Wrapping):
     """Apply another press with a compression ratio of its own in every layer.
 
     `press` is the one that scores. `compression_ratios` holds one ratio per layer that is compressed, first layer first;
@@ -33,74 +42,36 @@ class PerLayerCompressionPress(BasePress):
 
     def __post_init__(self) -> None:
         self.compression_ratios = tuple(self.compression_ratios)
-        self.validate()
+        super().__post_init__()
 
     def validate(self) -> None:
-        if not hasattr(self.press, "compression_ratio"):
-            raise TypeError(
-                f"PerLayerCompressionPress needs a press with a compression_ratio, got {type(self.press).__name__}"
-            )
         if not self.compression_ratios:
             raise ValueError("compression_ratios must hold one ratio per layer, got none")
         for layer, ratio in enumerate(self.compression_ratios):
             check_ratio(f"compression_ratios[{layer}]", ratio)
-            with_ratio(self.press, ratio).validate()
+        super().validate()
+
+    @property
+    def inner(self) -> BasePress:
+        return self.press
 
     @property
     def compression_ratio(self) -> float:
         """Fraction of pairs removed, on average over the layers."""
         return mean(self.compression_ratios)
 
-    @property
-    def is_head_wise(self) -> bool:  # type: ignore[override]
-        """Whether heads of a layer may end up with different numbers of pairs."""
-        return self.press.is_head_wise
-
-    @property
-    def acts_in_decoding(self) -> bool:  # type: ignore[override]
-        """Whether the inner press evicts while tokens are generated."""
-        return self.press.acts_in_decoding
-
-    def observers(self) -> Observers:
-        return self.press.observers()
-
-    def planned_pairs(self, tokens: int) -> int:
-        return round(mean(with_ratio(self.press, ratio).planned_pairs(tokens) for ratio in self.compression_ratios))
-
-    def check_length(self, tokens: int) -> None:
-        for ratio in self.compression_ratios:
-            with_ratio(self.press, ratio).check_length(tokens)
-
-    def post_init_from_model(self, model: nn.Module) -> None:
-        from kvpress.hf import growing_layers
-
-        given, layers = len(self.compression_ratios), len(growing_layers(model))
-        if given != layers:
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        given, layers = len(self.compression_ratios), 0 if model is None else len(model.growing)
+        if model is not None and given != layers:
             raise ValueError(
-                f"compression_ratios holds {given} ratios but {type(model).__name__} has {layers} layers that are compressed; "
+                f"compression_ratios holds {given} ratios but {model.name} has {layers} layers that are compressed; "
                 "give one ratio per layer"
             )
-        self.press.post_init_from_model(model)
-
-    def after_prefill(self, call: LayerCall) -> None:
-        self._at(call).after_prefill(call)
-
-    def after_decode(self, call: LayerCall) -> None:
-        self._at(call).after_decode(call)
-
-    def _at(self, call: LayerCall) -> BasePress:
-        from kvpress.hf import layer_types
-
-        kinds = layer_types(call.module.config.get_text_config(decoder=True))  # type: ignore[operator,union-attr]
-        index: int = call.module.layer_idx  # type: ignore[assignment]
-        return with_ratio(self.press, self.compression_ratios[kinds[:index].count("full_attention")])
-
-
-def with_ratio(press: BasePress, ratio: float) -> BasePress:
-    """Return a press like this one with another compression ratio."""
-    twin = copy.copy(press)
-    if isinstance(twin, WrapperPress):
-        twin.press = with_ratio(twin.press, ratio)  # type: ignore[assignment]
-    else:
-        twin.compression_ratio = ratio  # type: ignore[attr-defined]
-    return twin
+        if step.amount.ratios:
+            raise TypeError(f"ratios per layer are given twice: {type(self.press).__name__} has a list of its own")
+        if step.amount.budget is not None:
+            raise ValueError(
+                f"give {type(self.press).__name__} no budget, got budget={step.amount.budget}, beside compression_ratios"
+            )
+        amount = replace(step.amount, ratio=0.0, ratios=tuple(self.compression_ratios))
+        return replace(step, amount=amount, allocator=step.allocator.within_layers())

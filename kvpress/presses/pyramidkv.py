@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpress.checks import check_count
-from kvpress.context import LayerCall
+from torch import Tensor
+
+from kvpress.core.checks import check_count
+from kvpress.core.recipe import Allocator, Scored
+from kvpress.core.registry import Exemption, register
+from kvpress.observe.view import View
 from kvpress.presses.snapkv import SnapKVPress
-from kvpress.registry import register
 
 
-@register("pyramidkv", "budget", "Cai et al., 2024, arXiv:2406.02069")
+@register(
+    "pyramidkv",
+    "budget",
+    "Cai et al., 2024, arXiv:2406.02069",
+    example="pyramidkv:0.5",
+    cases=("pyramidkv:0.5,window_size=4",),
+    exempt=(Exemption("pairs per layer", "lower layers get more; budgets and their mean have tests of their own"),),
+)
 @dataclass
 class PyramidKVPress(SnapKVPress):
     """SnapKV with a budget that falls linearly from the first layer to the last; the mean over layers stays.
@@ -21,7 +32,7 @@ class PyramidKVPress(SnapKVPress):
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, 2024,
     arXiv:2406.02069.
     Differs from the paper: short prompts are compressed too, as the ratio asks; where the pyramid does not fit the
-    prompt, all layers get the mean.
+    prompt, all layers get the mean. In later turns a layer that holds fewer pairs than its share keeps what it holds.
     """
 
     beta: int = 20
@@ -30,16 +41,33 @@ class PyramidKVPress(SnapKVPress):
         super().validate()
         check_count("beta", self.beta)
 
-    def kept(self, call: LayerCall, seen: int) -> int:
-        mean = self.kept_of(seen)
-        if call.depths < 2 or mean >= seen:
+    @property
+    def allocator(self) -> Allocator:
+        return Pyramid(self.window_size, self.beta)
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Gives the layers that grow budgets that fall from the first to the last; see `PyramidKVPress`."""
+
+    window_size: int
+    beta: int
+
+    def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
+        return False  # upper layers keep less than the mean
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        return [self._of_layer(each.view, mean) for each in scored]
+
+    def _of_layer(self, view: View, mean: int) -> int:
+        depth, depths, held = view.call.depth, view.call.depths, view.available
+        if depths < 2 or mean >= held:
             return mean
         extra = mean - self.window_size
         least, most = extra / self.beta, 2 * extra - extra / self.beta
-        if most >= seen - self.window_size:
-            most = seen - self.window_size
+        if most >= held - self.window_size:
+            most = held - self.window_size
             least = 2 * extra - most
         if least < 0 or most < least:
             return mean
-        share = most - call.depth * (most - least) / (call.depths - 1)
-        return self.window_size + round(share)
+        return self.window_size + round(most - depth * (most - least) / (depths - 1))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.presses.base import ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.view import View
 
 
-@register("random", "evict")
+@register("random", "evict", example="random:0.5,seed=3", cases=("random:0.5,seed=3",))
 @dataclass
 class RandomPress(ScorerPress):
     """Score every pair with an independent uniform number.
@@ -30,15 +31,10 @@ class RandomPress(ScorerPress):
         if self.seed is not None:
             check_count("seed", self.seed, least=0)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return uniform numbers `[b, h, n]`."""
-        view = view_of(kwargs)
         generator = None
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * view.call.layer + view.seen)
-        shape = keys.shape[1:3]
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * view.layer + view.seen)
         # One draw for all rows: a row's choice must not depend on its neighbours in the batch.
-        return torch.rand(shape, generator=generator).to(keys.device).expand(keys.shape[0], -1, -1)
+        return torch.rand(view.shape[1:], generator=generator).to(view.positions.device).expand(view.shape[0], -1, -1)

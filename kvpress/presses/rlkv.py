@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvpress.presses.streaming_heads import StreamingHeadsPress
-from kvpress.registry import register
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.presses.streaming_heads import NO_COMMON_BUDGET, TABLE, StreamingHeadsPress
 
 
-@register("rlkv", "budget", "Du et al., 2025, arXiv:2510.08525")
+@register(
+    "rlkv",
+    "budget",
+    "Du et al., 2025, arXiv:2510.08525",
+    example="rlkv",
+    needs=TABLE,
+    refuses=(Refusal("rlkv:0.5", "nothing says which heads stream"),),
+    exempt=(Exemption(EVERY_SUITE, NO_COMMON_BUDGET),),
+)
 @dataclass
 class RLKVPress(StreamingHeadsPress):
     """Let the heads with the lowest gates of a table learned by reinforcement learning keep a window only.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.observe import RecentQueries
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import View
 
 
-@register("snapkv", "evict", "Li et al., 2024, arXiv:2404.14469")
+@register(
+    "snapkv", "evict", "Li et al., 2024, arXiv:2404.14469", example="snapkv:0.5", cases=("snapkv:0.5,window_size=4",)
+)
 @dataclass
 class SnapKVPress(ScorerPress):
     """Score a pair by the attention that the last `window_size` tokens pay it, smoothed over its neighbours.
@@ -45,22 +47,19 @@ class SnapKVPress(ScorerPress):
     def protected(self) -> int:
         return self.window_size
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "queries": partial(RecentQueries, self.window_size)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(RecentQueries, self.window_size),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite in the window."""
-        view = view_of(kwargs)
         width = min(self.window_size, view.length)
         older = view.per_head() if view.length > width else []
         scores = [self._head_score(head, width) for head in older]
-        window = keys.new_full((*keys.shape[:2], width), torch.inf, dtype=torch.float32)
+        window = torch.full((*view.shape[:2], width), torch.inf, device=view.positions.device)
         return torch.cat([torch.cat(scores, dim=1), window], dim=-1) if scores else window
 
     def _head_score(self, view: View, width: int) -> Tensor:
-        weights = view.attention(view.newest_queries(self.window_size))[..., : view.length - width]
+        weights = view.attention(view.newest_queries(*self.wants))[..., : view.length - width]
         smooth = avg_pool1d(weights.mean(dim=3).squeeze(1), self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return smooth.mean(dim=1, keepdim=True)

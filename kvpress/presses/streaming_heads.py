@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import LayerCall
-from kvpress.presses.base import BasePress
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Allocator, ByScore, Eviction, PassHook, Recipe, Schedule, Scored
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
 from kvpress.presses.head_table import HeadTable, lowest, read_head_table
-from kvpress.presses.streams import Stored, real_columns
+
+TABLE = "a table of heads that was learned for the model (`table`)"
+NO_COMMON_BUDGET = (
+    "heads of a layer have no common budget; its own tests run the oracle at every decode step, batches and later turns"
+)
+"""What is said of presses that derive from this one; see `kvpress.core.registry.Entry`."""
 
 
 @dataclass
@@ -26,8 +35,6 @@ class StreamingHeadsPress(BasePress):
     that are None are those of the config.json beside it, else of the method.
     """
 
-    acts_in_decoding: ClassVar[bool] = True
-    is_head_wise: ClassVar[bool] = True
     sizes: ClassVar[tuple[int, int]]
     """Sinks and recent tokens of the method."""
 
@@ -74,43 +81,70 @@ class StreamingHeadsPress(BasePress):
         sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in given)
         return sink_size, recent_size
 
-    def post_init_from_model(self, model: nn.Module) -> None:
-        if self.table is not None:
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if self.table is not None and model is not None:
             read_head_table(self.table).check(model)
+        step = Eviction(
+            SinksAndNewest(self.window[0], self.measured),
+            allocator=Windows(*self.window, self.head_compression_ratio, self.streaming),
+            schedule=Schedule(every=self.interval),
+            prepare=self.decision,
+            fixed=True,
+        )
+        return Recipe((step,))
 
-    def planned_pairs(self, tokens: int) -> int:
-        return round(tokens - self.head_compression_ratio * max(0, tokens - sum(self.window)))
+    @property
+    def measured(self) -> tuple[Wanted, ...]:
+        """What is watched to tell heads apart without a table."""
+        return ()
 
-    def streaming(self, call: LayerCall) -> Tensor | None:
+    @property
+    def decision(self) -> PassHook | None:
+        """What decides, after a prompt, which heads stream."""
+        return None
+
+    def streaming(self, view: View) -> Tensor | None:
         """Return which heads of a layer stream, `[B, H]` on the host; None where that is not known."""
         if self.table is None:
             return None
-        return lowest(read_head_table(self.table).values, self.head_compression_ratio)[call.layer].expand(
-            call.store.batch, -1
-        )
+        chosen = lowest(read_head_table(self.table).values, self.head_compression_ratio)[view.call.layer]
+        return chosen.expand(view.call.store.batch, -1)
 
-    def after_prefill(self, call: LayerCall) -> None:
-        self.cut(call)
 
-    def after_decode(self, call: LayerCall) -> None:
-        if call.store.since_eviction >= self.interval:
-            self.cut(call)
+@dataclass(frozen=True)
+class SinksAndNewest(ByScore):
+    """Prefers the first `sink_size` tokens, then the newest."""
 
-    def cut(self, call: LayerCall) -> None:
-        """Cut the streaming heads of a layer down to their window."""
-        store, streaming = call.store, self.streaming(call)
-        store.since_eviction = 0
-        if streaming is None or not bool(streaming.any()):
-            return
-        sink_size, recent_size = self.window
-        edges = []
-        for real in real_columns(store, call.columns):
-            middle = real[sink_size : max(sink_size, len(real) - recent_size)]
-            edges.append((int(middle[0]), int(middle[-1])) if len(middle) else None)
-        masks = []
-        for n, at in enumerate(Stored(store, call.columns).columns):
-            row, head = divmod(n, store.heads)
-            edge = edges[row] if streaming[row, head] else None
-            masks.append(torch.ones(len(at), dtype=torch.bool) if edge is None else (at < edge[0]) | (at > edge[1]))
-        if not all(bool(mask.all()) for mask in masks):
-            store.evict(masks, call.columns)
+    sink_size: int
+    wants: tuple[Wanted, ...] = ()
+
+    def scores(self, view: View) -> Tensor:
+        """Return positions, infinite for the sinks."""
+        return view.positions.float().masked_fill(view.positions < self.sink_size, torch.inf)
+
+
+@dataclass(frozen=True)
+class Windows(Allocator):
+    """Leaves streaming heads their sinks and window, and the other heads everything."""
+
+    sink_size: int
+    recent_size: int
+    share: float
+    streaming: Callable[[View], Tensor | None]
+
+    ragged = True
+    decides = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        return [self._of_view(each.view) for each in scored]
+
+    def _of_view(self, view: View) -> int | Tensor:
+        streaming = self.streaming(view)
+        if streaming is None or not bool(streaming[view.rows][:, view.heads].any()):
+            return view.length
+        inside = (view.positions < self.sink_size) | (view.positions >= view.seen - self.recent_size)
+        held = streaming[view.rows][:, view.heads].to(inside.device)
+        return torch.where(held, inside.sum(dim=2), view.length)
+
+    def planned(self, tokens: int, mean: int) -> int:
+        return round(tokens - self.share * max(0, tokens - self.sink_size - self.recent_size))

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.checks import check_count
-from kvpress.context import View
-from kvpress.presses.base import ScorerPress, view_of
-from kvpress.presses.evict import Moved, close_gaps
-from kvpress.registry import register
+from kvpress.core.checks import check_count
+from kvpress.core.executor import close_gaps
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.observe.view import View
 
 
-@register("streaming_llm", "evict", "Xiao et al., 2023, arXiv:2309.17453")
+@register(
+    "streaming_llm",
+    "evict",
+    "Xiao et al., 2023, arXiv:2309.17453",
+    example="streaming_llm:0.5",
+    cases=("streaming_llm:0.5",),
+    refuses=(
+        Refusal(
+            "streaming_llm:0.5,reindex=true + kivi:bits=4,residual_length=32",
+            "keys that a codec or selector has sealed cannot be rotated again; refused in the second turn",
+        ),
+    ),
+    exempt=(
+        Exemption(
+            "mask oracle",
+            "keys move, so hiding the evicted ones is another computation; compared with a cache numbered from zero",
+            "`reindex=True`",
+        ),
+    ),
+)
 @dataclass
 class StreamingLLMPress(ScorerPress):
     """Keep the first `n_sink` tokens and the newest ones, in every layer and head.
@@ -38,13 +59,15 @@ class StreamingLLMPress(ScorerPress):
     def protected(self) -> int:
         return self.n_sink
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return the position of each pair, and infinity for the sinks."""
-        positions = view_of(kwargs).positions.float()
+        positions = view.positions.float()
         return positions.masked_fill(positions < self.n_sink, torch.inf)
 
-    def moved(self, view: View, mask: Tensor) -> Moved | None:
-        return close_gaps(view, mask) if self.reindex else None
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        plain = super().recipe(model)
+        return (
+            replace(plain, evictions=tuple(replace(step, rewrite=close_gaps) for step in plain.evictions))
+            if self.reindex
+            else plain
+        )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpress.observe import RecentQueries
-from kvpress.presses.base import Observers, ScorerPress, view_of
-from kvpress.registry import register
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import View
 
 
-@register("tova", "evict", "Oren et al., 2024, arXiv:2401.06104")
+@register("tova", "evict", "Oren et al., 2024, arXiv:2401.06104", example="tova:0.5", cases=("tova:0.5",))
 @dataclass
 class TOVAPress(ScorerPress):
     """Score a token by the attention that the newest token pays it, averaged over all heads of the layer.
@@ -29,16 +30,13 @@ class TOVAPress(ScorerPress):
     def protected(self) -> int:
         return 1
 
-    def observers(self) -> Observers:
-        return {**super().observers(), "queries": partial(RecentQueries, 1)}
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(RecentQueries, 1),)
 
-    def score(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor,
-        attentions: Tensor | None, kwargs: dict,
-    ) -> Tensor:  # fmt: skip
+    def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, the same for every head, infinite for the newest token."""
-        view = view_of(kwargs)
-        weights = view.attention(view.newest_queries(1)).squeeze(3)
-        scores = weights.mean(dim=(1, 2), keepdim=True).squeeze(2).repeat(1, keys.shape[1], 1)
+        weights = view.attention(view.newest_queries(*self.wants)).squeeze(3)
+        scores = weights.mean(dim=(1, 2), keepdim=True).squeeze(2).repeat(1, view.shape[1], 1)
         scores[..., -1] = torch.inf
         return scores

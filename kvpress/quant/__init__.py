@@ -1,10 +1,9 @@
-"""Codecs: how sealed pairs are stored in fewer bits."""
+"""Codecs: how sealed pairs are stored in fewer bits, one file each; a method is found because its file is here."""
 
-from kvpress.quant.adaquant import AdaQuantPress
-from kvpress.quant.base import Codec
-from kvpress.quant.coupled import CoupledQuantPress
-from kvpress.quant.gear import GEARLPress, GEARPress
-from kvpress.quant.kivi import KIVIPress
-from kvpress.quant.zipcache import ZipCachePress
+from typing import Any
 
-__all__ = ["AdaQuantPress", "Codec", "CoupledQuantPress", "GEARLPress", "GEARPress", "KIVIPress", "ZipCachePress"]
+
+def __getattr__(name: str) -> Any:
+    from kvpress.core.registry import class_named
+
+    return class_named(name, __name__)

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.kernels.packed import BITS
+from kvpress.core.host import host
+from kvpress.core.registry import register
+from kvpress.kernels import BITS
 from kvpress.quant.bits import Bits
 from kvpress.quant.kivi import KIVIPress
-from kvpress.registry import register
 
 
 @register("adaquant", "quantise", "Hariri et al., 2025, arXiv:2502.15075")
@@ -42,9 +43,8 @@ class AdaQuantPress(KIVIPress):
             ValueError: `average_bits` is below the smallest allowed width.
             NotImplementedError: the projections of keys and values cannot be found in the model.
         """
-        from kvpress.hf import is_attention
-
-        norms = [float(w.float().norm()) for m in model.modules() if is_attention(m) for w in projections(m)]
+        layers = host().facts_of(model).layers
+        norms = [float(w.float().norm()) for layer in layers for w in projections(layer.module)]
         bits = allocate(norms, average_bits, allowed)
         return cls(bits=tuple(zip(bits[::2], bits[1::2], strict=True)), **settings)
 
@@ -77,7 +77,7 @@ def allocate(norms: Sequence[float], average_bits: float, allowed: Sequence[int]
         level[best] += 1
 
 
-def projections(module: nn.Module) -> tuple[Tensor, Tensor]:
+def projections(module: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Weights that make keys and values from hidden states, `[H * D, hidden]` each."""
     own: Any = module
     if hasattr(own, "k_proj") and hasattr(own, "v_proj"):

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.attention import Logits, Partial
+from kvpress.cache.held import Held, derived, part, per_layer, per_pair, per_stream
 from kvpress.cache.layout import Layout, row_numbers
-from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.kernels.coded import STEP, Coded, Rotary, per_pair, turn_halves
-from kvpress.kernels.packed import pack
+from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.kernels import STEP, Coded, Rotary, pack, rotate_halves
 from kvpress.quant.kmeans import assign
 
 TOLERANCE = 1e-2
 """Largest difference of an embedding that counts as linear from the model's cosines and sines, rounding apart."""
 
 
-@dataclass
-class Angles:
+@dataclass(eq=False)
+class Angles(Held):
     """Angles of a rotary embedding in the two tables of `Rotary`: one pair of tables for all layers of a cache.
 
     The model rounds position times frequency to float32, which moves its angles at position 32k by up to 2e-3 rad and those
-    of the tables by another amount; a key that is turned back and forth by the same tables does not see the difference.
+    of the tables by another amount; a key that is rotated back and forth by the same tables does not see the difference.
+    A copied cache shares the tables, and grows them without changing those of the other.
     """
 
-    coarse: Tensor = field(default_factory=lambda: torch.zeros(0, 2, 0))
-    fine: Tensor = field(default_factory=lambda: torch.zeros(0, 2, 0))
+    coarse: Annotated[Tensor, per_layer("tables")] = field(default_factory=lambda: torch.zeros(0, 2, 0))
+    fine: Annotated[Tensor, per_layer("tables")] = field(default_factory=lambda: torch.zeros(0, 2, 0))
 
     def grow(
         self,
@@ -58,7 +58,7 @@ class Angles:
         probes = (starts[[0, len(starts) // 2, -1]] + STEP - 1).clamp_max(positions - 1)
         parts = torch.arange(STEP, device=device), starts, probes
         cos, sin = compute(torch.cat(parts)[None])
-        table = torch.stack([per_pair(cos[0]), per_pair(sin[0])], dim=1).float()
+        table = torch.stack([kernels.per_pair(cos[0]), kernels.per_pair(sin[0])], dim=1).float()
         fine, coarse, expected = table.split([len(part) for part in parts])
         if held:
             fine, coarse = self.fine, torch.cat([self.coarse, coarse])
@@ -74,31 +74,25 @@ class Angles:
             )
         self.coarse, self.fine = coarse, fine
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Angles:
-        """A copied cache shares the tables."""
-        return self
 
+@dataclass(eq=False)
+class KeyRotation(Held):
+    """Where the pairs of a segment stand: the pair in slot i of stream n has position ``i - pads[n]``."""
 
-@dataclass
-class Turning:
-    """Where the pairs of a segment stand: the pair in column c of stream n has position ``c - pads[n]``."""
-
-    angles: Angles
-    pads: Tensor | None = None
+    angles: Annotated[Angles, per_layer("tables")]
+    pads: Annotated[Tensor | None, per_stream("indexes")] = None
 
     def rotary(self, shift: Tensor, positions: Tensor | None) -> Rotary:
         """Angles of all pairs of a segment, as the operators take them."""
         return Rotary(self.angles.coarse, self.angles.fine, shift, positions)
 
     def shift(self, segment: Segment) -> Tensor:
-        """Position minus row number of each stream, or minus column where a segment lists them, int64 [N]."""
+        """Position minus row number of each stream, or minus slot where a segment lists them, int64 [N]."""
         starts, _ = segment.layout.on(segment.device)
-        shift = torch.zeros_like(starts)
-        if segment.positions is None:
-            shift = torch.tensor(segment.first, dtype=torch.int64, device=segment.device) - starts
+        shift = torch.zeros_like(starts) if segment.positions is not None else segment.first_slot() - starts
         return shift if self.pads is None else shift - self.pads
 
-    def turn_back(self, segment: DenseSegment) -> Tensor:
+    def unrotate(self, segment: DenseSegment) -> Tensor:
         """Keys of a segment as they were before their rotary embedding, float32 [total, D]."""
         rotary = self.rotary(self.shift(segment), segment.positions)
         keys = torch.empty(segment.keys.shape, device=segment.device)
@@ -106,139 +100,78 @@ class Turning:
             rows = segment.layout.rows(n)
             cos, sin = rotary.angles(rotary.at(n, torch.arange(rows.start, rows.stop, device=segment.device)))
             scale = cos.square() + sin.square()
-            keys[rows] = turn_halves(segment.keys[rows].float(), cos / scale, -sin / scale)
+            keys[rows] = rotate_halves(segment.keys[rows].float(), cos / scale, -sin / scale)
         return keys
 
-    def to(self, device: torch.device | str) -> Turning:
-        """Return a copy on a device."""
-        angles = Angles(self.angles.coarse.to(device), self.angles.fine.to(device))
-        return Turning(angles, None if self.pads is None else self.pads.to(device))
+
+@dataclass(eq=False)
+class CodedRows(Held):
+    """Rows of codes, uint8 [R, groups * bits / 8], into books [heads, groups, E, c], each times its `row_scale [R]`."""
+
+    codes: Annotated[Tensor, per_pair("codes")]
+    book: Annotated[Tensor, per_layer("tables")]
+    bits: int
+    row_scale: Annotated[Tensor | None, per_pair("scales")] = None
+
+    @classmethod
+    def encode(cls, vectors: Tensor, book: Tensor, bits: int, layout: Layout) -> CodedRows:
+        """Code `vectors [total, D]` by their nearest centroids, stream by stream."""
+        heads, groups, _, coupled = book.shape
+        codes = torch.empty(layout.total, groups, dtype=torch.int16 if bits > 8 else torch.uint8, device=vectors.device)
+        for n in range(layout.streams):
+            rows = layout.rows(n)
+            points = vectors[rows].float().unflatten(1, (groups, coupled)).transpose(0, 1)
+            codes[rows] = assign(points, book[n % heads].float())[0].T.to(codes.dtype)
+        return cls(pack(codes, bits), book, bits)
+
+    def read(self, rows: Tensor, head: Tensor) -> Tensor:
+        """Return float32 rows `[n, D]`, each with the book of its `head [n]`."""
+        side = self.operand()
+        found = torch.empty(len(rows), side.channels, device=rows.device)
+        for h in head.unique().tolist():
+            found[head == h] = side.read(rows[head == h], h)
+        return found
+
+    def operand(self, rotary: Rotary | None = None) -> Coded:
+        """As the operators take it."""
+        return Coded(self.codes, self.book, self.bits, self.row_scale, rotary)
 
 
+@dataclass(eq=False, repr=False)
 class CodedSegment(Segment):
-    """Pairs as codes; `keys.book` and `values.book` hold one book per kv head, and stream n belongs to head `n % heads`.
+    """Pairs as codes; a book holds the centroids of every kv head, and stream n belongs to head `n % heads`.
 
-    With `turning`, keys were coded before their rotary embedding and are turned when they are read.
+    With `rotation`, keys were coded before their rotary embedding and are rotated when they are read. What was coded are keys
+    and values times `key_basis` and `value_basis`, orthonormal [D, D].
     """
 
-    def __init__(
-        self, keys: Coded, values: Coded, layout: Layout, dtype: torch.dtype, turning: Turning | None = None
-    ) -> None:
-        super().__init__(layout, None, [0] * layout.streams)
-        self.keys = keys
-        self.values = values
-        self.dtype = dtype
-        self.turning = turning
-        self._shift: Tensor | None = None
-
-    @property
-    def heads(self) -> int:
-        """Number of kv heads, each with a book of its own."""
-        return self.keys.book.shape[0]
+    keys: Annotated[CodedRows, part()]
+    values: Annotated[CodedRows, part()]
+    layout: OfStreams
+    dtype: torch.dtype
+    rotation: Annotated[KeyRotation | None, part()] = None
+    key_basis: Annotated[Tensor | None, per_layer("tables")] = None
+    value_basis: Annotated[Tensor | None, per_layer("tables")] = None
+    _shift: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)
 
     def _rotary(self) -> Rotary | None:
-        if self.turning is None:
+        if self.rotation is None:
             return None
         if self._shift is None:  # made once: a step that is recorded copies nothing from the host
-            self._shift = self.turning.shift(self)
-        return self.turning.rotary(self._shift, self.positions)
+            self._shift = self.rotation.shift(self)
+        return self.rotation.rotary(self._shift, self.positions)
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
-        head = streams % self.heads
-        keys = torch.empty(len(rows), self.keys.channels, device=self.device)
-        values = torch.empty(len(rows), self.values.channels, device=self.device)
-        for h in head.unique().tolist():
-            mine = head == h
-            keys[mine], values[mine] = self.keys.rows(h, rows[mine]), self.values.rows(h, rows[mine])
+        head = streams % self.keys.book.shape[0]
+        keys, values = self.keys.read(rows, head), self.values.read(rows, head)
         rotary = self._rotary()
-        keys = keys if rotary is None else rotary.turn(keys, rotary.at(streams, rows))
+        keys = keys if rotary is None else rotary.rotate(keys, rotary.at(streams, rows))
+        keys = keys if self.key_basis is None else keys @ self.key_basis.T
+        values = values if self.value_basis is None else values @ self.value_basis.T
         return keys.to(self.dtype), values.to(self.dtype)
 
-    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        if hidden is None and kernels.serves(queries, self.keys.codes):
-            at, lengths = self.layout.on(self.device)
-            return kernels.lookup_decode(
-                queries, *self._operands(), at, lengths, logits.scale, **self._settings(logits)
-            )
-        return super().attend(queries, logits, hidden)
-
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        if kernels.serves(queries, self.keys.codes):
-            return kernels.lookup_select(
-                queries, *self._operands(), rows, counts, logits.scale, **self._settings(logits)
-            )
-        return super().attend_rows(queries, logits, rows, counts)
-
-    def _operands(self) -> tuple[Tensor, ...]:
-        return self.keys.codes, self.keys.book, self.values.codes, self.values.book
-
-    def _settings(self, logits: Logits) -> dict[str, Any]:
-        rotary = self._rotary()
-        turned = {} if rotary is None else vars(rotary)
-        return {"key_bits": self.keys.bits, "value_bits": self.values.bits, "softcap": logits.softcap, **turned}
-
-    def _take(self, rows: Tensor, layout: Layout) -> CodedSegment:
-        turning = self.turning
-        if turning is not None and turning.pads is not None:
-            turning = replace(turning, pads=turning.pads[self._sources(rows, layout)])
-        keys = replace(self.keys, codes=self.keys.codes[rows])
-        values = replace(self.values, codes=self.values.codes[rows])
-        return CodedSegment(keys, values, layout, self.dtype, turning)
-
-    @classmethod
-    def _concatenate(cls, segments: Sequence[CodedSegment]) -> CodedSegment:
-        one = segments[0]
-        keys, values = (
-            replace(sides[0], codes=torch.cat([side.codes for side in sides]))
-            for sides in ([s.keys for s in segments], [s.values for s in segments])
-        )
-        layout = Layout(length for segment in segments for length in segment.layout.lengths)
-        turning = one.turning
-        if turning is not None and turning.pads is not None:
-            pads = [s.turning.pads for s in segments if s.turning is not None and s.turning.pads is not None]
-            turning = replace(turning, pads=torch.cat(pads))
-        return CodedSegment(keys, values, layout, one.dtype, turning)
-
-    def joinable(self, other: Segment) -> bool:
-        return (
-            isinstance(other, CodedSegment)
-            and self.keys.book is other.keys.book
-            and self.values.book is other.values.book
-            and self._same_turning(other.turning)
-        )
-
-    def _same_turning(self, other: Turning | None) -> bool:
-        if self.turning is None or other is None:
-            return self.turning is other
-        return self.turning.angles is other.angles and (self.turning.pads is None) == (other.pads is None)
-
-    def storage(self) -> dict[str, list[Tensor]]:
-        held = {"codes": [self.keys.codes, self.values.codes], "tables": [self.keys.book, self.values.book]}
-        if self.turning is not None:
-            held["tables"] += [self.turning.angles.coarse, self.turning.angles.fine]
-            held["indexes"] = [tensor for tensor in (self.turning.pads, self._shift) if tensor is not None]
-        return held
-
-    def _to(self, device: torch.device | str) -> None:
-        for name in ("keys", "values"):
-            side: Coded = getattr(self, name)
-            setattr(self, name, replace(side, codes=side.codes.to(device), book=side.book.to(device)))
-        self.turning = None if self.turning is None else self.turning.to(device)
-        self._shift = None
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.channels
-
-
-def encode(vectors: Tensor, book: Tensor, bits: int, layout: Layout) -> Coded:
-    """Code `vectors [total, D]` by their nearest centroids in `book [heads, groups, E, c]`, stream by stream."""
-    heads, groups, _, coupled = book.shape
-    codes = torch.empty(layout.total, groups, dtype=torch.int16 if bits > 8 else torch.uint8, device=vectors.device)
-    for n in range(layout.streams):
-        rows = layout.rows(n)
-        points = vectors[rows].float().unflatten(1, (groups, coupled)).transpose(0, 1)
-        codes[rows] = assign(points, book[n % heads].float())[0].T.to(codes.dtype)
-    return Coded(pack(codes, bits), book, bits)
+    def operand(self) -> kernels.Rows:
+        bases = [None if one is None else kernels.Basis(rotation=one) for one in (self.key_basis, self.value_basis)]
+        return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, *bases)

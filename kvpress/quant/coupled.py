@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress import calibration
+from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.cache.store import Sealing
-from kvpress.calibration import Calibration
-from kvpress.checks import check_count
-from kvpress.kernels.packed import CODE_BITS, check_packing
-from kvpress.quant.base import Codec
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Refusal, register
+from kvpress.kernels import CODE_BITS, check_packing, per_pair, rotate_halves
 from kvpress.quant.bits import Bits
-from kvpress.quant.codebook import Angles, CodedSegment, Turning, encode
+from kvpress.quant.codebook import Angles, CodedRows, CodedSegment, KeyRotation
 from kvpress.quant.press import QuantisingPress, pair
-from kvpress.registry import register
-from kvpress.shapes import LayerShape
 
 METHOD = "cq"
 
 
-@register("cq", "quantise", "Zhang et al., 2024, arXiv:2405.03917")
+@register(
+    "cq",
+    "quantise",
+    "Zhang et al., 2024, arXiv:2405.03917",
+    example="cq:bits=8,coupled=8",
+    needs="books of the model: `kvpress calibrate --method cq` (`calibration`)",
+    refuses=(
+        Refusal("cq:bits=8,coupled=8", "without a file of its own, a model other than the bundled reference model"),
+        Refusal("cq:bits=8,coupled=2", "no books were made for these settings"),
+    ),
+)
 @dataclass
 class CoupledQuantPress(QuantisingPress):
     """Store `coupled` neighbouring channels of a head as one code of `bits` bits into a learned book of centroids.
@@ -33,7 +43,7 @@ class CoupledQuantPress(QuantisingPress):
         code = argmin_e |x[group] - book[head, group, e]|^2
 
     That is ``bits / coupled`` bits per value: CQ-4c8b is `coupled=4, bits=8`. Keys are coded before their rotary embedding
-    and turned when they are read. Books come from `calibration`, a file made by `kvpress calibrate --method cq`; those of the
+    and rotated when they are read. Books come from `calibration`, a file made by `kvpress calibrate --method cq`; those of the
     bundled reference model are found without it. One number each, or a pair (keys, values), sets `coupled` and `bits`.
 
     Paper: Zhang et al., KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled
@@ -74,20 +84,25 @@ class CoupledQuantPress(QuantisingPress):
             )
         return calibration.read(self.source)
 
-    def post_init_from_model(self, model: Any) -> None:
-        from kvpress.hf import check_halves_rotate
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        recipe = super().recipe(model)
+        if model is not None and model.loaded:
+            self.check_books(model)
+        return recipe
 
-        super().post_init_from_model(model)
+    def check_books(self, model: ModelFacts) -> None:
+        """Refuse books that were made for another model or other settings, and models whose keys cannot be rotated back."""
         found = self.books()
         found.check(METHOD, model, str(self.source))
         wanted = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
         made = {name: found.provenance["settings"][name] for name in wanted}
         if made != wanted:
             raise ValueError(f"{self.source} was made for {made}, but the press asks for {wanted}")
-        check_halves_rotate(model)
+        for layer in model.layers:
+            check_rotates_halves(layer)
 
-    def check_shape(self, layer: int, shape: LayerShape) -> None:
-        check_coupling(shape.head_dim, pair("coupled", self.coupled), self.layer_bits().at(layer))
+    def check_shape(self, layer: LayerFacts) -> None:
+        check_coupling(layer.head_dim, pair("coupled", self.coupled), self.layer_bits().at(layer.index))
 
     def codec_at(self, layer: int) -> Codec | None:
         # Sliding-window layers have no books, and need none.
@@ -100,6 +115,26 @@ class CoupledQuantPress(QuantisingPress):
             tensors[f"{layer}.keys"], tensors[f"{layer}.values"], bits, pair("coupled", self.coupled),
             self.residual_length, self.sinks,
         )  # fmt: skip
+
+
+def check_rotates_halves(layer: LayerFacts) -> None:
+    """Refuse a layer whose rotary embedding is not one that pairs channels i and i + d / 2 of the leading d."""
+    if not layer.rotates or layer.module is None:
+        return
+    name = type(layer.module).__name__
+    if layer.rotate is None or layer.angles is None:
+        raise NotImplementedError(f"{name} has no rotary embedding of its decoder that keys could be turned back by")
+    device = next(layer.module.parameters()).device
+    cos, sin = layer.angles(torch.zeros(1, 1, 1), torch.tensor([[7]], device=device))
+    vectors = torch.randn(
+        1, 1, 1, layer.head_dim, device=cos.device, generator=torch.Generator(cos.device).manual_seed(0)
+    )
+    pairs = [per_pair(part[0]) for part in (cos, sin)]
+    fits = 2 * pairs[0].shape[-1] <= layer.head_dim
+    if not fits or not torch.allclose(
+        layer.rotate(vectors, cos, sin)[0, 0], rotate_halves(vectors[0, 0], *pairs), atol=1e-3
+    ):
+        raise NotImplementedError(f"{name} rotates channels in another layout than halves; its keys cannot be coded")
 
 
 def check_coupling(dim: int, coupled: tuple[int, int], bits: tuple[int, int]) -> None:
@@ -131,32 +166,32 @@ class CoupledCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         books = [book.to(segment.device) for book in (self.key_book, self.value_book)]
-        turning = _turning(sealing, segment.layout.streams)
+        rotation = _rotation(sealing, segment.layout.streams, segment.device)
         for earlier in sealing.earlier:
             if isinstance(earlier, CodedSegment):
                 books = [earlier.keys.book, earlier.values.book]
-        keys = segment.keys if turning is None else turning.turn_back(segment)
-        coded_keys = encode(keys, books[0], self.bits[0], segment.layout)
-        coded_values = encode(segment.values, books[1], self.bits[1], segment.layout)
-        return CodedSegment(coded_keys, coded_values, segment.layout, segment.keys.dtype, turning)
+        keys = segment.keys if rotation is None else rotation.unrotate(segment)
+        sides = zip((keys, segment.values), books, self.bits, strict=True)
+        coded = [CodedRows.encode(vectors, book, bits, segment.layout) for vectors, book, bits in sides]
+        return CodedSegment(coded[0], coded[1], segment.layout, segment.keys.dtype, rotation)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         del dtype
         return sum(dim / coupled * bits / 8 for coupled, bits in zip(self.coupled, self.bits, strict=True))
 
-    def table_bytes(self) -> int:
+    def table_bytes(self, dim: int) -> int:
+        del dim
         return self.key_book.nbytes + self.value_book.nbytes
 
 
-def _turning(sealing: Sealing, streams: int) -> Turning | None:
+def _rotation(sealing: Sealing, streams: int, device: torch.device) -> KeyRotation | None:
     """Positions of a layer's pairs; None where its keys are never rotated, or outside a model."""
-    call = sealing.call
-    if call is None or not getattr(call.module, "use_rope", True):
+    rotation = sealing.rotation
+    if rotation is None:
         return None
-    kind, device = getattr(call.module, "layer_type", None), call.queries.device
-    angles: Angles = call.shared.setdefault(f"angles {kind} {device}", Angles())
-    angles.grow(call.store.seen, call.angles, device, type(call.module).__name__)
-    if call.columns is None:
-        return Turning(angles)
-    pads = (~call.columns).sum(dim=1).to(device)
-    return Turning(angles, pads.repeat_interleave(streams // len(pads)))
+    angles: Angles = sealing.shared.setdefault(f"angles {rotation.kind} {device}", Angles())
+    angles.grow(sealing.seen, rotation.angles, device, rotation.owner)
+    if sealing.mask is None:
+        return KeyRotation(angles)
+    pads = (~sealing.mask).sum(dim=1).to(device)
+    return KeyRotation(angles, pads.repeat_interleave(streams // len(pads)))

@@ -8,21 +8,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.cache.store import Sealing
-from kvpress.checks import check_count
-from kvpress.kernels.correction import MOST_RANK
-from kvpress.quant.base import Codec
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts
+from kvpress.core.registry import register
+from kvpress.kernels import MOST_RANK
 from kvpress.quant.bits import Bits
 from kvpress.quant.press import QuantisingPress, check_channel_group
 from kvpress.quant.residual import Residual
-from kvpress.quant.runs import Runs
-from kvpress.quant.uniform import Packed, UniformSegment, parameter_bytes
-from kvpress.registry import register
-from kvpress.shapes import LayerShape
+from kvpress.quant.runs import Counts, Runs
+from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
 
 
-@register("gear", "quantise", "Kang et al., 2024, arXiv:2403.05527")
+@register("gear", "quantise", "Kang et al., 2024, arXiv:2403.05527", example="gear:bits=2")
 @dataclass
 class GEARPress(QuantisingPress):
     """Store pairs as uniform codes plus a low-rank part plus a share of outliers.
@@ -71,10 +70,10 @@ class GEARPress(QuantisingPress):
                 f"buffer_length must be a multiple of group_size={self.group_size}, got {self.buffer_length}"
             )
 
-    def check_shape(self, layer: int, shape: LayerShape) -> None:
-        super().check_shape(layer, shape)
+    def check_shape(self, layer: LayerFacts) -> None:
+        super().check_shape(layer)
         if self.backbone == "kivi":
-            check_channel_group(shape.head_dim, self.group_size)
+            check_channel_group(layer.head_dim, self.group_size)
 
     def layer_codec(self, layer: int) -> GEARCodec:
         bits = self.layer_bits().at(layer)
@@ -85,7 +84,7 @@ class GEARPress(QuantisingPress):
         )  # fmt: skip
 
 
-@register("gear_l", "quantise", "Kang et al., 2024, arXiv:2403.05527")
+@register("gear_l", "quantise", "Kang et al., 2024, arXiv:2403.05527", example="gear_l:bits=2")
 @dataclass
 class GEARLPress(GEARPress):
     """GEAR without outliers: uniform codes plus a low-rank part.
@@ -114,23 +113,22 @@ class GEARCodec(Codec):
     sinks: int = 0
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        generated = any(isinstance(earlier, UniformSegment) for earlier in sealing.earlier)
-        rank = self.generated_rank if generated else self.rank
+        rank = self.generated_rank if sealing.generated else self.rank
         keys, values = [], []
         for n in range(segment.layout.streams):
             rows = segment.layout.rows(n)
             if rows.stop > rows.start:
                 keys.append(self._side(segment.keys[rows], self.key_bits, 0, rank))
                 values.append(self._side(segment.values[rows], self.value_bits, 1, rank))
-        return UniformSegment(Packed.concatenate(keys), Packed.concatenate(values), segment.layout)
+        return UniformSegment(UniformRows.concatenate(keys), UniformRows.concatenate(values), segment.layout)
 
-    def _side(self, x: Tensor, bits: int, axis: int, rank: int) -> Packed:
+    def _side(self, x: Tensor, bits: int, axis: int, rank: int) -> UniformRows:
         """Encode one chunk `[n, D]` of one stream; quantisation groups and outlier vectors run along `axis`."""
         length, dim = x.shape
         group = self.channels if self.channels is not None else length if axis == 0 else dim
         outlying = extremes(x.float(), self.outliers, axis)
         inliers = torch.where(outlying, _mean(x.float(), ~outlying, axis), x.float())
-        packed = Packed.encode(inliers.to(x.dtype), bits, (group, 1) if axis == 0 else (1, min(group, dim)))
+        packed = UniformRows.encode(inliers.to(x.dtype), bits, (group, 1) if axis == 0 else (1, min(group, dim)))
         if self.channels is None and axis == 0:
             packed.runs = Runs.of_lengths([length], x.device)
         error = x.float() - packed.read(slice(None)).float()
@@ -142,7 +140,7 @@ class GEARCodec(Codec):
             error -= residual.factor.float() @ residual.basis[0].float()
         if self.outliers:
             at, channel = outlying.nonzero(as_tuple=True)
-            residual.outliers = outlying.sum(dim=1).to(torch.uint8 if dim < 256 else torch.int16)
+            residual.outliers = Counts(outlying.sum(dim=1).to(torch.uint8 if dim < 256 else torch.int16))
             residual.channel, residual.delta = channel.to(torch.uint8), error[at, channel].to(parameters)
         return replace(packed, residual=residual) if rank or self.outliers else packed
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpress.checks import check_count
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts
+from kvpress.core.registry import register
 from kvpress.quant.bits import Bits
 from kvpress.quant.press import QuantisingPress, check_channel_group, pair
 from kvpress.quant.uniform import UniformCodec
-from kvpress.registry import register
-from kvpress.shapes import LayerShape
 
 
-@register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750")
+@register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750", example="kivi:bits=2")
 @dataclass
 class KIVIPress(QuantisingPress):
     """Store pairs in `bits` bits: keys per channel over `group_size` tokens, values per token over `group_size` channels.
@@ -44,9 +44,9 @@ class KIVIPress(QuantisingPress):
         """Tokens that share a key scale, and channels that share a value scale."""
         return pair("group_size", self.group_size)
 
-    def check_shape(self, layer: int, shape: LayerShape) -> None:
-        check_channel_group(shape.head_dim, self.key_value_groups[1])
-        super().check_shape(layer, shape)
+    def check_shape(self, layer: LayerFacts) -> None:
+        check_channel_group(layer.head_dim, self.key_value_groups[1])
+        super().check_shape(layer)
 
     def layer_codec(self, layer: int) -> UniformCodec:
         tokens, channels = self.key_value_groups

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvpress.checks import check_count
-from kvpress.kernels.packed import BITS, check_packing
-from kvpress.presses.base import BasePress
-from kvpress.quant.base import Codec
+from kvpress.cache.codec import Codec
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.kernels import BITS, check_packing
 from kvpress.quant.bits import Bits, LayerBits, freeze
-from kvpress.shapes import LayerShape, layer_shapes
 
 
 class QuantisingPress(BasePress):
@@ -26,7 +27,6 @@ class QuantisingPress(BasePress):
     skip_layers: tuple[int, ...]
     sinks: int
 
-    encodes: ClassVar[bool] = True
     allowed_bits: ClassVar[Sequence[int]] = BITS
 
     def __post_init__(self) -> None:
@@ -44,25 +44,25 @@ class QuantisingPress(BasePress):
         """Read the setting `name` as bits per layer."""
         return LayerBits.parse(name, getattr(self, name), self.allowed_bits)
 
-    def post_init_from_model(self, model: Any) -> None:
-        from kvpress.hf import is_attention
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None:
+            self.layer_bits().check_layers("bits", len(model.layers))
+            for layer in model.layers:
+                if layer.index not in self.skip_layers:
+                    self.check_shape(layer)
+        return Recipe(codec=self.codec_at)
 
-        shapes = layer_shapes(model.config.get_text_config(decoder=True))
-        self.layer_bits().check_layers("bits", sum(map(is_attention, model.modules())))
-        for layer, shape in enumerate(shapes):
-            if layer not in self.skip_layers:
-                self.check_shape(layer, shape)
-
-    def check_shape(self, layer: int, shape: LayerShape) -> None:
+    def check_shape(self, layer: LayerFacts) -> None:
         """Refuse a layer whose head dim does not suit the settings."""
-        for bits in self.layer_bits().at(layer):
-            check_packing(shape.head_dim, bits)
+        for bits in self.layer_bits().at(layer.index):
+            check_packing(layer.head_dim, bits)
 
     @abstractmethod
     def layer_codec(self, layer: int) -> Codec:
         """Return the codec of one layer."""
 
     def codec_at(self, layer: int) -> Codec | None:
+        """Return the codec of an attention layer; None leaves it dense."""
         return None if layer in self.skip_layers else self.layer_codec(layer)
 
 

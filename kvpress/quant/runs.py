@@ -1,23 +1,27 @@
-"""Which rows of flat storage share a block of parameters, as run lengths: 4 bytes per block instead of 4 per row."""
+"""Which rows of flat storage share entries of another tensor, as numbers of rows: a few bytes per run instead of per row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+
+from kvpress.cache.held import Axis, own
+from kvpress.cache.layout import spans
 
 UNEVEN = 2**30
 """Size of runs that are not regular, such as one per stream."""
 
 
-@dataclass
-class Runs:
+@dataclass(eq=False)
+class Runs(Axis):
     """Row `r` belongs to block `r // size`; or, where `lengths` int32 [G] is given, the g-th run of rows to block g."""
 
     size: int
-    lengths: Tensor | None = None
+    lengths: Annotated[Tensor | None, own()] = None
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Runs:
@@ -38,7 +42,6 @@ class Runs:
         return torch.searchsorted(self.lengths.cumsum(0), rows, right=True)
 
     def take(self, rows: Tensor) -> tuple[Runs, Tensor]:
-        """Return the runs of the given rows, and which blocks they still need, int64."""
         if self.size == 1:
             return self, rows
         used, counts = self.of(rows).unique_consecutive(return_counts=True)
@@ -47,13 +50,14 @@ class Runs:
             return Runs(self.size), used
         return Runs(self.size, counts.to(torch.int32)), used
 
-    @staticmethod
-    def concatenate(parts: Sequence[tuple[Runs, int]], device: torch.device) -> Runs:
-        """Put the runs of several parts, each given with its number of rows, back to back."""
-        size = parts[0][0].size
-        whole = all(runs.lengths is None and total % size == 0 for runs, total in parts[:-1])
-        if whole and parts[-1][0].lengths is None:
+    def join(self, others: Sequence[Runs], totals: Sequence[int], device: torch.device) -> Runs:
+        size = self.size
+        whole = all(
+            runs.lengths is None and total % size == 0 for runs, total in zip(others[:-1], totals, strict=False)
+        )
+        if whole and others[-1].lengths is None:
             return Runs(size)
+        parts = zip(others, totals, strict=True)
         return Runs(size, torch.cat([runs._lengths(total, device) for runs, total in parts]))
 
     def _lengths(self, total: int, device: torch.device) -> Tensor:
@@ -64,10 +68,16 @@ class Runs:
             lengths[-1] = total % self.size
         return lengths
 
-    def to(self, device: torch.device | str) -> Runs:
-        """Return a copy on a device."""
-        return Runs(self.size, None if self.lengths is None else self.lengths.to(device))
 
-    def tensors(self) -> list[Tensor]:
-        """Tensors held."""
-        return [] if self.lengths is None else [self.lengths]
+@dataclass(eq=False)
+class Counts(Axis):
+    """Row `r` has `counts[r]` entries of its own, in row order; uint8 or int16 [total]."""
+
+    counts: Annotated[Tensor, own()]
+
+    def take(self, rows: Tensor) -> tuple[Counts, Tensor]:
+        counts, ends = self.counts.long(), self.counts.cumsum(0)
+        return Counts(self.counts[rows]), spans(ends[rows] - counts[rows], counts[rows])
+
+    def join(self, others: Sequence[Counts], totals: Sequence[int], device: torch.device) -> Counts:
+        return Counts(torch.cat([other.counts for other in others]))

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.layout import Layout
-from kvpress.cache.mixed import MixedSegment
+from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.cache.store import Sealing
-from kvpress.checks import check_count
-from kvpress.kernels.packed import check_packing
-from kvpress.observe import ProbeAttention
-from kvpress.presses.base import Observers
-from kvpress.quant.base import Codec
+from kvpress.core.checks import check_count
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import register
+from kvpress.kernels import check_packing
+from kvpress.observe.mass import ProbeAttention
+from kvpress.observe.observer import Wanted
 from kvpress.quant.bits import Bits
 from kvpress.quant.press import QuantisingPress
 from kvpress.quant.runs import Runs
-from kvpress.quant.uniform import Packed, UniformSegment, parameter_bytes
-from kvpress.registry import register
-from kvpress.shapes import LayerShape
+from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
 
 
 @register("zipcache", "quantise", "He et al., 2024, arXiv:2405.14256")
@@ -63,16 +62,13 @@ class ZipCachePress(QuantisingPress):
         if not 0 < self.probe_ratio <= 1:
             raise ValueError(f"probe_ratio must be in (0, 1], got {self.probe_ratio}")
 
-    def check_shape(self, layer: int, shape: LayerShape) -> None:
-        super().check_shape(layer, shape)
-        for bits in self.layer_bits("low_bits").at(layer):
-            check_packing(shape.head_dim, bits)
+    def check_shape(self, layer: LayerFacts) -> None:
+        super().check_shape(layer)
+        for bits in self.layer_bits("low_bits").at(layer.index):
+            check_packing(layer.head_dim, bits)
 
-    def observers(self) -> Observers:
-        return {"saliency": partial(ProbeAttention, self.probe_ratio)}
-
-    def decoding_observers(self) -> Observers:
-        return self.observers()
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        return replace(super().recipe(model), observers=(Wanted(ProbeAttention, self.probe_ratio),))
 
     def layer_codec(self, layer: int) -> ZipCacheCodec:
         high, low = self.layer_bits().at(layer), self.layer_bits("low_bits").at(layer)
@@ -95,42 +91,42 @@ class ZipCacheCodec(Codec):
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         saliency = segment.side_array("saliency") / segment.side_array("probes").clamp_min(1)
         salient = top_per_stream(saliency, segment.layout, self.salient_ratio)
-        column = self._columns(segment, sealing)
+        scale = self._channel_scale(segment, sealing)
         parts = []
         for bits, mine in ((self.low, ~salient), (self.high, salient)):
             rows = mine.nonzero().flatten()
             lengths = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
-            parts.append(self._encode(segment._take(rows, Layout(lengths.tolist())), bits, column))
-        return MixedSegment(parts[0], parts[1], salient, segment.layout)
+            pairs = DenseSegment(*segment.read(rows), Layout(lengths.tolist()))
+            parts.append(self._encode(pairs, bits, scale))
+        return MixedSegment(parts[0], parts[1], Flags.of(salient), segment.layout)
 
-    def _columns(self, segment: DenseSegment, sealing: Sealing) -> Tensor:
+    def _channel_scale(self, segment: DenseSegment, sealing: Sealing) -> Tensor:
         """Square roots of the largest value of every channel, float32 [N, Dv]; streams keep those of their first pairs."""
-        layout = segment.layout
+        layout, dim = segment.layout, segment.values.shape[1]
         stream = layout.streams_of(torch.arange(layout.total, device=segment.device))
-        largest = torch.zeros(layout.streams, segment.value_dim, device=segment.device)
-        index = stream[:, None].expand(-1, segment.value_dim)
+        largest = torch.zeros(layout.streams, dim, device=segment.device)
+        index = stream[:, None].expand(-1, dim)
         largest.scatter_reduce_(0, index, segment.values.float().abs(), "amax", include_self=False)
-        column = torch.where(largest == 0, 1.0, largest.sqrt())
+        scale = torch.where(largest == 0, 1.0, largest.sqrt())
         for earlier in reversed(sealing.earlier):
-            if isinstance(earlier, MixedSegment):
-                for part in earlier.parts:
-                    known = torch.tensor([length > 0 for length in part.layout.lengths], device=column.device)
-                    column = torch.where(known[:, None], part.column, column)  # type: ignore[attr-defined]
-        return column
+            for part in earlier.parts if isinstance(earlier, MixedSegment) else ():
+                known = torch.tensor([length > 0 for length in part.layout.lengths], device=scale.device)
+                scale = torch.where(known[:, None], part.channel_scale, scale)  # type: ignore[attr-defined]
+        return scale
 
-    def _encode(self, pairs: DenseSegment, bits: tuple[int, int], column: Tensor) -> UniformSegment:
-        layout, dim = pairs.layout, pairs.value_dim
+    def _encode(self, pairs: DenseSegment, bits: tuple[int, int], scale: Tensor) -> UniformSegment:
+        layout, dim = pairs.layout, pairs.values.shape[1]
         stream = layout.streams_of(torch.arange(layout.total, device=pairs.device))
-        scaled = pairs.values.float() / column[stream]
-        values = Packed.encode(scaled, bits[1], (1, dim), pairs.values.dtype)
+        scaled = pairs.values.float() / scale[stream]
+        values = UniformRows.encode(scaled, bits[1], (1, dim), pairs.values.dtype)
         keys = [
-            Packed.encode(pairs.keys[layout.rows(n)], bits[0], (length, 1))
+            UniformRows.encode(pairs.keys[layout.rows(n)], bits[0], (length, 1))
             for n, length in enumerate(layout.lengths)
             if length
         ]
         runs = Runs.of_lengths(layout.lengths, pairs.device)
-        joined = Packed.concatenate(keys) if keys else Packed.encode(pairs.keys, bits[0], (1, 1))
-        return UniformSegment(replace(joined, runs=runs), values, layout, column)
+        joined = UniformRows.concatenate(keys) if keys else UniformRows.encode(pairs.keys, bits[0], (1, 1))
+        return UniformSegment(replace(joined, runs=runs), values, layout, scale)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         share = self.salient_ratio

@@ -1,8 +1,9 @@
-"""Selectors: which stored pairs a query reads."""
+"""Selectors: which stored pairs a query reads, one file each; a method is found because its file is here."""
 
-from kvpress.sparse.base import Selector
-from kvpress.sparse.double_sparsity import DoubleSparsityPress
-from kvpress.sparse.quest import QuestPress
-from kvpress.sparse.tidal_decode import TidalDecodePress
+from typing import Any
 
-__all__ = ["DoubleSparsityPress", "QuestPress", "Selector", "TidalDecodePress"]
+
+def __getattr__(name: str) -> Any:
+    from kvpress.core.registry import class_named
+
+    return class_named(name, __name__)

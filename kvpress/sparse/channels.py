@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress import calibration
-from kvpress.calibration import Calibration, write_whole
-from kvpress.checks import check_count
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration, write_whole
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
 
 METHOD = "double_sparsity"
 KEYS = ("q", "k", "qk")
@@ -30,7 +31,7 @@ class Channels:
     orderings: dict[int, Tensor]
 
     @classmethod
-    def load(cls, path: str | Path, model: Any, key: str = "qk") -> Channels:
+    def load(cls, path: str | Path, model: ModelFacts, key: str = "qk") -> Channels:
         """Read a calibration of this model, or a `.json` file of the authors' form.
 
         Raises:
@@ -46,11 +47,10 @@ class Channels:
         else:
             found = calibration.read(path)
             found.check(METHOD, model, str(path))
-            scores = {layer: found.tensors[f"{layer}.{key}"].double() for layer in _layers(model)}
-        shapes = _layers(model)
+            scores = {layer.index: found.tensors[f"{layer.index}.{key}"].double() for layer in model.growing}
         return cls({
-            layer: descending(score.view(shapes[layer].kv_heads, -1, shapes[layer].dim).sum(dim=1))
-            for layer, score in scores.items()
+            layer.index: descending(scores[layer.index].view(layer.kv_heads, -1, layer.head_dim).sum(dim=1))
+            for layer in model.growing
         })  # fmt: skip
 
     def of(self, layer: int, r: int) -> Tensor:
@@ -69,17 +69,17 @@ def descending(scores: Tensor) -> Tensor:
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
-def write_official(found: Calibration, model: Any, path: Path) -> None:
+def write_official(found: Calibration, model: ModelFacts, path: Path) -> None:
     """Write orderings of all statistics in the authors' form: `{"<layer's module>.qk_proj": [H][D] channels}`."""
     orders = {
-        f"{shape.module}.{key}_proj": descending(found.tensors[f"{layer}.{key}"]).tolist()
-        for layer, shape in _layers(model).items()
+        f"{_module(layer.cache_index)}.{key}_proj": descending(found.tensors[f"{layer.index}.{key}"]).tolist()
+        for layer in model.growing
         for key in KEYS
     }
     write_whole(path, json.dumps(orders).encode())
 
 
-def read_official(path: str | Path, model: Any, key: str = "qk") -> dict[int, Tensor]:
+def read_official(path: str | Path, model: ModelFacts, key: str = "qk") -> dict[int, Tensor]:
     """Read orderings `[Hq, D]` of queries or products, `[H, D]` of keys, by layer, from a file of the authors' form.
 
     Raises:
@@ -98,18 +98,19 @@ def read_official(path: str | Path, model: Any, key: str = "qk") -> dict[int, Te
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object of orderings, not {type(content).__name__}")
     held = {name for name in content if name.endswith(f".{key}_proj")}
-    known = {f"{_module(i)}.{key}_proj" for i in range(model.config.get_text_config(decoder=True).num_hidden_layers)}
-    layers = {layer: (f"{shape.module}.{key}_proj", shape) for layer, shape in _layers(model).items()}
-    missing = sorted({name for name, _ in layers.values()} - held) or sorted(held - known)
+    known = {f"{_module(i)}.{key}_proj" for i in range(model.depth)}
+    names = {layer.index: f"{_module(layer.cache_index)}.{key}_proj" for layer in model.growing}
+    missing = sorted(set(names.values()) - held) or sorted(held - known)
     if missing:
         raise ValueError(
             f"{path} orders `{key}` channels of {len(held)} layers, but the model has {len(known)}: {missing[0]!r} is in only "
             "one of them; the file is for another model"
         )
-    return {
-        layer: _ordering(content[name], shape.kv_heads if key == "k" else shape.heads, shape.dim, f"{path}, {name}")
-        for layer, (name, shape) in layers.items()
-    }
+    orderings = {}
+    for layer in model.growing:
+        name, heads = names[layer.index], layer.kv_heads if key == "k" else layer.heads
+        orderings[layer.index] = _ordering(content[name], heads, layer.head_dim, f"{path}, {name}")
+    return orderings
 
 
 def _ordering(rows: Any, heads: int, dim: int, where: str) -> Tensor:
@@ -125,33 +126,6 @@ def _ordering(rows: Any, heads: int, dim: int, where: str) -> Tensor:
         if order.is_floating_point() or not torch.equal(row.sort().values, torch.arange(dim)):
             raise ValueError(f"{where}, head {head}: channels must be 0 to {dim - 1}, each once")
     return order
-
-
-@dataclass(frozen=True)
-class _Layer:
-    module: str
-    heads: int
-    kv_heads: int
-    dim: int
-
-
-def _layers(model: Any) -> dict[int, _Layer]:
-    """Layers whose cache grows, by their number among attention layers; modules are numbered among all layers."""
-    from kvpress.hf import growing_layers, is_attention
-    from kvpress.shapes import layer_shapes
-
-    text = model.config.get_text_config(decoder=True)
-    modules = [module.layer_idx for module in model.modules() if is_attention(module)]
-    shapes, configs = layer_shapes(text), text.per_layer_config
-    return {
-        layer: _Layer(
-            _module(modules[layer]),
-            configs[modules[layer]].num_attention_heads,
-            shapes[modules[layer]].kv_heads,
-            shapes[modules[layer]].head_dim,
-        )
-        for layer in growing_layers(model)
-    }
 
 
 def _module(number: int) -> str:

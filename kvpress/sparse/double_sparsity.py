@@ -6,32 +6,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpress import calibration
-from kvpress.attention import Partial
+from kvpress.cache.attention import Partial
+from kvpress.cache.chosen import Chosen, Selection, for_tokens
+from kvpress.cache.codec import Codec
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
-from kvpress.checks import check_count
-from kvpress.context import LayerCall
-from kvpress.kernels import label_scores
-from kvpress.kernels.packed import Packed, row_step
-from kvpress.kernels.quantise import quantise
-from kvpress.quant.base import Codec
-from kvpress.registry import register
-from kvpress.sparse.base import RESIDUAL, TILE, Budget, Chosen, Selector, SelectorPress, Sets
+from kvpress.calibrate import file as calibration
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Refusal, register
+from kvpress.core.selector import RESIDUAL, TILE, Budget, Selector, spans_of
+from kvpress.kernels import Dense, Packed, Ranges, label_scores, quantise, row_step
+from kvpress.observe.call import LayerCall
+from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.channels import Channels
-from kvpress.sparse.offload import HostCodec, Lane, Order
+from kvpress.sparse.offload import HostCodec, PendingFetch, Prefetcher
 
 LABEL_BITS = (1, 2, 4, 8, 16)
 QUARTER = 4
 """Channels of a key for each channel of its label, if nobody says otherwise."""
 
 
-@register("double_sparsity", "select", "Yang et al., 2024, arXiv:2408.07092")
+@register(
+    "double_sparsity",
+    "select",
+    "Yang et al., 2024, arXiv:2408.07092",
+    example="double_sparsity:budget=1024",
+    needs="channels of the model: `kvpress calibrate --method double_sparsity` (`calibration`)",
+    refuses=(
+        Refusal(
+            "double_sparsity:budget=1024", "without a file of its own, a model other than the bundled reference model"
+        ),
+    ),
+)
 @dataclass
 class DoubleSparsityPress(SelectorPress):
     """Read the `budget` pairs whose keys agree best with the query on a few channels that matter most.
@@ -84,47 +97,41 @@ class DoubleSparsityPress(SelectorPress):
         """The calibration file."""
         return calibration.shipped("double-sparsity") if self.calibration is None else Path(self.calibration)
 
-    def known_channels(self, model: Any) -> Channels:
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        choose = self.selector_at
+        if model is not None:
+            known = self.known_channels(model) if model.loaded else None
+            selecting = [layer.index for layer in model.growing if layer.index >= self.skip_layers]
+            prefetcher = Prefetcher() if self.offload else None
+            found = {}
+            for layer in selecting:
+                found[layer] = self._selector()
+                if known is not None:
+                    found[layer].load(known, layer)
+                found[layer].prefetcher = prefetcher if layer in selecting[1:-1] else None
+            choose = found.get  # type: ignore[assignment]
+        return Recipe(codec=self.codec_at if self.offload else None, selector=choose, offloads=self.offload)
+
+    def known_channels(self, model: ModelFacts) -> Channels:
         """Return the channels of every layer by importance, from the calibration file."""
         return Channels.load(self.source, model, self.statistic)
 
-    @property
-    def encodes(self) -> bool:  # type: ignore[override]
-        """Whether pairs are moved to host memory."""
-        return self.offload
-
-    @property
-    def reads_host(self) -> bool:  # type: ignore[override]
-        """Whether pairs are moved to host memory."""
-        return self.offload
-
     def codec_at(self, layer: int) -> Codec | None:
-        return HostCodec(TILE, RESIDUAL) if self.offload and layer >= self.skip_layers else None
+        """Return what moves the pairs of an attention layer to host memory."""
+        return HostCodec(TILE, RESIDUAL) if layer >= self.skip_layers else None
 
     def selector_at(self, layer: int) -> DoubleSparsitySelector | None:
-        if layer < self.skip_layers:
-            return None
-        return DoubleSparsitySelector(self.limits, self.channels, self.label_bits, self.reduce)
+        return self._selector() if layer >= self.skip_layers else None
 
-    def selectors(self, model: Any, layers: Sequence[int]) -> dict[int, Selector]:
-        known = self.known_channels(model)
-        selecting = [layer for layer in layers if layer >= self.skip_layers]
-        lane = Lane() if self.offload else None
-        selectors: dict[int, Selector] = {}
-        for layer in selecting:
-            selector = self.selector_at(layer)
-            assert selector is not None  # noqa: S101 - for type checkers
-            selector.load(known, layer)
-            selector.lane = lane if layer in selecting[1:-1] else None
-            selectors[layer] = selector
-        return selectors
+    def _selector(self) -> DoubleSparsitySelector:
+        return DoubleSparsitySelector(self.limits, self.channels, self.label_bits, self.reduce)
 
 
 @dataclass
 class Labels:
     """Labels of all pairs of a segment, flat as the pairs are: `[total, r]`, or their codes; `made_by` says how."""
 
-    rows: Tensor | Packed
+    rows: Dense | Packed
     made_by: str
 
     @classmethod
@@ -136,14 +143,12 @@ class Labels:
             rows.append(block.keys.gather(2, index).flatten(0, 1))
         labels = torch.cat(rows)
         if bits == 16:
-            return cls(labels, made_by)
-        group = (1, labels.shape[1])
-        return cls(Packed(*quantise(labels, bits, group), bits, group), made_by)
+            return cls(Dense(labels), made_by)
+        return cls(quantise(labels, bits, (1, labels.shape[1])), made_by)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, for the memory report."""
-        rows = self.rows
-        return [rows] if isinstance(rows, Tensor) else [rows.codes, rows.scale, rows.zero]
+        return [tensor for tensor in self.rows.tensors() if tensor is not None]
 
 
 class DoubleSparsitySelector(Selector):
@@ -153,8 +158,8 @@ class DoubleSparsitySelector(Selector):
         self.budget, self.channels, self.bits, self.reduce = budget, channels, bits, reduce
         self.chosen = self.of_stream = torch.empty(0, 0, dtype=torch.int64)
         self.name = ""
-        self.lane: Lane | None = None
-        self.ordered: Order | None = None
+        self.prefetcher: Prefetcher | None = None
+        self.pending: PendingFetch | None = None
 
     def load(self, known: Channels, layer: int) -> None:
         """Use the most important channels of one layer."""
@@ -182,18 +187,20 @@ class DoubleSparsitySelector(Selector):
     def prepare(self, segment: Segment) -> None:
         self._labels(segment)
 
-    def choose(self, call: LayerCall, queries: Tensor) -> Sets:
+    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
+        del first
         chosen = self._best(call.store.segments, queries)
         return None if chosen is None else [chosen]
 
     def _best(self, segments: Sequence[Segment], queries: Tensor) -> list[Chosen] | None:
-        index = self._channels(queries.shape[0], queries.device)
+        streams = segments[0].layout.streams
+        index = for_tokens(self._channels(streams, queries.device), len(queries) // streams)
         asking = queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))
         scores = [
             label_scores(
                 asking,
                 self._labels(segment).rows,
-                *segment.layout.on(queries.device),
+                Ranges(*spans_of(segment.layout, queries)),
                 reduce=self.reduce,
                 capacity=segment.layout.longest,
             )
@@ -204,16 +211,18 @@ class DoubleSparsitySelector(Selector):
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]
         """Whether pairs are fetched before this layer is reached."""
-        return self.lane is not None
+        return self.prefetcher is not None
 
     def prefetch(self, store: KVStore, queries: Tensor) -> None:
-        if self.lane is not None and store.segments:
-            self.ordered = self.lane.order(store, partial(self._best, list(store.segments), queries))
+        if self.prefetcher is not None and store.segments:
+            self.pending = self.prefetcher.start(store, partial(self._best, list(store.segments), queries))
 
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
-        ordered, self.ordered = self.ordered, None
-        fetched = ordered.parts.result() if ordered is not None else []
-        if ordered is None or ordered.store is not call.store or ordered.seen != call.store.seen or not fetched:
+        pending, self.pending = self.pending, None
+        fetched = pending.parts.result() if pending is not None else []
+        ours = pending is not None and pending.store is call.store and pending.seen == call.store.seen
+        # Only single tokens are fetched for; what a step that failed left behind may be due at the end of several.
+        if not ours or not fetched or call.queries.shape[2] > 1:
             return super().attend(call, queries)
         call.read = [[part.chosen for part in fetched]]
         return [part.attend(queries, call.logits) for part in fetched]

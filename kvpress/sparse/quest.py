@@ -7,20 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpress.cache.chosen import Chosen, Selection
+from kvpress.cache.codec import DenseCodec
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
-from kvpress.checks import check_count
-from kvpress.context import LayerCall
-from kvpress.kernels import page_bounds
-from kvpress.quant.base import DenseCodec
-from kvpress.registry import register
-from kvpress.sparse.base import Budget, Chosen, Selector, SelectorPress, Sets
+from kvpress.core.checks import check_count
+from kvpress.core.registry import register
+from kvpress.core.selector import Budget, Selector, spans_of
+from kvpress.kernels import Ranges, page_bounds
+from kvpress.observe.call import LayerCall
+from kvpress.sparse.base import SelectorPress
 
 
-@register("quest", "select", "Tang et al., 2024, arXiv:2406.10774")
+@register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024")
 @dataclass
 class QuestPress(SelectorPress):
-    """Keep every pair, but read only about `budget` of them per decode step: the best pages of `page_size` pairs.
+    """Keep every pair, but read only about `budget` of them for every token: the best pages of `page_size` pairs.
 
     `budget` is a number of pairs, or a fraction in (0, 1) of those held.
 
@@ -74,10 +76,12 @@ class PageIndex:
         return cls(torch.cat(low), torch.cat(high), Layout(-(-length // size) for length in segment.layout.lengths))
 
     def bounds(self, queries: Tensor) -> Tensor:
-        """Upper bounds of the logits in each page, `[N, most pages]`, maximum over the query rows; -inf past the end."""
-        layout = self.layout
-        starts, counts = layout.on(queries.device)
-        return page_bounds(self.low, self.high, queries, starts, counts, capacity=layout.longest)
+        """Upper bounds of the logits in each page, `[q * N, most pages]`, maximum over the G query rows of `[q * N, G, D]`.
+
+        They are -inf past the end of a stream.
+        """
+        where = Ranges(*spans_of(self.layout, queries))
+        return page_bounds(queries, self.low, self.high, where, capacity=self.layout.longest)
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, for the memory report."""
@@ -88,7 +92,8 @@ class QuestSelector(Selector):
     """Selects pages; see `QuestPress`."""
 
     def __init__(self, budget: Budget, page_size: int) -> None:
-        self.budget, self.page_size = budget, page_size
+        self.budget = budget
+        self.unit = self.page_size = page_size
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
@@ -97,7 +102,8 @@ class QuestSelector(Selector):
     def prepare(self, segment: Segment) -> None:
         self._index(segment)
 
-    def choose(self, call: LayerCall, queries: Tensor) -> Sets:
+    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
+        del first
         segments = call.store.segments
         indexes = [self._index(segment) for segment in segments]
         bounds = [index.bounds(queries) for index in indexes]
@@ -108,8 +114,8 @@ class QuestSelector(Selector):
 
     def _rows(self, segment: Segment, pages: Chosen, index: PageIndex) -> Chosen:
         """The pairs of the chosen pages; only the last page of a stream may be short, so no gaps arise."""
-        first, _ = index.layout.on(pages.rows.device)
-        starts, lengths = segment.layout.on(pages.rows.device)
+        first, _ = spans_of(index.layout, pages.rows)
+        starts, lengths = spans_of(segment.layout, pages.rows)
         ranks = (pages.rows - first[:, None])[..., None] * self.page_size
         ranks = ranks + torch.arange(self.page_size, device=ranks.device)
         real = torch.arange(pages.rows.shape[1], device=ranks.device) < pages.counts[:, None]

@@ -1,22 +1,26 @@
-"""TidalDecode: choose positions in two layers of a decode step, and read only those in all others."""
+"""TidalDecode: choose positions in two layers for every token, and read only those in all others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpress.attention import group_queries
+from kvpress.cache.attention import group_queries
+from kvpress.cache.chosen import Chosen, Selection, by_token, for_tokens, joined
+from kvpress.cache.codec import DenseCodec
 from kvpress.cache.segment import Segment
-from kvpress.checks import check_count
-from kvpress.context import LayerCall, Phase
-from kvpress.passes import Pass
-from kvpress.quant.base import DenseCodec
-from kvpress.registry import register
-from kvpress.sparse.base import RESIDUAL, TILE, Budget, Chosen, Selector, SelectorPress, Sets
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import PassHook, Recipe
+from kvpress.core.registry import register
+from kvpress.core.selector import RESIDUAL, TILE, Budget, Selector, spans_of
+from kvpress.observe.call import LayerCall
+from kvpress.observe.passes import Pass
+from kvpress.sparse.base import SelectorPress
 
 HEADS = ("mean", "max", "query")
 RESELECT = 0.4
@@ -26,10 +30,10 @@ NOWHERE = torch.iinfo(torch.int32).max
 _SHARED = "tidal_decode"
 
 
-@register("tidal_decode", "select", "Yang et al., 2024, arXiv:2410.05076")
+@register("tidal_decode", "select", "Yang et al., 2024, arXiv:2410.05076", example="tidal_decode:budget=1024")
 @dataclass
 class TidalDecodePress(SelectorPress):
-    """Choose the positions with the largest logits in one layer per decode step, and read them in the layers that follow.
+    """Choose the positions with the largest logits in one layer for every token, and read them in the layers that follow.
 
     Layers before `skip_layers` read everything. Layer `skip_layers` reads everything too and chooses the `budget` best sealed
     positions; so does `reselect_layer`. All other layers read their own pairs at the positions chosen last:
@@ -42,7 +46,8 @@ class TidalDecodePress(SelectorPress):
     that does takes their place. `heads` says for whom positions are chosen: "mean" and "max" for each kv head, by the
     mean or maximum of the attention weights over its query heads; "query" for each query head, which reads up to as many times
     more. Every `correction` generated tokens (0: never), the newest ones are read again with full attention and their
-    pairs overwritten, so that errors of the sparse layers do not pile up in the cache.
+    pairs overwritten, so that errors of the sparse layers do not pile up in the cache. Of tokens that a head evicted or
+    encoded meanwhile, neither they nor the older ones are read again: fewer tokens then, or none.
 
     Paper: Yang et al., TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention, 2024,
     arXiv:2410.05076.
@@ -70,24 +75,32 @@ class TidalDecodePress(SelectorPress):
             return None
         return TidalDecodeSelector(self.limits, self.reselect_layer, self.heads, self.correction)
 
-    @property
-    def follows(self) -> tuple[Phase, ...]:
-        return ("decode",) if self.correction else ()
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None and self.correction and len(model.growing) < model.depth:
+            raise NotImplementedError(
+                f"{model.name} has layers whose caches cannot take back tokens, so none can be read again: use correction=0"
+            )
+        hooks = (PassHook(self._correct, ("decode",), reads=True, first=True),) if self.correction else ()
+        return replace(super().recipe(model), hooks=hooks)
 
-    def after_pass(self, done: Pass) -> None:
+    def _correct(self, done: Pass) -> None:
+        """Read the newest generated tokens again with full attention, every `correction` of them."""
         generated = 0 if done.ids is None else done.ids.shape[1]
         if generated and generated % self.correction == 0:
-            done.reread(min(self.correction, done.open_tokens))
+            tokens = min(self.correction, done.rereadable_tokens)
+            if tokens:
+                done.reread(tokens)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What one layer chose in one decode step, of its own segments: one list for each set of query heads."""
+    """What one layer chose for the `tokens` new tokens of a pass, of its own segments."""
 
     layer: int
     seen: int
+    tokens: int
     segments: list[Segment]
-    sets: Sets
+    selection: Selection
 
 
 class TidalDecodeSelector(Selector):
@@ -98,48 +111,73 @@ class TidalDecodeSelector(Selector):
         # What is read again must not be sealed yet.
         self.sealing = DenseCodec(TILE, residual=max(RESIDUAL, correction))
 
-    def choose(self, call: LayerCall, queries: Tensor) -> Sets:
+    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         if self._selects(call):
             return None
         found: Positions = call.shared[_SHARED]
-        if found.sets is None or all(map(same_columns, found.segments, call.store.segments)):
-            return found.sets
-        return [_translate(found.segments, chosen, call.store.segments) for chosen in found.sets]
+        if found.selection is None:
+            return None
+        selection = found.selection
+        if found.tokens > 1:
+            start = first * call.store.batch * call.store.heads
+            asked = slice(start, start + len(queries))
+            selection = [[part.of_tokens(asked) for part in chosen] for chosen in selection]
+        if all(map(same_slots, found.segments, call.store.segments)):
+            return selection
+        return [_translate(found.segments, chosen, call.store.segments) for chosen in selection]
 
     def after(self, call: LayerCall) -> None:
         if self._selects(call):
-            sets = self._best(call, group_queries(call.queries, call.store.heads))
-            call.shared[_SHARED] = Positions(call.layer, call.store.seen, list(call.store.segments), sets)
+            tokens = call.queries.shape[2]
+            queries = by_token(group_queries(call.queries, call.store.heads), tokens)
+            lse = by_token(call.whole_lse, tokens)
+            selection = joined([self._best(call, queries[block], lse[block]) for block in self.blocks(call)])
+            call.shared[_SHARED] = Positions(call.layer, call.store.seen, tokens, list(call.store.segments), selection)
+        if call.depth + 1 == call.depths:
+            # No layer follows that would read them; what many tokens chose is large.
+            call.shared.pop(_SHARED, None)
 
     def _selects(self, call: LayerCall) -> bool:
         last: Positions | None = call.shared.get(_SHARED)
-        if last is None or last.seen != call.store.seen or last.layer >= call.layer:
-            return True  # the first layer of this step
+        now = call.store.seen, call.queries.shape[2]
+        if last is None or (last.seen, last.tokens) != now or last.layer >= call.layer:
+            return True  # the first layer of this pass
         again = round(RESELECT * call.layers) if self.reselect_layer is None else self.reselect_layer
         return last.layer < again <= call.layer
 
-    def _best(self, call: LayerCall, queries: Tensor) -> Sets:
-        """Choose from the attention weights of `queries [N, G, D]`."""
-        segments = call.store.segments
-        layouts = [segment.layout for segment in segments]
+    def _best(self, call: LayerCall, queries: Tensor, lse: Tensor) -> Selection:
+        """Choose from the attention weights of some tokens' `queries [q, N, G, D]`."""
+        layouts = [segment.layout for segment in call.store.segments]
         if self.heads == "mean":
-            sets = [self._weights(call, queries, call.whole_lse)]
+            scores = self._weights(call, queries, lse)
         else:
-            pairs = zip(queries.split(1, dim=1), call.whole_lse.split(1, dim=1), strict=True)
-            sets = [self._weights(call, *head) for head in pairs]
-        if self.heads == "max":
-            sets = [[torch.stack(heads).amax(dim=0) for heads in zip(*sets, strict=True)]]
-        chosen = [self.budget.best(scores, layouts) for scores in sets]
-        return None if chosen[0] is None else [part for part in chosen if part is not None]
+            pairs = list(zip(queries.split(1, dim=2), lse.split(1, dim=2), strict=True))
+            if self.heads == "query":
+                found = [self.budget.best(self._weights(call, *head), layouts) for head in pairs]
+                chosen = [parts for parts in found if parts is not None]
+                return chosen or None
+            scores = self._weights(call, *pairs[0])
+            for head in pairs[1:]:
+                scores = [torch.maximum(*both) for both in zip(scores, self._weights(call, *head), strict=True)]
+        best = self.budget.best(scores, layouts)
+        return None if best is None else [best]
 
     def _weights(self, call: LayerCall, queries: Tensor, lse: Tensor) -> list[Tensor]:
-        """Attention that every sealed pair receives, summed over the queries `[N, m, D]`: `[N, longest]` per segment."""
-        return [
-            segment.layout.pad(segment.mass(queries, call.logits, lse), -torch.inf) for segment in call.store.segments
-        ]
+        """Attention that every sealed pair receives from each token's `queries [q, N, m, D]`, summed over m.
+
+        Returns `[q * N, longest]` per segment. Tokens are taken one by one: the mass of a pair is a sum over all queries.
+        """
+        found = []
+        for segment in call.store.segments:
+            tokens = [
+                segment.layout.pad(segment.mass(asking, call.logits, total), -torch.inf)
+                for asking, total in zip(queries, lse, strict=True)
+            ]
+            found.append(tokens[0] if len(tokens) == 1 else torch.cat(tokens))
+        return found
 
 
-def same_columns(one: Segment, other: Segment) -> bool:
+def same_slots(one: Segment, other: Segment) -> bool:
     """Whether two segments are known to hold the same tokens in every stream."""
     return (
         one.positions is None
@@ -151,32 +189,37 @@ def same_columns(one: Segment, other: Segment) -> bool:
 
 def _translate(theirs: Sequence[Segment], chosen: Sequence[Chosen], ours: Sequence[Segment]) -> list[Chosen]:
     """Find the pairs of our segments that lie at the chosen positions of another layer."""
-    columns = [_columns(segment, part) for segment, part in zip(theirs, chosen, strict=True)]
-    wanted = torch.cat(columns, dim=1).sort(dim=1).values
+    slots = [_slots(segment, part) for segment, part in zip(theirs, chosen, strict=True)]
+    wanted = torch.cat(slots, dim=1).sort(dim=1).values
     return [_find(segment, wanted) for segment in ours]
 
 
-def _columns(segment: Segment, chosen: Chosen) -> Tensor:
-    """Columns `[N, K]` of chosen pairs; past their number one that no pair has."""
-    starts, _ = segment.layout.on(chosen.rows.device)
+def _slots(segment: Segment, chosen: Chosen) -> Tensor:
+    """Slots `[q * N, K]` of chosen pairs; past their number one that no pair has."""
     if segment.positions is None:
-        columns = chosen.rows - starts[:, None] + segment.first_column()[:, None]
+        starts, _ = spans_of(segment.layout, chosen.rows)
+        tokens = len(starts) // segment.layout.streams
+        slots = chosen.rows - starts[:, None] + for_tokens(segment.first_slot(), tokens)[:, None]
     else:
-        columns = segment.positions[chosen.rows]
-    past = torch.arange(columns.shape[1], device=columns.device) >= chosen.counts[:, None]
-    return columns.int().masked_fill(past, NOWHERE)
+        slots = segment.positions[chosen.rows]
+    past = torch.arange(slots.shape[1], device=slots.device) >= chosen.counts[:, None]
+    return slots.int().masked_fill(past, NOWHERE)
 
 
-def _find(segment: Segment, columns: Tensor) -> Chosen:
-    """The pairs at those of the ascending `columns [N, K]` that a segment holds."""
-    starts, lengths = segment.layout.on(columns.device)
+def _find(segment: Segment, slots: Tensor) -> Chosen:
+    """The pairs at those of the ascending `slots [q * N, K]` that a segment holds."""
+    starts, lengths = segment.layout.on(slots.device)
+    streams, wanted = len(starts), slots.shape[1]
+    # Stream by stream, `[N, q * K]`: the positions of a stream are looked at once for all tokens.
+    asked = slots.view(-1, streams, wanted).transpose(0, 1).reshape(streams, -1)
     if segment.positions is None:
-        ranks = columns - segment.first_column()[:, None]
+        ranks = asked - segment.first_slot()[:, None]
         held = (ranks >= 0) & (ranks < lengths[:, None])
     else:
         known = segment.layout.pad(segment.positions, NOWHERE)
-        ranks = torch.searchsorted(known, columns)
-        held = (ranks < lengths[:, None]) & (known.gather(1, ranks.clamp_max(known.shape[1] - 1)) == columns)
+        ranks = torch.searchsorted(known, asked)
+        held = (ranks < lengths[:, None]) & (known.gather(1, ranks.clamp_max(known.shape[1] - 1)) == asked)
+    rows = (starts[:, None] + ranks).masked_fill(~held, 0)
+    rows, held = (of.view(streams, -1, wanted).transpose(0, 1).reshape(-1, wanted) for of in (rows, held))
     order = held.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : segment.layout.longest]
-    rows = (starts[:, None] + ranks).masked_fill(~held, 0).gather(1, order)
-    return Chosen(rows, held.sum(dim=1))
+    return Chosen(rows.gather(1, order), held.sum(dim=1))

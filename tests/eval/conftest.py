@@ -1,20 +1,46 @@
 from __future__ import annotations
 
+import gc
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpress_eval.cells import Cell, TaskLength
-from kvpress_eval.config import RunConfig
-from kvpress_eval.runner import RunResult, run
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.run.cells import Cell
+from kvpress_eval.run.models import load_engine
+from kvpress_eval.run.runner import RunResult, run
+from kvpress_eval.tasks.source import Source
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import kvpress
+from tests.eval.engines import LOADERS, load_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported_objects_stay() -> Iterator[None]:
+    """A run collects garbage after a failure: it need not look at everything that was ever imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _load_the_bundled_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in LOADERS:
+        monkeypatch.setattr(f"{module}.load_engine", load_once)
+
+
+@pytest.fixture
+def really_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of loading itself."""
+    for module in LOADERS:
+        monkeypatch.setattr(f"{module}.load_engine", load_engine)
 
 
 @pytest.fixture(scope="session")
@@ -79,4 +105,4 @@ def copied(finished: tuple[RunConfig, RunResult], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cell() -> Cell:
-    return Cell("none", TaskLength("vt", 64), {"press": "none"}, "0123")
+    return Cell("none", Source("vt", 64, [], lambda _: [], {}, 64), {"press": "none"}, "0123")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpress_eval.config import RunConfig
-from kvpress_eval.store import read_rows
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.store import read_rows
 
 
 def content(config: RunConfig) -> dict[str, list[dict[str, Any]]]:

@@ -8,27 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from kvpress_eval import job, runner
-from kvpress_eval.commands.eval import demo_command, eval_command
-from kvpress_eval.demo import demo_config
-from typer.testing import CliRunner
+from kvpress_eval.commands.demo import demo_config
+from kvpress_eval.run import job, runner
 
 import kvpress
-
-app = typer.Typer()
-app.command("eval")(eval_command)
-app.command("demo")(demo_command)
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["eval", *arguments])
-    return result.exit_code, result.output
+from tests.eval.commands import invoke
 
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(runner, "load_engine", refuse)
@@ -37,7 +26,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--tasks", "niah_single,vt", "--lengths", "64", "--samples", "2", "--max-new-tokens", "8"]
-    code, output = invoke("--press", "none", "--press", "random:0.5", *options, "--threads", "1", "--out", str(out))
+    code, output = invoke(
+        "eval", "--press", "none", "--press", "random:0.5", *options, "--threads", "1", "--out", str(out)
+    )
     assert code == 0
     assert "random:0.5 on vt at 64" in output
     assert "4 samples per press" in output
@@ -71,7 +62,7 @@ def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_the_model_loads(
     arguments: list[str], code: int, message: str, tmp_path: Path
 ) -> None:
-    got, output = invoke(*arguments, "--out", str(tmp_path))
+    got, output = invoke("eval", *arguments, "--out", str(tmp_path))
     assert got == code
     assert message in output
 
@@ -79,7 +70,7 @@ def test_mistakes_are_told_before_the_model_loads(
 @pytest.mark.usefixtures("no_model")
 def test_a_dry_run_loads_no_weights(tmp_path: Path) -> None:
     options = ["--press", "none", "--press", "snapkv", "--ratios", "0.25,0.5", "--tasks", "vt", "--lengths", "64"]
-    code, output = invoke(*options, "--samples", "3", "--dry-run", "--out", str(tmp_path / "run"))
+    code, output = invoke("eval", *options, "--samples", "3", "--dry-run", "--out", str(tmp_path / "run"))
     assert code == 0
     assert all(press in output for press in ("none", "snapkv:0.25", "snapkv:0.5"))
     assert "time at least" in output
@@ -91,7 +82,7 @@ def test_several_models_share_a_report(tmp_path: Path) -> None:
     shutil.copytree(kvpress.reference_path(), twin)
     options = ["--tasks", "vt", "--lengths", "64", "--samples", "1", "--threads", "1", "--language", "reference"]
     out = tmp_path / "run"
-    code, output = invoke("--model", "reference", "--model", str(twin), *options, "--out", str(out))
+    code, output = invoke("eval", "--model", "reference", "--model", str(twin), *options, "--out", str(out))
     assert code == 0
     assert f"\n{twin}\n" in output.replace(" \n", "\n")
     assert str(twin) in (out / "report.html").read_text()
@@ -101,7 +92,7 @@ def test_several_models_share_a_report(tmp_path: Path) -> None:
 def test_a_map_places_the_layers(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = ["--press", "snapkv:0.5", "--tasks", "vt", "--lengths", "64", "--samples", "1", "--device-map", "auto"]
-    assert invoke(*options, "--out", str(out))[0] == 0
+    assert invoke("eval", *options, "--out", str(out))[0] == 0
     (record,) = {json.loads(line)["config"]["device_map"] for line in (out / "runs.jsonl").read_text().splitlines()}
     assert record == "auto"
 
@@ -110,7 +101,7 @@ def test_a_map_places_the_layers(tmp_path: Path) -> None:
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.touch()
-    code, output = invoke("--out", str(taken))
+    code, output = invoke("eval", "--out", str(taken))
     assert code == 4
     assert f"cannot write {taken}" in output
 
@@ -119,14 +110,16 @@ def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_a_mistake_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("samples: 3\npresss: [none]\n")
-    code, output = invoke("--config", str(path))
+    code, output = invoke("eval", "--config", str(path))
     assert code == 2
     assert f"{path}:2: unknown key 'presss': did you mean presses" in output
 
 
 def test_a_model_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code, output = invoke("--model", str(tmp_path / "nothing"), "--lengths", "64", "--out", str(tmp_path / "run"))
+    code, output = invoke(
+        "eval", "--model", str(tmp_path / "nothing"), "--lengths", "64", "--out", str(tmp_path / "run")
+    )
     assert code == 3
     assert "cannot load model" in output
 
@@ -136,7 +129,7 @@ def test_a_failed_cell_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError("broken")
 
     monkeypatch.setattr(job, "read_contexts", fail)
-    code, output = invoke("--lengths", "64", "--tasks", "vt", "--samples", "1", "--out", str(tmp_path))
+    code, output = invoke("eval", "--lengths", "64", "--tasks", "vt", "--samples", "1", "--out", str(tmp_path))
     assert code == 1
     assert "none: vt 64: error: RuntimeError: broken" in output
 
@@ -146,7 +139,7 @@ def test_the_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "answer", stop)
-    assert invoke("--lengths", "64", "--tasks", "vt", "--out", str(tmp_path))[0] == 130
+    assert invoke("eval", "--lengths", "64", "--tasks", "vt", "--out", str(tmp_path))[0] == 130
 
 
 def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from kvpress_eval import evaluate
-from kvpress_eval.config import RunConfig
-from kvpress_eval.errors import ConfigError
-from kvpress_eval.runner import RunResult
+from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.run.runner import RunResult
 
 import kvpress
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpress.kernels.correction import Correction
-from kvpress.kernels.packed import Packed
+from kvpress.kernels import STEP, Coded, Correction, Dense, Listed, Packed, Ranges, Rotary, Rows
+from kvpress.kernels import pack as pack_codes
 
 
 @dataclass
@@ -20,6 +19,35 @@ class Streams:
     starts: Tensor
     lengths: Tensor
     rows: int
+
+    @property
+    def where(self) -> Ranges:
+        """All rows of every stream."""
+        return Ranges(self.starts, self.lengths)
+
+    def listed(self) -> Listed:
+        """The same rows, as a list."""
+        numbers = self.where.numbers()
+        width = max(map(len, numbers))
+        padded = [torch.cat([rows, rows.new_zeros(width - len(rows))]) for rows in numbers]
+        return Listed(torch.stack(padded), self.lengths)
+
+    def unused(self) -> Tensor:
+        """Which stored rows belong to no stream, bool [rows]."""
+        unused = torch.ones(self.rows, dtype=torch.bool)
+        unused[torch.cat(self.where.numbers())] = False
+        return unused
+
+
+def dense(keys: Tensor, values: Tensor, log_weight: Tensor | None = None) -> Rows:
+    """Dense rows."""
+    return Rows(Dense(keys), Dense(values), log_weight)
+
+
+def decoded(rows: Rows) -> Rows:
+    """The same pairs as dense rows in float32."""
+    every = torch.arange(rows.count)
+    return dense(rows.keys.read(every), rows.values.read(every), rows.log_weight)
 
 
 def streams(lengths: list[int], queries: int, dim: int, dtype: torch.dtype = torch.float32, gap: int = 3) -> Streams:
@@ -75,10 +103,41 @@ def correction(
     return Correction(factor, basis, chunk, first, channel, delta), exact
 
 
-def flat(keys: Packed, values: Packed) -> dict[str, Any]:
-    """The two sides as keyword arguments of the operators."""
-    sides = {"key": keys, "value": values}
-    return {f"{name}_{field}": getattr(side, field) for name, side in sides.items() for field in vars(side)}
+def coded(
+    rows: int,
+    dim: int,
+    coupled: int,
+    bits: int,
+    *,
+    entries: int = 0,
+    books: int = 3,
+    dtype: torch.dtype = torch.float16,
+    shared: bool = False,
+) -> Coded:
+    """Random codes of ``2 ** bits`` entries unless told otherwise; with `shared`, all groups read one book."""
+    entries = entries or 2**bits
+    codes = torch.randint(0, entries, (rows, dim // coupled))
+    book = torch.randn(books, 1 if shared else dim // coupled, entries, coupled).to(dtype)
+    return Coded(pack_codes(codes, bits), book, bits)
+
+
+def frequencies(rotated: int) -> Tensor:
+    """Angles per position of the pairs among so many channels."""
+    return 100.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64)
+
+
+def angle_tables(rotated: int, length: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Coarse and fine angles of the positions before `length`; cosines and sines as long as `factor`."""
+    coarse, fine = (at[:, None] * frequencies(rotated) for at in (torch.arange(0, length, STEP), torch.arange(STEP)))
+    coarse, fine = (torch.stack([f * x.cos(), f * x.sin()], 1).float() for x, f in ((coarse, factor), (fine, 1.0)))
+    return coarse, fine
+
+
+def rotary(s: Streams, rotated: int, length: int = 300, factor: float = 1.0) -> Rotary:
+    """Rows at neighbouring positions first, across blocks, then at scattered ones; streams are shifted."""
+    run = torch.arange(min(s.rows, length - 9))
+    at = torch.cat([run, torch.randint(0, length - 9, (s.rows - len(run),))])
+    return Rotary(*angle_tables(rotated, length, factor), torch.randint(0, 10, (len(s.lengths),)), at.int())
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

@@ -1,8 +1,9 @@
-"""Launchers look at shapes only, so that a step can be captured in a CUDA graph: they read no values of tensors."""
+"""Operators on a GPU look at shapes only, so that a step can be captured in a CUDA graph: they read no values of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from kvpress.kernels import label_scores
-from kvpress.kernels.coded import STEP
-from kvpress.kernels.correction import Correction
-from kvpress.kernels.packed import Packed
+from kvpress import kernels
+from kvpress.kernels import STEP, Basis, Coded, Correction, Dense, Listed, Options, Packed, Ranges, Rotary, Rows, Where
+from kvpress.kernels.cpu import launch
+from kvpress.kernels.triton import device
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.jit import KernelInterface
 
-from kvpress.kernels.triton import columns, dense, lookup, merge, pack, pages, uniform
+from kvpress.kernels.attention.triton import merge
+from kvpress.kernels.quantisation import triton as quantisation
 
 R, N, M, D = 4096, 8, 4, 64
 
@@ -29,10 +31,12 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """Grids of all kernels that are launched; tensors made meanwhile have no values, and reading one raises."""
     launched: list[tuple[Any, ...]] = []
 
-    def launch(kernel: object, grid: tuple[Any, ...]) -> Callable[..., None]:
+    def launch_kernel(kernel: object, grid: tuple[Any, ...]) -> Callable[..., None]:
         return lambda *args, **options: launched.append(grid)
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch_kernel)
+    monkeypatch.setattr(device, "available", lambda storage: True)
+    monkeypatch.setattr(launch, "available", lambda storage: False)
     with FakeTensorMode():
         yield launched
 
@@ -41,16 +45,16 @@ def queries() -> Tensor:
     return torch.empty(N, M, D, dtype=torch.bfloat16)
 
 
-def rows() -> Tensor:
+def data() -> Tensor:
     return torch.empty(R, D, dtype=torch.bfloat16)
 
 
-def streams() -> dict[str, Tensor]:
-    return {name: torch.empty(N, dtype=torch.int64) for name in ("starts", "lengths")}
+def ranges() -> Ranges:
+    return Ranges(torch.empty(N, dtype=torch.int64), torch.empty(N, dtype=torch.int64))
 
 
-def listed() -> dict[str, Tensor]:
-    return {"rows": torch.empty(N, 100, dtype=torch.int32), "counts": torch.empty(N, dtype=torch.int64)}
+def listed() -> Listed:
+    return Listed(torch.empty(N, 100, dtype=torch.int32), torch.empty(N, dtype=torch.int64))
 
 
 def packed(group: tuple[int, int]) -> Packed:
@@ -64,44 +68,56 @@ def correction() -> Correction:
     return Correction(factor, basis, torch.empty(R, dtype=torch.int32), first, channel, torch.empty(99).half())
 
 
-def sides() -> dict[str, Any]:
-    terms = {"key_correction": correction(), "value_correction": correction()}
-    return {"q": queries(), "keys": packed((32, 1)), "values": packed((1, 32)), "scale": 0.1} | terms
+def bases() -> dict[str, Basis]:
+    return {name: Basis(torch.empty(N, D), torch.empty(D, D)) for name in ("key_basis", "value_basis")}
 
 
-def coded() -> dict[str, Any]:
+def dense() -> Rows:
+    return Rows(Dense(data()), Dense(data()), torch.empty(R))
+
+
+def corrected() -> Rows:
+    keys, values = (replace(packed(group), correction=correction()) for group in ((32, 1), (1, 32)))
+    return Rows(replace(keys, row_group=torch.empty(R, dtype=torch.int32)), values, torch.empty(R), **bases())
+
+
+def coded() -> Rows:
+    shift, positions = torch.empty(N, dtype=torch.int64), torch.empty(R, dtype=torch.int32)
+    angles = Rotary(torch.empty(9, 2, D // 2), torch.empty(STEP, 2, D // 2), shift, positions)
     codes, book = torch.empty(R, D // 4, dtype=torch.uint8), torch.empty(2, D // 4, 256, 4)
-    turn = {"coarse": torch.empty(9, 2, D // 2), "fine": torch.empty(STEP, 2, D // 2)}
-    turn |= {"shift": torch.empty(N, dtype=torch.int64), "positions": torch.empty(R, dtype=torch.int32)}
-    books = {"key_codes": codes, "key_book": book, "value_codes": codes, "value_book": book}
-    return books | turn | {"q": queries(), "scale": 0.1, "book_of_stream": torch.empty(N, dtype=torch.int64)}
+    side = Coded(codes, book, 8, torch.empty(R))
+    return Rows(replace(side, rotary=angles), side, torch.empty(R), **bases())
 
 
-LAUNCHERS: dict[str, Callable[[], Any]] = {
-    "dense_decode": lambda: dense.dense_decode(queries(), rows(), rows(), **streams(), scale=0.1, capacity=2000),
-    "dense_select": lambda: dense.dense_select(queries(), rows(), rows(), **listed(), scale=0.1),
-    "uniform_decode": lambda: uniform.uniform_decode(**sides(), **streams()),
-    "uniform_select": lambda: uniform.uniform_select(**sides(), **listed()),
-    "lookup_decode": lambda: lookup.lookup_decode(**coded(), **streams()),
-    "lookup_select": lambda: lookup.lookup_select(**coded(), **listed()),
-    "columns": lambda: columns.columns(
-        queries(), rows(), **streams(), scale=0.1, sinks=torch.empty(N, M), row_weights=torch.empty(N, M)
+def attend(rows: Rows, where: Where) -> None:
+    kernels.decode(queries(), rows, where, Options(0.1, softcap=3.0, sinks=torch.empty(N, M)))
+
+
+OPERATORS: dict[str, Callable[[], Any]] = {
+    "dense": lambda: attend(dense(), ranges()),
+    "dense, listed": lambda: attend(dense(), listed()),
+    "packed": lambda: attend(corrected(), ranges()),
+    "packed, listed": lambda: attend(corrected(), listed()),
+    "coded": lambda: attend(coded(), ranges()),
+    "coded, listed": lambda: attend(coded(), listed()),
+    "column_mass": lambda: kernels.column_mass(
+        queries(), dense(), ranges(), Options(0.1, sinks=torch.empty(N, M)), query_weight=torch.empty(N, M)
     ),
-    "scores": lambda: pages.scores(queries(), rows(), rows(), *streams().values(), "max", 100),
-    "scores of codes": lambda: pages.scores(queries(), None, packed((1, D)), *streams().values(), "max", 100),
+    "page_bounds": lambda: kernels.page_bounds(queries(), data(), data(), ranges(), capacity=100),
+    "label_scores": lambda: kernels.label_scores(queries(), packed((1, D)), ranges(), capacity=100),
     "merge": lambda: merge.merge(torch.empty(N, 5, M, D), torch.empty(N, 5, M)),
-    "quantise": lambda: pack.quantise(rows(), 4, (32, 1)),
+    "quantise": lambda: quantisation.encode(data(), 4, (32, 1)),
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_launchers_do_not_read_tensors(name: str, grids: list[tuple[Any, ...]]) -> None:
-    LAUNCHERS[name]()
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_do_not_read_tensors(name: str, grids: list[tuple[Any, ...]]) -> None:
+    OPERATORS[name]()
     assert grids
     assert all(isinstance(size, int) and size > 0 for grid in grids for size in grid)
 
 
 def test_scores_are_of_the_width_that_is_given_and_need_no_value_for_it(grids: list[tuple[Any, ...]]) -> None:
-    assert label_scores(queries(), rows(), **streams(), capacity=300).shape == (N, 300)
+    assert kernels.label_scores(queries(), Dense(data()), ranges(), capacity=300).shape == (N, 300)
     with pytest.raises(DataDependentOutputException):
-        label_scores(queries(), rows(), **streams())
+        kernels.label_scores(queries(), Dense(data()), ranges())

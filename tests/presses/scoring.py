@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpress.context import View
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import ScorerAround, WrapperPress
+from kvpress.core.recipe import Eviction, Scored
+from kvpress.observe.view import View
+
+Found = list[tuple[View, Tensor]]
 
 
-def scored(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> dict[int, list[Any]]:
-    """Run a prompt through `press`; return `(view, scores [b, h, n])` of every view, by layer."""
-    found: dict[int, list[tuple[View, Tensor]]] = {}
-    own = press.keep
+@dataclass
+class Recorded(WrapperPress):
+    """Leaves a press as it is, and keeps what its scorer was asked for: views and their scores."""
 
-    def keep(group: list[View], kept: int) -> list[Tensor]:
-        found.setdefault(group[0].call.layer, []).extend((view, press.scores(view)) for view in group)
-        return own(group, kept)
+    found: Found = field(default_factory=list)
 
-    press.keep = keep
-    try:
-        with press(model):
-            model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **settings)
-    finally:
-        del press.keep
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        return replace(step, scorer=_Recorder(step.scorer, self.found))
+
+
+@dataclass(frozen=True)
+class _Recorder(ScorerAround):
+    found: Found
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        inner = Scored(scored.view, self.inner)
+        self.found.append((scored.view, inner.scores))
+        return self.inner.choose(inner, counts)
+
+
+def scored(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> dict[int, Found]:
+    """Run a prompt through `press`; return `(view, scores [b, h, n])` of every view that was cut, by layer."""
+    recorded = Recorded(press)
+    with recorded(model):
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **settings)
+    found: dict[int, Found] = {}
+    for view, scores in recorded.found:
+        found.setdefault(view.call.layer, []).append((view, scores))
     return found
 
 

@@ -49,7 +49,7 @@ def test_heads_of_different_lengths_share_their_order_of_chunks() -> None:
     press = kvpress.get_press("adakv(snapkv:0.3,window_size=4) + chunkkv(knorm:0.7):chunk_length=5")
     cache = prefill(model, press, tokens(1, 40))
     for layer in kvpress.kept_positions(cache):
-        assert [len(head) for head in layer[0]] == [12, 12]
+        assert [len(head) for head in layer[0]] == [8, 8]  # 0.3 of the 28 that were left
     plain = prefill(model, kvpress.get_press("adakv(snapkv:0.3,window_size=4)"), tokens(1, 40))
     (one, two), before = kvpress.kept_positions(cache)[0][0], kvpress.kept_positions(plain)[0][0]
     assert len(before[0]) != len(before[1])

@@ -42,7 +42,7 @@ def chosen(scores: Tensor, weights: Tensor, budget: int, first: float, epsilon: 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "gemma3_text", "gpt_oss"])
 def test_values_are_weighed_by_their_reach(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A few tokens at a time, so that norms are really taken in blocks.
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 2 * 64 * 2 * 7)
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 2 * 64 * 2 * 7)
     model, ids = tiny_model(family, "eager"), tokens(2, 40)
     for views in scored(model, CriticalKVPress(KnormPress(0.5)), ids).values():
         for view, _ in views:

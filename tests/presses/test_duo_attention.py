@@ -130,7 +130,7 @@ def outside(model: Any, ids: Tensor, sink: int, recent: int) -> Tensor:
 @pytest.mark.parametrize("chunk", [None, 17])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "smollm3"])
 def test_measured_heads_are_those_that_look_least_far(family: str, chunk: int | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 4 * 2 * 80 * 3)
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 4 * 2 * 80 * 3)
     model, ids = tiny_model(family, "eager"), tokens(2, 80)
     with kvpress.get_press(MEASURED)(model) as session:
         generate(model, ids, max_new_tokens=1, prefill_chunk_size=chunk)
@@ -201,7 +201,7 @@ def test_sizes_come_from_the_argument_then_the_table_then_the_method(tmp_path: P
     assert RLKVPress(0.5, table=bare).window == (16, 64)
     assert DuoAttentionPress(0.5, table=known).window == (5, 7)
     assert DuoAttentionPress(0.5, table=known, sink_size=0).window == (0, 7)
-    assert RLKVPress(0.5, table=bare).planned_pairs(280) == 180
+    assert RLKVPress(0.5, table=bare).recipe().kept(280) == 180
 
 
 def test_configuration(table: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 import kvpress
-from kvpress.registry import normalise
-from tests.presses.evicting import EVICTING, EXEMPT
+from kvpress.core.registry import Entry
+
+ENTRIES = [entry for entry in kvpress.list_presses() if entry.role in ("evict", "budget")]
 
 
-def test_every_evicting_press_is_tested_or_exempt_with_a_reason() -> None:
-    evicting = {entry.name for entry in kvpress.list_presses() if entry.role in ("evict", "budget")}
-    tested = {
-        name for name in evicting for spec in EVICTING if normalise(spec.split(":")[0].split("(")[0]) == normalise(name)
-    }
-    assert tested | EXEMPT == evicting
-    assert not tested & EXEMPT
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_evicting_press_is_tested_or_exempt_with_a_reason(entry: Entry) -> None:
+    assert bool(entry.cases) != entry.left_out
+    for case in entry.cases:
+        assert type(kvpress.get_press(case)) is entry.press

@@ -14,7 +14,9 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import ExpectedAttentionPress, ExpectedAttentionStatsPress
 from kvpress.calibrate import QuerySettings, calibrate
-from kvpress.context import LayerCall
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import QueryStats
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import decode_both
 from tests.projections import HEADS, KV_HEADS, projected
@@ -35,9 +37,9 @@ def test_running_statistics_are_those_of_all_queries(
     family: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of three queries (six where the head dim is 16), so that every pass is really cut.
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 3 * 2 * HEADS * 32)
-    model, sizes, unrotate = tiny_model(family), set(), LayerCall.unrotate
-    monkeypatch.setattr(LayerCall, "unrotate", lambda call, q: sizes.add(q.shape[2]) or unrotate(call, q))
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 3 * 2 * HEADS * 32)
+    model, sizes, unrotated = tiny_model(family), set(), LayerCall.unrotated
+    monkeypatch.setattr(LayerCall, "unrotated", lambda call, q: sizes.add(q.shape[2]) or unrotated(call, q))
     ids, mask = padded_batch([40, 23])
     press = kvpress.DecodingPress(ExpectedAttentionPress(n_sink=SINKS), compression_interval=1000)
     with press(model) as session:
@@ -46,7 +48,7 @@ def test_running_statistics_are_those_of_all_queries(
     for row, length in enumerate((40, 23)):
         sequence = out[row : row + 1, 40 - length : -1]
         for layer in full_layers(model):
-            observer = session.cache.layers[layer].store.observers["query_stats"]
+            observer = session.cache.layers[layer].store.observers[Wanted(QueryStats, SINKS)]
             mean, covariance = moments(projected(model, sequence, layer)["q"][0, :, SINKS:])
             found = observer.moments([row])
             torch.testing.assert_close(found[0][0], mean.float(), atol=1e-4, rtol=1e-3)
@@ -65,7 +67,10 @@ def test_a_large_mean_does_not_drown_the_covariance() -> None:
     expected = moments(queries)[1].float()
     assert queries.abs().mean() > 100 * expected.abs().mean().sqrt()
     torch.testing.assert_close(
-        session.cache.layers[0].store.observers["query_stats"].moments([0])[1][0], expected, atol=1e-3, rtol=1e-3
+        session.cache.layers[0].store.observers[Wanted(QueryStats, 0)].moments([0])[1][0],
+        expected,
+        atol=1e-3,
+        rtol=1e-3,
     )
 
 

@@ -37,7 +37,7 @@ def replay(model: Any, ids: Tensor, passes: list[int], press: H2OPress) -> Kept:
         read += new
         since += 1
         if new > 1:
-            target = press.kept_of(read)
+            target = press.amount.of(read)
         elif since < press.interval:
             continue
         since = 0
@@ -109,7 +109,7 @@ def test_padding_gives_and_receives_nothing(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunk", [1, 7, 29])
 def test_a_prompt_in_chunks_is_one_prompt(mode: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 4 * 2 * 30 * 3)
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 4 * 2 * 30 * 3)
     model, press = tiny_model("llama"), H2OPress(0.5, **MODES[mode])
     ids, mask = padded_batch([30, 21])
     with press(model) as session:
@@ -130,11 +130,10 @@ def test_decay_of_one_is_the_plain_sum(family: str) -> None:
     decayed = read(model, H2OPress(0.5, normalize="decay", decay=1.0), parts)
     almost = read(model, H2OPress(0.5, normalize="decay", decay=1 - 1e-7), parts)
     for layer in (1, 2):
-        for name, other in {"decayed_mass": decayed, "mass": plain}.items():
-            mass = other.layers[layer].store.open_segment(None).side[name]
-            torch.testing.assert_close(
-                mass, almost.layers[layer].store.open_segment(None).side["decayed_mass"], atol=1e-4, rtol=1e-4
-            )
+        (fading,) = almost.layers[layer].store.open_segment(None).side.values()
+        for other in (decayed, plain):
+            mass = other.layers[layer].store.open_segment(None).side["mass"]
+            torch.testing.assert_close(mass, fading, atol=1e-4, rtol=1e-4)
 
 
 def test_masses_follow_their_rows() -> None:

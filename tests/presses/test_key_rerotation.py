@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.core.recipe import Recipe, Rewritten
 from tests.caches import prefill
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
@@ -108,3 +109,21 @@ def test_encoded_keys_cannot_be_turned() -> None:
         model(tokens(1, 40), past_key_values=cache)
         with pytest.raises(ValueError, match="cannot be combined with a codec"):
             model(tokens(1, 4), past_key_values=cache)
+
+
+def test_what_the_inner_press_rewrites_stays_rewritten() -> None:
+    """Values are made half as long while keys move: neither is lost."""
+
+    class Halved(kvpress.KnormPress):
+        def recipe(self, model: Any = None) -> Recipe:
+            (step,) = super().recipe(model).evictions
+            return Recipe((step.rewriting(lambda view, mask: Rewritten(values=view.values / 2)),))
+
+    model, ids = tiny_model("llama"), tokens(1, 30)
+    plain, halved = (
+        prefill(model, kvpress.KeyRerotationPress(press), ids) for press in (kvpress.KnormPress(0.5), Halved(0.5))
+    )
+    first, both = plain.layers[0].store.dense, halved.layers[0].store.dense
+    assert torch.equal(both.keys, first.keys)
+    assert torch.equal(both.side["shift"], first.side["shift"])
+    assert torch.equal(both.values, first.values / 2)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import KVzipPress
+from kvpress.kernels import Rows
 from kvpress.presses import kvzip
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
@@ -205,9 +206,9 @@ def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     rows: list[int] = []
     whole = kvzip.kernels.column_max
 
-    def measured(q: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        rows.append(len(keys))
-        return whole(q, keys, *args, **kwargs)
+    def measured(q: Tensor, stored: Rows, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(stored.count)
+        return whole(q, stored, *args, **kwargs)
 
     monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
     prefill(tiny_model("llama"), KVzipPress(0.5, repeat_prompt=""), tokens(1, 500))

@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.context import View, view_groups
+from kvpress.observe.call import LayerCall
+from kvpress.observe.view import View, view_groups
 from tests.caches import prefill
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.presses.scoring import marked, one_view, scored
+from tests.probes import Watching
 
 
 def projected_keys(model: Any, ids: Tensor) -> Tensor:
@@ -63,16 +65,15 @@ def test_keys_are_turned_back_from_where_they_are() -> None:
     ids, mask = padded_batch([40, 26])
     views: list[View] = []
 
-    class Probe(kvpress.KnormPress):
-        def after_prefill(self, call: Any) -> None:
-            views.extend(view for group in view_groups(call) for view in group if call.layer == 0)
+    def look(call: LayerCall) -> None:
+        views.extend(view for group in view_groups(call) for view in group if call.layer == 0)
 
     cache = DynamicCache(config=model.config)
     at = position_ids(mask)
     with kvpress.get_press("key_rerotation(adakv(snapkv:0.5,window_size=4))")(model):
         model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
     more = grow(mask, 5)
-    with Probe(0.5)(model):
+    with Watching(look)(model):
         at = position_ids(more, 5)
         model(tokens(2, 5, seed=9), attention_mask=more, position_ids=at, past_key_values=cache)
     ids = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)

@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.observe.call import LayerCall
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.presses.scoring import one_view, scored
+from tests.presses.scoring import Recorded, one_view, scored
+from tests.probes import Watching
 
 SIZE = 8
 
@@ -20,11 +22,10 @@ def rotated_queries(model: Any, ids: Tensor) -> dict[int, Any]:
     """Queries `[Hq, n, D]` of one row as attention gets them, and how it forms logits, by layer."""
     found = {}
 
-    class Probe(kvpress.KnormPress):
-        def after_prefill(self, call: Any) -> None:
-            found[call.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
+    def look(call: LayerCall) -> None:
+        found[call.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
 
-    with Probe()(model):
+    with Watching(look)(model):
         model(ids, use_cache=True)
     return found
 
@@ -60,7 +61,7 @@ def test_every_chunk_is_read_in_both_directions(
 ) -> None:
     # Two chunks of one row, or half of the queries of a chunk, at a time.
     monkeypatch.setattr(
-        "kvpress.attention.BLOCK_BYTES", 4 * 4 * SIZE * SIZE * 2 if chunk is None else 4 * 2 * SIZE * SIZE
+        "kvpress.cache.attention.BLOCK_BYTES", 4 * 4 * SIZE * SIZE * 2 if chunk is None else 4 * 2 * SIZE * SIZE
     )
     model = tiny_model(family, "eager")
     ids, mask = padded_batch([37, 21])
@@ -75,7 +76,7 @@ def test_every_chunk_is_read_in_both_directions(
 
 def test_a_query_is_spread_over_its_chunk_once() -> None:
     view, _ = one_view(tiny_model("llama"), kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE), tokens(2, 37))
-    sums = [part.sum(dim=2) for part in view.side["chunk_mass"].split(SIZE, dim=2)]
+    sums = [part.sum(dim=2) for part in view.side[f"mass in chunks of {SIZE}"].split(SIZE, dim=2)]
     for total, size in zip(sums, (8, 8, 8, 8, 5), strict=True):
         torch.testing.assert_close(total, torch.full((2, 2), float(size)))
 
@@ -86,14 +87,14 @@ def test_pairs_of_earlier_turns_count_as_average() -> None:
     with press(model):
         model(tokens(1, 21), past_key_values=cache)
     kept = cache.layers[0].store.stored()[0]
-    views: list[Any] = []
-    press.keep = lambda group, count: (views.append(group[0]), type(press).keep(press, group, count))[1]  # type: ignore[method-assign]
-    with press(model):
+    recorded = Recorded(press)
+    with recorded(model):
         model(tokens(1, 11, seed=1), past_key_values=cache)
-    mass, scores = views[0].side["chunk_mass"], type(press).scores(press, views[0])
+    view, scores = recorded.found[0]
+    mass = view.side[f"mass in chunks of {SIZE}"]
     assert bool((mass[..., :kept] == 0).all())
     torch.testing.assert_close(mass[..., kept:].sum(dim=2), torch.full((1, 2), 11.0))
-    norms = views[0].values.norm(dim=-1)
+    norms = view.values.norm(dim=-1)
     torch.testing.assert_close(scores[..., 1 : kept - 1], norms.unfold(2, 3, 1).mean(dim=3)[..., : kept - 2])
 
 

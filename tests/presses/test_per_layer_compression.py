@@ -73,8 +73,12 @@ def test_one_ratio_per_compressed_layer(family: str, layers: int) -> None:
         ((KnormPress(), [0.5, 1.0]), ValueError, r"compression_ratios\[1\] must be in \[0, 1\), got 1.0"),
         ((KnormPress(), ["x"]), TypeError, r"compression_ratios\[0\] must be a number"),
         ((KnormPress(), []), ValueError, "one ratio per layer, got none"),
-        ((KnormPress(budget=5), [0.5]), ValueError, "either compression_ratio or budget"),
-        ((kvpress.NonePress(), [0.5]), TypeError, "needs a press with a compression_ratio, got NonePress"),
+        ((KnormPress(budget=5), [0.5]), ValueError, "no budget, got budget=5, beside compression_ratios"),
+        (
+            (kvpress.NonePress(), [0.5]),
+            TypeError,
+            "needs a press that scores pairs, such as SnapKVPress, got NonePress",
+        ),
     ],
 )
 def test_bad_configurations(arguments: Any, error: type[Exception], words: str) -> None:
@@ -89,8 +93,8 @@ def test_a_target_while_decoding_leaves_nothing_to_set() -> None:
 
 def test_the_mean_over_layers_is_planned() -> None:
     press = PerLayerCompressionPress(KnormPress(), [0.2, 0.4, 0.9])
-    assert press.planned_pairs(100) == 50
+    assert press.recipe().kept(100) == 50
     assert press.compression_ratio == pytest.approx(0.5)
     with pytest.raises(ValueError, match="keeps 0 of 5 tokens"):
-        press.check_length(5)
+        press.recipe().check_length(5)
     assert kvpress.get_press(kvpress.to_spec(press)) == press

@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.observe.call import LayerCall
 from tests.caches import prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
+from tests.probes import Watching
 
 FAMILIES = [
     "llama",
@@ -81,7 +83,7 @@ def test_tova_uses_the_last_row(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_observed_attention_is_the_column_mean(family: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small blocks, so that the sums really run over several of them.
-    monkeypatch.setattr("kvpress.attention.BLOCK_BYTES", 4 * 4 * 2 * LENGTH * 5)
+    monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 4 * 2 * LENGTH * 5)
     model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
     with kvpress.ObservedAttentionPress(0.5)(model) as session:
         model.generate(ids, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk)
@@ -196,12 +198,11 @@ def test_turning_queries_back_inverts_the_models_rotation(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    class Probe(kvpress.SnapKVPress):
-        def after_prefill(self, call: Any) -> None:
-            cos, sin = call.kwargs["position_embeddings"]
-            seen.append((call.queries, call.turn(call.unrotate(call.queries), cos, sin), call.unrotate(call.queries)))
+    def look(call: LayerCall) -> None:
+        back = call.unrotated(call.queries)
+        seen.append((call.queries, call.rotate(back, *call.kwargs["position_embeddings"]), back))
 
-    with Probe(0.5)(model):
+    with Watching(look)(model):
         model(tokens(1, 20), use_cache=True)
     for rotated, again, _ in seen:
         torch.testing.assert_close(again, rotated, atol=1e-4, rtol=1e-4)

@@ -38,12 +38,12 @@ def test_two_wrappers_do_not_choose_the_same_pairs(outer: str, inner: str) -> No
 def test_other_nestings_pass_the_ratio_on(spec: str) -> None:
     press: Any = kvpress.get_press(spec)
     assert press.compression_ratio == 0.5
-    assert press.planned_pairs(100) == 50
+    assert press.recipe().kept(100) == 50
     press.compression_ratio = 0.75
-    assert press.kept_of(100) == 25
+    assert press.recipe().kept(100) == 25
     assert kvpress.get_press(kvpress.to_spec(press)) == press
 
 
 def test_head_wise_is_what_the_press_inside_is() -> None:
-    assert kvpress.KeyRerotationPress(kvpress.AdaKVPress(KnormPress())).is_head_wise
-    assert not kvpress.KeyRerotationPress(KnormPress()).is_head_wise
+    assert kvpress.KeyRerotationPress(kvpress.AdaKVPress(KnormPress())).recipe().ragged
+    assert not kvpress.KeyRerotationPress(KnormPress()).recipe().ragged

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.kernels.packed import BITS
+from kvpress.kernels import BITS
 from kvpress.quant.adaquant import allocate
 from kvpress.quant.bits import LayerBits
 from tests.models import tiny_model, tokens

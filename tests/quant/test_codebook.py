@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
-from kvpress.kernels.coded import Rotary
-from kvpress.quant.codebook import Angles, Turning
+from kvpress.kernels import Rotary
+from kvpress.quant.codebook import Angles, KeyRotation
 
 CPU = torch.device("cpu")
 FREQUENCY = 1e4 ** -torch.arange(0, 1, 1 / 16, dtype=torch.float64)
@@ -90,18 +90,20 @@ def test_keys_survive_turning_back_and_forth(dtype: torch.dtype, error: float, p
     columns = torch.cat([torch.arange(9, 109), torch.arange(20, 90)]).int()
     if evicted:
         columns += torch.cat([torch.randint(0, 3, (size,)).cumsum(0) for size in (100, 70)]).int()
-    segment = DenseSegment(keys, keys, Layout(lengths.tolist()), columns if evicted else None, [9, 0, 20])
+    segment = DenseSegment(
+        keys, keys, Layout(lengths.tolist()), positions=columns if evicted else None, first=[9, 0, 20]
+    )
     pads = torch.tensor([5, 0, 20]) if padded else torch.zeros(3, dtype=torch.int64)
     position = columns - pads.repeat_interleave(lengths)
-    turning = Turning(grown(400, embedding(1.3, dtype)), pads if padded else None)
-    back = turning.turn_back(segment)
+    rotation = KeyRotation(grown(400, embedding(1.3, dtype)), pads if padded else None)
+    back = rotation.unrotate(segment)
 
     cos, sin = (part[0, :, :16].float() for part in embedding(1.3, dtype)(position[None]))
     low, high = back[:, :16], back[:, 16:32]
     forth = torch.cat([low * cos - high * sin, high * cos + low * sin, back[:, 32:]], dim=1)
     assert (forth - keys).abs().max() < error  # the model's own angles, as far as it rounds them
 
-    rotary = turning.rotary(turning.shift(segment), segment.positions)
+    rotary = rotation.rotary(rotation.shift(segment), segment.positions)
     stream, rows = torch.arange(3).repeat_interleave(lengths), torch.arange(170)
     assert torch.equal(rotary.at(stream, rows), position.long())
-    torch.testing.assert_close(rotary.turn(back, position.long()), keys, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(rotary.rotate(back, position.long()), keys, atol=2e-6, rtol=1e-5)

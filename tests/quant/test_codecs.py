@@ -13,7 +13,7 @@ import kvpress
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.segment import Segment
 from tests.models import padded_batch, position_ids, tiny_model, tokens
-from tests.test_memory import cached_layouts, held
+from tests.test_memory import held
 
 CODECS = {
     "kivi": "kivi:bits={bits},group_size=16,residual_length=8",
@@ -67,11 +67,12 @@ def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str
         cache = model(ids, use_cache=True).past_key_values
         for step in range(steps.shape[1]):
             new = steps[:, step : step + 1]
+            checked = step % 12 == 0
             decoded = DynamicCache()
-            for index, layer in enumerate(cache.layers):
+            for index, layer in enumerate(cache.layers if checked else []):
                 decoded.update(layer.keys, layer.values, index)
             found = model(new, past_key_values=cache).logits
-            if step % 12 == 0:
+            if checked:
                 expected = model(new, past_key_values=decoded).logits
                 torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
     assert all(layer.store.segments for layer in cache.layers)
@@ -149,9 +150,9 @@ def test_eviction_comes_first_even_head_wise(name: str, books: dict[str, Path]) 
 @every_codec
 def test_constant_and_huge_values_stay_finite(name: str, books: dict[str, Path]) -> None:
     codec = press_of(name, books).codec_at(0)
+    from kvpress.cache.codec import Sealing
     from kvpress.cache.layout import Layout
     from kvpress.cache.segment import DenseSegment
-    from kvpress.cache.store import Sealing
 
     rows = 80
     keys, values = torch.zeros(2 * rows, 32), torch.full((2 * rows, 32), -3.25)
@@ -181,5 +182,5 @@ def test_the_salient_pairs_have_the_smaller_error(books: dict[str, Path]) -> Non
 def test_the_report_counts_tables_that_layers_share_once(books: dict[str, Path]) -> None:
     cache = read(press_of("cq", books), *padded_batch([120, 75]))
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == held(cache) - cached_layouts(cache)
+    assert report.total_bytes == held(cache)
     assert report.layers[0].components["tables"] > report.layers[1].components["tables"] > 0

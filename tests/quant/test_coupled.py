@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
-from kvpress.cache.store import Sealing
 from kvpress.calibrate import CoupledSettings, calibrate
-from kvpress.quant.coupled import CoupledCodec
+from kvpress.hf.models import facts_of
+from kvpress.quant.coupled import CoupledCodec, check_rotates_halves
 from kvpress.quant.kmeans import assign, kmeans
+from tests.caches import prefill
 from tests.models import tiny_model, tokens
 
 
@@ -122,17 +125,14 @@ def test_a_missing_or_foreign_calibration_is_refused_by_name(books: dict[str, Pa
 
 @pytest.mark.parametrize("family", ["cohere", "glm4"])
 def test_other_rotary_layouts_are_refused_before_any_work(family: str) -> None:
-    from kvpress.hf import check_halves_rotate
-
     with pytest.raises(NotImplementedError, match="another layout than halves"):
-        check_halves_rotate(tiny_model(family))
+        check_rotates_halves(facts_of(tiny_model(family)).layers[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "smollm3", "gpt_oss", "mistral"])
 def test_halves_are_recognised(family: str) -> None:
-    from kvpress.hf import check_halves_rotate
-
-    check_halves_rotate(tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"))
+    for layer in facts_of(tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")).layers:
+        check_rotates_halves(layer)
 
 
 def test_generation_with_the_shipped_books_stays_close() -> None:
@@ -155,3 +155,18 @@ def test_only_layers_that_grow_have_books(tmp_path: Path) -> None:
     kinds = [type(layer).__name__ for layer in session.cache.layers]
     assert kinds[0] != "PressLayer"
     assert all(layer.store.segments for layer in session.cache.layers[1:])
+
+
+def test_a_copied_cache_is_encoded_as_the_original_would_be(books: dict[str, Path]) -> None:
+    """New codes join those that the copy shares with its original, since both are of the same books and angles."""
+    model = tiny_model("llama")
+    press = kvpress.get_press(f"cq:coupled=2,bits=4,residual_length=4,calibration={books['llama']}")
+    cache = prefill(model, press, tokens(1, 60))
+    twin = copy.deepcopy(cache)
+    for each in (cache, twin):
+        with press(model):
+            for seed in range(70):
+                model(tokens(1, 1, seed=seed), past_key_values=each)
+    segments = [[len(layer.store.segments) for layer in each.layers] for each in (cache, twin)]
+    assert segments[0] == segments[1]
+    assert kvpress.memory_report(twin).total_bytes == kvpress.memory_report(cache).total_bytes

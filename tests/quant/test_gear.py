@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
-from kvpress.cache.store import Sealing
 from kvpress.quant.gear import GEARCodec, extremes, low_rank
 from kvpress.quant.uniform import UniformCodec, UniformSegment
 
@@ -86,7 +86,7 @@ def test_every_row_of_a_batch_has_a_basis_of_its_own() -> None:
 def test_generated_chunks_have_their_own_rank_and_basis() -> None:
     codec = GEARCodec(2, 2, 16, 4, 2, 0.0, 3, 16, 0)
     prompt = codec.encode(pairs(), Sealing(3))
-    later = [codec.encode(pairs(16, seed=seed), Sealing(3, (prompt,))) for seed in (1, 2)]
+    later = [codec.encode(pairs(16, seed=seed), Sealing(3, (prompt,), generated=True)) for seed in (1, 2)]
     ranks = [segment.keys.residual.factor.shape[1] for segment in (prompt, *later)]
     assert ranks == [4, 2, 2]
     assert not prompt.joinable(later[0])

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.kernels.packed import unpack
+from kvpress.kernels import unpack
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
-from kvpress.quant.base import Codec
+from kvpress.cache.codec import Codec
 from kvpress.quant.uniform import UniformCodec
 
 BIAS = 300.0

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpress.kernels.packed import BITS, unpack
-from kvpress.quant.uniform import Packed
+from kvpress.kernels import BITS, unpack
+from kvpress.quant.uniform import UniformRows
 
 GROUPS = [(32, 1), (1, 32), (16, 1), (1, 64), (8, 8)]
 
@@ -29,7 +29,7 @@ def spread(parameter: Tensor, group: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 def test_error_is_at_most_half_a_step(bits: int, group: tuple[int, int], dtype: torch.dtype) -> None:
     x = values(64, 64, dtype)
-    packed = Packed.encode(x, bits, group)
+    packed = UniformRows.encode(x, bits, group)
     scale, zero = spread(packed.scale, group), spread(packed.zero, group)
     codes = unpack(packed.codes, bits).float()
     # Rounding of the stored zero may push an extreme value out of range by that much, and of scale by its top code.
@@ -44,7 +44,7 @@ def test_more_bits_are_better_and_smaller_groups_are_better() -> None:
     x = values(256, 64)
 
     def error(bits: int, rows: int) -> float:
-        return float((Packed.encode(x, bits, (rows, 1)).read(slice(None)) - x).square().mean())
+        return float((UniformRows.encode(x, bits, (rows, 1)).read(slice(None)) - x).square().mean())
 
     assert error(8, 32) < error(4, 32) < error(3, 32) < error(2, 32) < error(1, 32)
     assert error(2, 32) < error(2, 64) < error(2, 128)
@@ -54,14 +54,14 @@ def test_more_bits_are_better_and_smaller_groups_are_better() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.25, 1e-8, 60000.0])
 def test_constant_groups_are_exact(bits: int, value: float) -> None:
     x = torch.full((32, 64), value)
-    assert torch.equal(Packed.encode(x, bits, (32, 1)).read(slice(None)), x)
+    assert torch.equal(UniformRows.encode(x, bits, (32, 1)).read(slice(None)), x)
 
 
 def test_extremes_in_one_group_stay_finite() -> None:
     x = values(32, 64, torch.float16)
     x[0], x[1] = 65504.0, -65504.0
     x[2] = 1e-8
-    decoded = Packed.encode(x, 4, (32, 1)).read(slice(None))
+    decoded = UniformRows.encode(x, 4, (32, 1)).read(slice(None))
     assert torch.isfinite(decoded.float()).all()
     assert (decoded.float() - x.float()).abs().max() <= 2 * 65504 / 15 / 2 * 1.01
 
@@ -70,7 +70,7 @@ def test_infinite_values_are_refused() -> None:
     x = values(32, 64)
     x[3, 4] = torch.inf
     with pytest.raises(ValueError, match="infinite"):
-        Packed.encode(x, 4, (32, 1))
+        UniformRows.encode(x, 4, (32, 1))
 
 
 def test_an_outlier_channel_leaves_the_others_alone() -> None:
@@ -78,7 +78,7 @@ def test_an_outlier_channel_leaves_the_others_alone() -> None:
     loud = x.clone()
     loud[:, 7] *= 100
     quiet = [c for c in range(64) if c != 7]
-    plain, changed = (unpack(Packed.encode(v, 2, (32, 1)).codes, 2)[:, quiet] for v in (x, loud))
+    plain, changed = (unpack(UniformRows.encode(v, 2, (32, 1)).codes, 2)[:, quiet] for v in (x, loud))
     assert torch.equal(plain, changed)
 
 
@@ -86,18 +86,18 @@ def test_an_outlier_channel_leaves_the_others_alone() -> None:
 @given(st.sampled_from(BITS), st.sampled_from(GROUPS[:2]), st.integers(0, 2**20), st.integers(0, 2**20))
 def test_rows_keep_their_scale_whatever_is_removed(bits: int, group: tuple[int, int], seed: int, choice: int) -> None:
     generator = torch.Generator().manual_seed(choice)
-    packed = Packed.encode(values(96, 32, seed=seed), bits, group)
+    packed = UniformRows.encode(values(96, 32, seed=seed), bits, group)
     whole = packed.read(slice(None))
     rows = torch.rand(96, generator=generator).lt(0.5).nonzero().flatten()
     taken = packed.take(rows)
     assert torch.equal(taken.read(slice(None)), whole[rows])
     again = taken.take(torch.arange(len(rows)).flip(0))
     assert torch.equal(again.read(slice(None)), whole[rows].flip(0))
-    both = Packed.concatenate([taken, packed])
+    both = UniformRows.concatenate([taken, packed])
     assert torch.equal(both.read(slice(None)), torch.cat([whole[rows], whole]))
     assert taken.scale.shape[0] <= packed.scale.shape[0]
 
 
 def test_taking_everything_keeps_the_regular_form() -> None:
-    packed = Packed.encode(values(96, 32), 4, (32, 1))
+    packed = UniformRows.encode(values(96, 32), 4, (32, 1))
     assert packed.take(torch.arange(96)).runs.lengths is None

@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
-from kvpress.cache.store import Sealing
-from kvpress.observe import hashed
+from kvpress.observe.observer import hashed
 from kvpress.quant.zipcache import ZipCacheCodec, top_per_stream
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
@@ -105,5 +105,5 @@ def test_generated_tokens_keep_the_channel_scales_of_the_prompt() -> None:
     prompt = model(tokens(2, 30), use_cache=True).past_key_values.layers[0].values
     expected = prompt.abs().amax(dim=2).sqrt().flatten(0, 1)
     for part in segment.parts:
-        torch.testing.assert_close(part.column, expected)
+        torch.testing.assert_close(part.channel_scale, expected)
     assert segment.layout.longest > 30

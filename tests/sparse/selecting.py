@@ -73,9 +73,9 @@ def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, i
 
 
 def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | None = None) -> Tensor:
-    """Logits of one more token."""
+    """Logits of one more token, or of the `new` ones together."""
     new = tokens(2, 1, seed=8) if new is None else new
-    grown = grow(mask, 1)
-    at = position_ids(grown, 1)
+    grown = grow(mask, new.shape[1])
+    at = position_ids(grown, new.shape[1])
     with kvpress.reading(model, press):
         return model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits

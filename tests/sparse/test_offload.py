@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress import hf
-from kvpress.attention import Partial, attend, group_queries
-from kvpress.context import LayerCall
+from kvpress.cache.attention import Partial, attend, group_queries
+from kvpress.hf.attention import queries_of
+from kvpress.hf.session import session
+from kvpress.observe.call import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
-from kvpress.sparse.offload import HostSegment, Lane
+from kvpress.sparse.offload import HostSegment, Prefetcher
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
+from tests.probes import Watching
 from tests.sparse.selecting import channels_file
 from tests.sparse.test_tidal_decode import deep_model
 
@@ -72,14 +74,14 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
     original = DoubleSparsitySelector.attend
 
     def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
-        ahead = selector.ordered is not None
+        ahead = selector.pending is not None
         inputs[call.layer] = call
         found = original(selector, call, queries)
         assert ahead == (SKIPPED < call.layer < LAYERS - 1)
         asking = queries
         if ahead:
             module = model.model.layers[call.layer].self_attn
-            asking = group_queries(hf.queries_of(module, inputs[call.layer - 1]), 2)
+            asking = group_queries(queries_of(module, inputs[call.layer - 1]), 2)
         (chosen,) = selector.choose(call, asking) or []
         for segment, part, (out, lse) in zip(call.store.segments, chosen, found, strict=True):
             keys, values = segment.read(slice(None))
@@ -106,11 +108,11 @@ def test_a_layer_is_sent_for_before_the_one_before_it_attends_and_buffers_take_t
 ) -> None:
     model, events = deep_model(LAYERS), []
     stores: dict[int, int] = {}
-    order, attend_layer = Lane.order, DoubleSparsitySelector.attend
+    start, attend_layer = Prefetcher.start, DoubleSparsitySelector.attend
 
-    def ordering(lane: Lane, store: Any, choose: Any) -> Any:
-        events.append(("order", stores[id(store)], lane.turn))
-        return order(lane, store, choose)
+    def starting(prefetcher: Prefetcher, store: Any, choose: Any) -> Any:
+        events.append(("start", stores[id(store)], prefetcher.next_buffer))
+        return start(prefetcher, store, choose)
 
     def attending(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
         events.append(("attend", call.layer, None))
@@ -120,14 +122,14 @@ def test_a_layer_is_sent_for_before_the_one_before_it_attends_and_buffers_take_t
     with press_for(0.2, model)(model):
         model(tokens(1, 300), past_key_values=cache)
         stores.update({id(layer.store): number for number, layer in enumerate(cache.layers)})
-        monkeypatch.setattr(Lane, "order", ordering)
+        monkeypatch.setattr(Prefetcher, "start", starting)
         monkeypatch.setattr(DoubleSparsitySelector, "attend", attending)
         model(tokens(1, 1), past_key_values=cache)
     assert [(what, layer) for what, layer, _ in events] == [
-        ("order", 3), ("attend", 2), ("order", 4), ("attend", 3), ("order", 5), ("attend", 4), ("attend", 5), ("attend", 6),
+        ("start", 3), ("attend", 2), ("start", 4), ("attend", 3), ("start", 5), ("attend", 4), ("attend", 5), ("attend", 6),
     ]  # fmt: skip
-    turns = [turn for what, _, turn in events if what == "order"]
-    assert all(one != other for one, other in pairwise(turns))
+    buffers = [buffer for what, _, buffer in events if what == "start"]
+    assert all(one != other for one, other in pairwise(buffers))
 
 
 def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +137,14 @@ def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(1, 300)
     with press_for(0.2, model)(model):
         expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-        fetch = Lane._fetch
+        fetch = Prefetcher._fetch
 
-        def slow(lane: Lane, *args: Any) -> Any:
+        def slow(prefetcher: Prefetcher, *args: Any) -> Any:
             torch.randn(400, 400) @ torch.randn(400, 400)
             gate.append(1)
-            return fetch(lane, *args)
+            return fetch(prefetcher, *args)
 
-        monkeypatch.setattr(Lane, "_fetch", slow)
+        monkeypatch.setattr(Prefetcher, "_fetch", slow)
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
     assert len(gate) == 4 * 3
 
@@ -171,12 +173,11 @@ def test_queries_of_a_module_are_those_that_its_attention_gets(family: str) -> N
     model = tiny_model(family, "eager" if family in ("gpt_oss", "gemma2") else "sdpa")
     seen = []
 
-    class Probe(kvpress.SnapKVPress):
-        def after_prefill(self, call: LayerCall) -> None:
-            asked = hf.queries_of(call.module, call)
-            seen.append((asked, call.queries))
+    def look(call: LayerCall) -> None:
+        queries = call.queries
+        seen.append((queries_of(call.module, call), queries))
 
-    with Probe(0.5)(model):
+    with Watching(look)(model):
         model(tokens(2, 20), use_cache=True)
     assert seen
     for asked, used in seen:
@@ -189,6 +190,6 @@ def test_it_cannot_be_combined_with_a_codec_or_replayed() -> None:
         kvpress.get_press("kivi:bits=4") + press_for(0.2, model)
     with (
         pytest.raises(ValueError, match=r"host memory.*capture=False"),
-        hf.session(press_for(0.2, model), model, recorder=object()),
+        session(press_for(0.2, model), model, recorder=object()),
     ):  # type: ignore[arg-type]
         pass

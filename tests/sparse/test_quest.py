@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpress.attention import Logits, attend, merge
+from kvpress.cache.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.sparse.quest import PageIndex, QuestPress
@@ -47,7 +47,7 @@ def test_the_best_pages_are_read() -> None:
     queries = torch.zeros(2, 2, 16)
     part.keys[100], part.keys[256 + 33] = 5.0, 5.0
     queries[:] = 1.0
-    call: Any = SimpleNamespace(store=SimpleNamespace(segments=[part]), logits=Logits(1.0))
+    call: Any = SimpleNamespace(store=SimpleNamespace(segments=[part]), logits=Logits(1.0), queries=queries[:, :, None])
     selector = QuestPress(budget=16).selector_at(2)
     assert selector is not None
     out, lse = merge(selector.attend(call, queries))

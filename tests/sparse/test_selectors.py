@@ -12,10 +12,13 @@ from transformers import DynamicCache
 
 import kvpress
 from benchmarks.recall import read_prompts, recall
-from kvpress.attention import Partial, attend
-from kvpress.context import LayerCall
-from kvpress.sparse.base import Selector, Sets
+from kvpress.cache.attention import Partial, attend
+from kvpress.cache.chosen import Selection
+from kvpress.core.selector import Selector
+from kvpress.hf.models import facts_of
+from kvpress.observe.call import LayerCall
 from tests.models import grow, tokens
+from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
 
 SELECTORS = {
@@ -31,6 +34,7 @@ SELECTORS = {
 }
 every_selector = pytest.mark.parametrize("spec", SELECTORS.values(), ids=SELECTORS)
 every_storage = pytest.mark.parametrize("storage", STORAGE)
+every_combination = every_pair(spec=SELECTORS, storage=STORAGE.keys(), padded={"even": False, "padded": True})
 padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 
 
@@ -38,7 +42,7 @@ class Record:
     """Every choice that selectors make, with the call it was made for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.choices: list[tuple[LayerCall, Tensor, Sets, list[Partial]]] = []
+        self.choices: list[tuple[LayerCall, Tensor, Selection, list[Partial]]] = []
         # Kernels round to int8 here and there; what is chosen is the same.
         monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
         original = Selector.attend
@@ -59,23 +63,19 @@ class Record:
             for chosen in sets or []:
                 for n in range(len(chosen[0].counts)):
                     parts = zip(call.store.segments, chosen, strict=True)
-                    at = [segment.columns()[part.rows[n, : part.counts[n]].long()] for segment, part in parts]
+                    at = [segment.slots()[part.rows[n, : part.counts[n]].long()] for segment, part in parts]
                     found.append((call, n, torch.cat(at)))
         return found
 
 
-@padded_or_not
-@every_storage
-@every_selector
+@every_combination
 def test_a_budget_of_everything_is_exact(spec: str, storage: str, padded: bool) -> None:
     press = build(spec, 512, storage)
     whole = step(*prefilled(press, padded), kvpress.NonePress())
     torch.testing.assert_close(step(*prefilled(press, padded), press), whole, atol=1e-5, rtol=1e-5)
 
 
-@padded_or_not
-@every_storage
-@every_selector
+@every_combination
 def test_fewer_pairs_equal_attention_with_the_rest_masked(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,9 +104,7 @@ def test_fewer_pairs_equal_attention_with_the_rest_masked(
     assert checked
 
 
-@padded_or_not
-@every_storage
-@every_selector
+@every_combination
 def test_the_budget_is_kept_and_what_is_forced_is_read(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +114,7 @@ def test_the_budget_is_kept_and_what_is_forced_is_read(
     step(*state, press)
     assert record.read
     for call, n, columns in record.read:
-        held = torch.cat([segment.columns()[segment.layout.rows(n)] for segment in call.store.segments])
+        held = torch.cat([segment.slots()[segment.layout.rows(n)] for segment in call.store.segments])
         assert len(columns) <= 64
         if "tidal" not in spec:
             assert len(columns) == min(64, len(held))
@@ -189,13 +187,13 @@ def test_what_is_kept_beside_the_pairs_is_the_same_whether_grown_or_built_at_onc
     model, cache, _ = prefilled(press, padded=False, lengths=(150, 150))
     for seed in range(250):
         step(model, cache, None, press, tokens(2, 1, seed=seed))
-    selectors = press.selectors(model, range(3))
+    recipe = press.recipe(facts_of(model))
     for number, layer in enumerate(cache.layers):
         assert len(layer.store.segments) <= 5
         held = {id(segment): dict(segment.index) for segment in layer.store.segments}
         for segment in layer.store.segments:
             segment.index = {}
-            selectors[number].prepare(segment)
+            recipe.selector_at(number).prepare(segment)
             for name, entry in segment.index.items():
                 for ours, theirs in zip(held[id(segment)][name].tensors(), entry.tensors(), strict=True):
                     assert torch.equal(ours, theirs)

@@ -1,35 +1,33 @@
-"""`kvpress eval` and `kvpress demo`: accuracy, memory and time on long-context tasks."""
+"""`kvpress eval`: accuracy, memory and time on long-context tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpress_eval.cells import hash_json
-from kvpress_eval.commands.terminal import exit_codes, split
-from kvpress_eval.config import RunConfig
-from kvpress_eval.demo import demo_config
-from kvpress_eval.estimate import estimate
-from kvpress_eval.grid import load_grid
-from kvpress_eval.lm_eval import require_lm_eval
-from kvpress_eval.lm_scores import to_table
-from kvpress_eval.report import write_outputs
-from kvpress_eval.runner import INTERRUPTED, prepare, run
-from kvpress_eval.store import write_json
-from kvpress_eval.summary import summarise
-from kvpress_eval.table import print_table
+from kvpress_eval.commands import _shared as shared
+from kvpress_eval.run.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from kvpress_eval.config.schema import RunConfig
+
+_LISTS = ("tasks", "lengths", "depths", "ratios")
+_OWN = ("config", "lm_eval", "lm_eval_include", "dry_run")
+"""Options that are no part of a grid of runs."""
 
 
-def eval_command(
-    model: Annotated[
-        list[str] | None, typer.Option(help="`reference`, a local folder or a hub name; may be repeated.")
+def command(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="`reference`, a local folder or a hub name; may be repeated.")
     ] = None,
-    press: Annotated[list[str] | None, typer.Option(help="A press such as snapkv:0.5; may be repeated.")] = None,
+    presses: Annotated[
+        list[str] | None, typer.Option("--press", help="A press such as snapkv:0.5; may be repeated.")
+    ] = None,
     ratios: Annotated[
         str | None, typer.Option(help="Ratios, separated by commas, for presses that are only named or have {ratio}.")
     ] = None,
@@ -65,51 +63,36 @@ def eval_command(
     ] = False,
 ) -> None:
     """Measure accuracy, memory and time of presses on long-context tasks."""
-    options: dict[str, Any] = {
-        "models": model,
-        "presses": tuple(press) if press else None,
-        "tasks": split(tasks),
-        "lengths": split(lengths),
-        "depths": split(depths),
-        "filler": filler,
-        "samples": samples,
-        "data_dir": data_dir,
-        "out": out,
-        "seed": seed,
-        "language": language,
-        "question_aware": question_aware,
-        "depth": depth,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device,
-        "device_map": device_map,
-        "ratios": split(ratios),
-        "threads": threads,
-        "max_new_tokens": max_new_tokens,
-        "max_seconds_per_sample": max_seconds_per_sample,
-    }
-    with exit_codes() as console:
-        given = {key: value for key, value in options.items() if value is not None}
+    options = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
+    with shared.exit_codes() as console:
+        from kvpress_eval.config.grid import load_grid
+        from kvpress_eval.run.estimate import estimate
+        from kvpress_eval.run.runner import prepare
+
+        given = {name: shared.split(value) if name in _LISTS else value for name, value in options.items()}
         runs = load_grid(config, given)
         if dry_run:
-            for estimated in [estimate(run_config) for run_config in runs]:
+            for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)
             return
         # A run checks itself before its model loads; what comes after other work is checked now.
-        for run_config in runs[1:] if lm_eval is None else runs:
-            prepare(run_config)
-        only_lm_eval = lm_eval is not None and not any("tasks" in run_config.model_fields_set for run_config in runs)
+        for one in runs[1:] if lm_eval is None else runs:
+            prepare(one)
         if lm_eval is not None:
-            for run_config in runs:
-                _run_lm_eval(run_config, split(lm_eval) or (), lm_eval_include, console)
-        if not only_lm_eval:
+            for one in runs:
+                _run_lm_eval(one, shared.split(lm_eval), lm_eval_include, console)
+        if lm_eval is None or any("tasks" in one.model_fields_set for one in runs):
             measure_and_write(runs, console)
 
 
 def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, console: Console) -> None:
     """Score the presses of a run on tasks of lm-eval, with as many samples and of such lengths as were asked for."""
+    from kvpress_eval.common.files import hash_json, write_json
+    from kvpress_eval.lm.require import require_lm_eval
+    from kvpress_eval.report.lm_scores import to_table
+
     require_lm_eval()
-    from kvpress_eval.lm_tasks import Selection, compare
+    from kvpress_eval.lm.tasks import Selection, compare
 
     chosen = config.model_fields_set
     limit = config.samples if "samples" in chosen else None
@@ -121,16 +104,13 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
     console.print(Text(f"wrote {path}"), soft_wrap=True)
 
 
-def demo_command(
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo"),
-) -> None:
-    """Show on a small real model what eviction, quantisation and selection cost and save."""
-    with exit_codes() as console:
-        measure_and_write([demo_config(out)], console)
-
-
 def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
     """Run configurations that share an output folder, print a table for each model, and write the files of the folder."""
+    from kvpress_eval.report.table import print_table
+    from kvpress_eval.report.write import write_outputs
+    from kvpress_eval.results.summary import summarise
+    from kvpress_eval.run.runner import run
+
     results = []
     for config in runs:
         results.append(run(config, console))

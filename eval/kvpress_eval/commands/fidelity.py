@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kvpress_eval.commands.terminal import exit_codes, make_folder
-from kvpress_eval.fidelity import measure, to_layer_table, to_table
-from kvpress_eval.store import write_json
-from kvpress_eval.yaml_config import load_config
+from kvpress_eval.commands import _shared as shared
+
+if TYPE_CHECKING:
+    from kvpress_eval.config.schema import RunConfig
 
 
-def fidelity_command(
-    model: Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")] = "reference",
+def command(
+    model: shared.Model = "reference",
     press: Annotated[list[str] | None, typer.Option(help="A press such as kivi:bits=4; may be repeated.")] = None,
     context: Annotated[int, typer.Option(help="Tokens that are read in one pass and compressed.", min=16)] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens that follow.", min=2)] = 512,
     chunk: Annotated[int, typer.Option(help="Tokens of these that are read at a time.", min=1)] = 1,
     layers: Annotated[bool, typer.Option("--layers", help="Also measure every layer: errors, attention read.")] = False,
-    samples: Annotated[int, typer.Option(help="Texts.")] = 4,
-    text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the generated texts.")] = 0,
+    samples: shared.Samples = 4,
+    text: shared.TextFile = None,
+    out: shared.FigureFile = None,
+    seed: shared.Seed = 0,
     language: Annotated[str, typer.Option(help="Wording of the generated texts: auto, reference or english.")] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Texts that are read together.")] = 4,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    batch_size: shared.BatchSize = 4,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
 ) -> None:
     """Measure how close presses stay to the full cache while a text is continued, without labels.
 
     The context is read in one pass and compressed, its continuation one token at a time through the compressed cache, or
     in chunks. A perplexity from one pass over the text would show nothing: that pass never reads what a press has stored.
     """
-    options: dict[str, Any] = {
-        "model": model,
-        "presses": tuple(press or ("none",)),
-        "lengths": (context,),
-        "samples": samples,
-        "seed": seed,
-        "language": language,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device,
-        "threads": threads,
-    }
-    with exit_codes() as console:
-        record = compare(options, tokens, text, out, console, chunk, layers)
+    options = locals()
+    with shared.exit_codes() as console:
+        from kvpress_eval.common.files import write_json
+
+        record = compare(shared.make_config(options, press, context), tokens, text, out, console, chunk, layers)
         if out:
             write_json(out, record)
 
 
 def compare(
-    options: dict[str, Any],
+    config: RunConfig,
     tokens: int,
     text: Path | None,
     out: Path | None,
@@ -64,8 +55,12 @@ def compare(
     layers: bool = False,
 ) -> dict[str, Any]:
     """Measure fidelity and print it; the folder of `out` is made before any work."""
-    config = load_config(None, options)
-    make_folder(out)
+    from kvpress_eval.common.files import make_room
+    from kvpress_eval.fidelity.measure import measure
+    from kvpress_eval.report.fidelity_table import to_layer_table, to_table
+
+    if out:
+        make_room(out, "figures.json")
     record = measure(config, tokens, text, console, chunk, layers)
     console.print(to_table(record["rows"]))
     if layers:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpress_eval.commands.terminal import exit_codes
-from kvpress_eval.errors import DataError
-from kvpress_eval.report import Report, has_results, read_report, write_report
-from kvpress_eval.sheets import TITLES
-from kvpress_eval.table import print_table
+from kvpress_eval.commands import _shared as shared
+from kvpress_eval.common.errors import DataError
+
+if TYPE_CHECKING:
+    from kvpress_eval.report.write import Report
 
 
-def report_command(
+def command(
     paths: Annotated[
         list[Path],
         typer.Argument(
@@ -28,21 +28,23 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about finished runs, with plots and tables beside it; nothing is measured again."""
-    with exit_codes() as console:
+    with shared.exit_codes(loads_models=False) as console:
+        from kvpress_eval.report.write import find_sources, read_report, write_report
+
         missing = [str(path) for path in paths if not path.exists()]
         if missing:
             raise DataError(f"there is no {', '.join(missing)}")
-        found = [path for path in paths if has_results(path)]
-        for path in paths:
-            if path not in found:
-                console.print(Text(f"skipped {path}: not the folder of a run, nor a record"), soft_wrap=True)
-        if not found:
+        sources = find_sources(paths)
+        for path in sources.skipped:
+            console.print(Text(f"skipped {path}: not the folder of a run, nor a record"), soft_wrap=True)
+        if not sources.paths:
             raise DataError(
                 "none of these is the folder of a run, nor a record; give what `kvpress eval`, `kvpress fidelity` or "
                 "`kvpress lm-eval` wrote with --out"
             )
-        report = read_report(found)
-        page = out or (found[0] if len(found) == 1 and found[0].is_dir() else Path()) / "report.html"
+        first, *others = sources.paths
+        page = out or (first if first.is_dir() and not others else Path()) / "report.html"
+        report = read_report(sources)
         written = write_report(report, page)
         _print(report, console)
         for path in written:
@@ -51,6 +53,9 @@ def report_command(
 
 def _print(report: Report, console: Console) -> None:
     """Print every table of the page, and what was left out."""
+    from kvpress_eval.report.sheets import TITLES
+    from kvpress_eval.report.table import print_table
+
     for board in report.boards:
         console.print(Text(f"{board.name}: {', '.join(board.tasks)}", style="bold"), soft_wrap=True)
         print_table(board.ranked, console)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from kvpress_eval.commands import _shared as shared
 from kvpress_eval.commands.fidelity import compare
-from kvpress_eval.commands.terminal import exit_codes
-from kvpress_eval.errors import ConfigError
-from kvpress_eval.reselect import best, candidates
-from kvpress_eval.store import write_json
+from kvpress_eval.common.errors import ConfigError
 
 
-def reselect_command(
-    model: Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")] = "reference",
+def command(
+    model: shared.Model = "reference",
     budget: Annotated[
         str, typer.Option(help="Pairs that are read, or a fraction of them; small ones tell more.")
     ] = "64",
@@ -24,34 +21,27 @@ def reselect_command(
     heads: Annotated[str, typer.Option(help="mean, max or query.")] = "mean",
     context: Annotated[int, typer.Option(help="Tokens that are read in one pass.", min=16)] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens that follow, one at a time.", min=2)] = 128,
-    samples: Annotated[int, typer.Option(help="Texts.")] = 8,
-    text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the generated texts.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Texts that are read together.")] = 4,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    samples: shared.Samples = 8,
+    text: shared.TextFile = None,
+    out: shared.FigureFile = None,
+    seed: shared.Seed = 0,
+    batch_size: shared.BatchSize = 4,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
 ) -> None:
     """Find the layer in which TidalDecode should choose positions again, by trying all of a model.
 
     Every layer behind the one that chooses first is tried on the same texts; the best moves the next-token distributions
     least from those of the full cache.
     """
-    with exit_codes() as console:
+    options = locals()
+    with shared.exit_codes() as console:
+        from kvpress_eval.common.files import write_json
+        from kvpress_eval.fidelity.reselect import best, candidates
+
         presses = candidates(model, _number(budget), skip_layers, heads)
-        options: dict[str, Any] = {
-            "model": model,
-            "presses": tuple(presses),
-            "lengths": (context,),
-            "samples": samples,
-            "seed": seed,
-            "batch_size": batch_size,
-            "dtype": dtype,
-            "device": device,
-            "threads": threads,
-        }
-        record = compare(options, tokens, text, out, console)
+        record = compare(shared.make_config(options, presses, context), tokens, text, out, console)
         chosen = best(record["rows"])
         console.print(Text(f"best: {chosen}"))
         if out:

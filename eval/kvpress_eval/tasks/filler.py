@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-from kvpress_eval.errors import DataError
-from kvpress_eval.languages.base import Language
-from kvpress_eval.tasks.files import PREFIX
+from kvpress_eval.common.errors import DataError
+from kvpress_eval.tasks.languages.base import Language
+from kvpress_eval.tasks.local import PREFIX, reading
 
 KINDS = ("noise", "repeat")
 """Filler that needs no file; anything else is `file:PATH`."""
@@ -46,13 +46,9 @@ def read_filler(spec: str) -> Filler:
     if not spec.startswith(PREFIX):
         return Filler(spec)
     path = Path(spec.removeprefix(PREFIX))
-    try:
+    with reading(path, "filler text"):
         raw = path.read_bytes()
         sentences = _split(raw.decode())
-    except FileNotFoundError as error:
-        raise DataError(f"no such filler text: place it at {path.absolute()}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read filler text {path}: {error}") from error
     if not sentences:
         raise DataError(f"filler text {path} holds no words")
     return Filler(f"sha256:{hashlib.sha256(raw).hexdigest()}", sentences)

@@ -6,19 +6,21 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpress_eval.languages.base import Language, Prose
 from kvpress_eval.tasks.filler import NOISE, Filler
-from kvpress_eval.tasks.sample import Spans
-
-if TYPE_CHECKING:
-    from kvpress_eval.tasks.questions import QuestionSet
+from kvpress_eval.tasks.languages.base import Language
+from kvpress_eval.tasks.languages.english import EnglishLanguage
+from kvpress_eval.tasks.questions import Published, QuestionSet
+from kvpress_eval.tasks.sample import Query, Spans
 
 Chain = Sequence[str]
 """Sentences that must appear in this order."""
+
+SHORT, LONG = 32, 128
+"""Tokens for a number or a name, and for four values, a uuid or ten words."""
 
 _MISSES = 30
 """Filler sentences tried before a gap is left open at the end of the context."""
@@ -54,9 +56,9 @@ class Scene:
     _costs: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def prose(self) -> Prose:
+    def prose(self) -> EnglishLanguage:
         """The language, for the tasks that only a full one words."""
-        return cast(Prose, self.language)
+        return cast(EnglishLanguage, self.language)
 
     def cost(self, piece: str) -> int:
         """Return the number of tokens of a piece of text by itself."""
@@ -134,6 +136,21 @@ class Scene:
             if room <= 0 or misses == _MISSES:
                 break
         return sentences
+
+
+@dataclass(frozen=True)
+class Task:
+    """A structure of contexts, and how many tokens an answer may need.
+
+    An answer that is not `placed` stands nowhere in particular, so that a depth means nothing. A `plain` one can be worded in
+    the language of the reference model as well. `questions` says where those come from that a task does not make itself.
+    """
+
+    build: Callable[[Scene], tuple[str, Spans, Query]]
+    room: int = LONG
+    placed: bool = True
+    plain: bool = False
+    questions: Published | None = None
 
 
 def _join(needles: Sequence[_Needle], filler: Sequence[str]) -> tuple[str, Spans]:

@@ -5,14 +5,9 @@
 #include <numeric>
 
 #include "softmax.h"
+#include "split.h"
 
 namespace kvpress {
-
-// A range of rows of one stream.
-struct Piece {
-  int64_t stream, begin, end;
-  float *out, *lse;  // final results, or a slot of the scratch that merge() reads
-};
 
 // One thread's state. `Reader` knows how rows are stored: begin(q), stores(chunk), score(chunk, ...), mix(chunk, ...).
 template <class Reader>
@@ -36,7 +31,7 @@ class Worker {
       list(piece, at);
       if (!reader_.stores(chunk_)) return false;
       reader_.score(chunk_, scores_);
-      softmax_.load_bias(chunk_.rows, chunk_.count);
+      softmax_.load_log_weights(chunk_.rows, chunk_.count);
       for (int64_t m = 0; m < queries; ++m) {
         const int seen = visible(piece.stream, m, at);
         const float keep = softmax_.weigh(m, scores_ + m * kScoreStride, seen, chunk_.count);
@@ -83,5 +78,15 @@ class Worker {
   Buffer<float> acc_, scores_;
   Chunk chunk_;
 };
+
+// Returns -1, or the number of a stream that makes the problem invalid.
+template <class Reader>
+int attend_all(const Problem& p) {
+  if (const int bad = first_invalid(p); bad >= 0) return bad;
+  // Long enough that a piece's partial result is small next to the rows it read.
+  const int64_t piece_rows = std::max<int64_t>(1024, 64 * p.queries);
+  return attend_pieces(p, p.values.channels, piece_rows,
+                       [&](int64_t) { return std::make_shared<Worker<Reader>>(p); });
+}
 
 }  // namespace kvpress

@@ -8,7 +8,7 @@ namespace kvpress {
 
 // One group of a book as float32.
 inline const float* read_book(const Coded& side, int64_t book, int64_t group, float* scratch) {
-  const int64_t count = side.entries * side.coupled, first = (book * side.groups + group) * count;
+  const int64_t count = side.group_size(), first = book * side.book_groups * count + group * side.group_step();
   if (!side.half) return static_cast<const float*>(side.book) + first;
   const f16* from = static_cast<const f16*>(side.book) + first;
   int64_t i = 0;
@@ -54,15 +54,15 @@ class Assembler {
       : side_(side),
         stride_(round_up(side.channels(), kLanes) + kLanes),
         narrow_(side.half && side.coupled < 4),
-        book_(narrow_ ? side.channels() * side.entries : 0),
+        book_(narrow_ ? side.book_groups * side.group_size() : 0),
         tile_(kTile * stride_) {}
 
   void begin(int64_t book) {
-    const int64_t group = side_.entries * side_.coupled, first = book * side_.groups * group;
+    const int64_t group = side_.group_size(), first = book * side_.book_groups * group;
     centroids_ = static_cast<const char*>(side_.book) + first * (side_.half ? 2 : 4);
     if (!narrow_) return;
     // Converting a few numbers at a time would cost more than converting all of them once.
-    for (int64_t g = 0; g < side_.groups; ++g) read_book(side_, book, g, book_ + g * group);
+    for (int64_t g = 0; g < side_.book_groups; ++g) read_book(side_, book, g, book_ + g * group);
     centroids_ = book_;
   }
 
@@ -104,7 +104,7 @@ class Assembler {
   template <int kCoupled, class T>
   KVPRESS_APART void fill(const T* centroids, IndexRows<Index>& indices, IndexBlock<Index> block, int size) {
     const int coupled = kCoupled ? kCoupled : int(side_.coupled), groups = int(side_.groups);
-    const int64_t step = side_.entries * coupled;
+    const int64_t step = side_.group_step();
     for (int i = 0; i < size; ++i) {
       const Index* codes = indices.split(block.row(i));
       const T* group = centroids;

@@ -5,12 +5,12 @@
 #include <type_traits>
 
 #include "buffer.h"
-#include "lookup_problem.h"
+#include "coded_problem.h"
 #include "simd.h"
 
 namespace kvpress {
 
-constexpr int kLookupRows = 1024;  // rows whose logits are held at once
+constexpr int kCodedRows = 1024;  // rows whose logits are held at once
 
 // One number for each of four queries.
 typedef float Quad __attribute__((vector_size(16)));
@@ -51,7 +51,7 @@ struct IndexBlock {
   const Index* row(int t) const { return first + t * stride; }
 
   // Fetch what the block of rows after this one has here; beyond the last block it is nothing that is used.
-  void prefetch_next() const { prefetch_line(reinterpret_cast<const char*>(first + kLookupRows * stride)); }
+  void prefetch_next() const { prefetch_line(reinterpret_cast<const char*>(first + kCodedRows * stride)); }
 };
 
 // Rows of codes as indices of tables. A byte that holds several codes is one index for all of them, codes of three bits
@@ -68,7 +68,7 @@ class IndexRows {
         planes_(bits_ == 3 || bits_ > 8),
         low_(bits_ == 3 ? groups_ : 0),
         high_(planes_ ? groups_ : 0),
-        indices_(planes_ || listed ? int64_t(kLookupRows) * columns() : 0),
+        indices_(planes_ || listed ? int64_t(kCodedRows) * columns() : 0),
         codes_(groups_) {}
 
   int parts() const { return parts_; }
@@ -82,7 +82,7 @@ class IndexRows {
     return rows * (side_.channels() + 2 * (groups_ - columns())) >= 2 * fill;
   }
 
-  // At most kLookupRows rows, until the next call.
+  // At most kCodedRows rows, until the next call.
   IndexBlock<Index> read(Stretch rows, int count) {
     const auto stored = [&](int64_t row) { return side_.codes + row * side_.stride; };
     if constexpr (sizeof(Index) == 1)

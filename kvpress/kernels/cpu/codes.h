@@ -35,10 +35,10 @@ struct Planes {
 };
 
 // Rows of one side; knows which row of scale and zero belongs to which row of codes.
-class CodedRows {
+class PackedRows {
  public:
-  CodedRows(const Rows& side, const int32_t* row_group)
-      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? row_group : nullptr) {}
+  explicit PackedRows(const Rows& side)
+      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? side.row_group : nullptr) {}
 
   const Rows& side() const { return side_; }
   const Planes& planes() const { return planes_; }

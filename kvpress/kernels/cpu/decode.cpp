@@ -1,7 +1,7 @@
 // Entry points of one instruction-set level; the same source is compiled once per level.
 // Each returns -1, or the number of a stream that refers to rows or groups which are not stored.
 
-#include "uniform_reader.h"
+#include "packed_reader.h"
 
 extern "C" int kvpress_dense(const kvpress::Problem* p) {
   using namespace kvpress;
@@ -18,4 +18,4 @@ extern "C" int kvpress_dense(const kvpress::Problem* p) {
   }
 }
 
-extern "C" int kvpress_uniform(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::UniformReader>(*p); }
+extern "C" int kvpress_packed(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::PackedReader>(*p); }

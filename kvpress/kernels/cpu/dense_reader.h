@@ -1,7 +1,7 @@
 // Reads keys and values stored as plain float32, bfloat16 or float16 rows.
 #pragma once
 
-#include "split.h"
+#include "attend.h"
 
 namespace kvpress {
 

@@ -14,7 +14,7 @@ class Int8Keys {
     return side.dtype == kFloat16 && side.group_channels == 1 && side.channels <= kMaxChannels;
   }
 
-  Int8Keys(const CodedRows& rows, int64_t queries, int query_stride)
+  Int8Keys(const PackedRows& rows, int64_t queries, int query_stride)
       : rows_(rows),
         queries_(int(queries)),
         stride_(query_stride),
@@ -134,7 +134,7 @@ class Int8Keys {
     });
   }
 
-  const CodedRows& rows_;
+  const PackedRows& rows_;
   const int queries_, stride_;
   const float* q_ = nullptr;
   int64_t group_ = -1;

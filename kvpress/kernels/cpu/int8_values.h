@@ -24,7 +24,7 @@ class Int8Values {
     return true;
   }
 
-  Int8Values(const CodedRows& rows, int64_t queries)
+  Int8Values(const PackedRows& rows, int64_t queries)
       : rows_(rows),
         queries_(int(queries)),
         groups_(int(rows.scales_per_row())),
@@ -194,7 +194,7 @@ class Int8Values {
 
   int8_t* bytes(int group, int m) const { return bytes_ + (group * queries_ + m) * 2 * kChunk; }
 
-  const CodedRows& rows_;
+  const PackedRows& rows_;
   const int queries_, groups_, pairs_;
   Buffer<__m512i> pick_;    // [groups]: where the scales of 32 rows are
   Buffer<__mmask32> live_;  // [groups, pairs]: which of them each pair of source vectors holds

@@ -1,7 +1,7 @@
 // Products of queries with quantised labels, one scale and zero per label, straight from the packed codes.
 #pragma once
 
-#include "pages_problem.h"
+#include "scores_problem.h"
 #include "tile.h"
 
 namespace kvpress {
@@ -23,7 +23,7 @@ inline Words multiply_halves(Words sum, Words x, int32_t pair) {
 // shift yield two codes each at a time.
 class CodedLabels {
  public:
-  explicit CodedLabels(const Pages& p)
+  explicit CodedLabels(const Scores& p)
       : p_(p),
         bits_(int(p.bits)),
         depth_(int(p.stride + 3) / 4),
@@ -159,7 +159,7 @@ class CodedLabels {
         std::memcpy(words_ + at / 4 * kTileRows + t, codes + t * p_.stride + at, std::min<int64_t>(4, p_.stride - at));
   }
 
-  const Pages& p_;
+  const Scores& p_;
   const int bits_, depth_;  // bits of a code, and words of a row
   const int pairs_;         // of codes in the words of a row
   float unit_ = 0;

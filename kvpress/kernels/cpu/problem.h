@@ -1,4 +1,5 @@
-// The plain C structures that cross the ctypes boundary; mirrored field by field in launch.py.
+// The plain C structures that decode attention takes: eight bytes a field, in the order in which Python packs them
+// (formats/*.py list those of rows, decode/cpu.py the others).
 #pragma once
 
 #include <cstdint>
@@ -22,39 +23,46 @@ struct Correction {
   int64_t outliers;
 };
 
-// Rows of keys or values. A dense cache leaves `scale` null; a quantised one stores codes in `data`.
+// Rows of keys or values. Dense ones leave `scale` and what follows from `bits` on zero.
 struct Rows {
-  const void* data;     // dense [R, channels], or codes uint8 [R, channels * bits / 8]
-  const void* scale;    // [R / group_rows, channels / group_channels]
-  const void* zero;     // same shape as scale
+  const void* data;          // dense [R, channels], or codes uint8 [R, channels * bits / 8]
+  const void* scale;         // [R / group_rows, channels / group_channels]
+  const void* zero;          // same shape as scale
+  const int32_t* row_group;  // [R] or null
   int64_t channels;
-  int64_t stride;       // elements (dense) or bytes (codes) between two rows
-  int64_t dtype;        // of data (dense) or of scale and zero (codes)
+  int64_t stride;            // elements (dense) or bytes (codes) between two rows
+  int64_t dtype;             // of data (dense) or of scale and zero (codes)
   int64_t bits;
   int64_t group_rows;
   int64_t group_channels;
-  int64_t groups;         // rows of scale and zero
-  Correction correction;  // of codes only
+  int64_t groups;            // rows of scale and zero
+  Correction correction;
 };
 
-struct Problem {
-  const float* q;            // [N, M, D]
-  const int64_t* starts;     // [N], or null when `listed` is given
-  const int64_t* lengths;    // [N]
-  const int32_t* listed;     // [N, listed_stride] row numbers, or null
-  const int32_t* row_group;  // [R] or null
-  const float* bias;         // [R] or null
-  float* out;                // [N, M, Dv]
-  float* lse;                // [N, M]
-  int64_t rows;              // R
-  int64_t streams;           // N
-  int64_t queries;           // M
+// Queries and which rows they attend to, whatever the format of the rows.
+struct Attention {
+  const float* q;           // [N, M, D]
+  const int64_t* starts;    // [N], or null when `listed` is given
+  const int32_t* listed;    // [N, listed_stride] row numbers, or null
+  const int64_t* lengths;   // [N]
+  const int64_t* owner;     // [N]: whose books and shifts a stream reads, or null for its own
+  const float* log_weight;  // [R], added to the logits, or null
+  float* out;               // [N, M, Dv]
+  float* lse;               // [N, M]
+  int64_t rows;             // R
+  int64_t streams;          // N
+  int64_t queries;          // M
   int64_t listed_stride;
-  int64_t causal;            // query tokens per stream, 0 when every query sees every row
-  int64_t bf16_queries;      // every element of q is exactly representable in bfloat16
+  int64_t causal;           // query tokens per stream, 0 when every query sees every row
+  int64_t bf16_queries;     // every element of q is exactly representable in bfloat16
   int64_t threads;
   double scale;
-  double softcap;            // 0 when absent
+  double softcap;           // 0 when absent
+
+  int64_t owner_of(int64_t stream) const { return owner ? owner[stream] : stream; }
+};
+
+struct Problem : Attention {
   Rows keys;
   Rows values;
 };

@@ -9,7 +9,7 @@ namespace kvpress {
 // fine ones, and the queries by the coarse ones backwards: once for all rows in a block of kStep positions.
 class RotaryDot {
  public:
-  explicit RotaryDot(const Lookup& p)
+  explicit RotaryDot(const CodedProblem& p)
       : p_(p),
         half_(int(p.rotary / 2)),
         rest_(int(p.keys.channels() - p.rotary)),
@@ -100,7 +100,7 @@ class RotaryDot {
     if (left) step(c, [left](const float* p) KVPRESS_INLINE_LAMBDA { return load_part(p, left); });
   }
 
-  const Lookup& p_;
+  const CodedProblem& p_;
   const int half_, rest_;
   const int high_, width_;  // of a query: where the second channels of pairs begin, and where the next query does
   uint64_t block_ = 0;      // that turned_ is for

@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "simd.h"
 #include "split.h"
 
 namespace kvpress {

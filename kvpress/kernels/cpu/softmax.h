@@ -16,23 +16,23 @@ constexpr float kLn2 = 0.69314718055995f;
 class Softmax {
  public:
   explicit Softmax(const Problem& problem)
-      : p_(problem), bias_(kScoreStride), max_(problem.queries), sum_(problem.queries) {}
+      : p_(problem), log_weights_(kScoreStride), max_(problem.queries), sum_(problem.queries) {}
 
   void begin() {
     std::fill_n(static_cast<float*>(max_), p_.queries, -INFINITY);
     std::fill_n(static_cast<float*>(sum_), p_.queries, 0.f);
   }
 
-  void load_bias(const int64_t* rows, int count) {
-    if (p_.bias)
-      for (int t = 0; t < count; ++t) bias_[t] = p_.bias[rows[t]];
+  void load_log_weights(const int64_t* rows, int count) {
+    if (p_.log_weight)
+      for (int t = 0; t < count; ++t) log_weights_[t] = p_.log_weight[rows[t]];
   }
 
   // Only the first `visible` of `count` rows get a weight. Returns the factor by which everything accumulated so far
   // must be scaled.
   float weigh(int64_t m, float* logits, int visible, int count) {
     const int padded = round_up(count, 32);
-    const bool plain = !p_.bias && p_.softcap == 0 && p_.scale > 0;
+    const bool plain = !p_.log_weight && p_.softcap == 0 && p_.scale > 0;
     if (!plain) to_base_two(logits, padded);
     std::fill(logits + visible, logits + padded, -INFINITY);
     const float scale = plain ? float(p_.scale) * kLog2e : 1.f;
@@ -63,7 +63,7 @@ class Softmax {
     for (int t = 0; t < padded; t += kLanes) {
       F x = mul(load(logits + t), set1(float(p_.scale)));
       if (p_.softcap != 0) x = mul(set1(float(p_.softcap)), tanh(mul(x, set1(float(1 / p_.softcap)))));
-      if (p_.bias) x = add(x, load(bias_ + t));
+      if (p_.log_weight) x = add(x, load(log_weights_ + t));
       store(logits + t, mul(x, set1(kLog2e)));
     }
   }
@@ -74,7 +74,7 @@ class Softmax {
   }
 
   const Problem& p_;
-  Buffer<float> bias_, max_, sum_;
+  Buffer<float> log_weights_, max_, sum_;
 };
 
 }  // namespace kvpress

@@ -3,19 +3,26 @@
 // The pieces depend on the lengths only, so the result does not depend on the number of threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <memory>
 #include <vector>
 
-#include "attend.h"
+#include "buffer.h"
+#include "problem.h"
 
 namespace kvpress {
 
+// A range of rows of one stream.
+struct Piece {
+  int64_t stream, begin, end;
+  float *out, *lse;  // final results, or a slot of the scratch that merge() reads
+};
+
 // Combine the pieces of one stream: out = sum_i w_i out_i with w_i = exp(lse_i - lse).
-inline void merge(const Problem& p, const Piece* pieces, int64_t count, float* out, float* lse) {
-  const int64_t channels = p.values.channels;
-  for (int64_t m = 0; m < p.queries; ++m) {
+inline void merge(int64_t queries, int64_t channels, const Piece* pieces, int64_t count, float* out, float* lse) {
+  for (int64_t m = 0; m < queries; ++m) {
     float best = -INFINITY, total = 0;
     for (int64_t i = 0; i < count; ++i) best = std::max(best, pieces[i].lse[m]);
     std::fill_n(out + m * channels, channels, 0.f);
@@ -47,7 +54,7 @@ void parallel(int64_t count, int64_t threads, Make make) {
 }
 
 // The first stream that refers to rows that are not stored, or -1.
-inline int first_invalid(const Problem& p) {
+inline int first_invalid(const Attention& p) {
   for (int64_t n = 0; n < p.streams; ++n) {
     const int64_t start = p.listed ? 0 : p.starts[n], length = p.lengths[n];
     if (start < 0 || length < 0 || start + length > (p.listed ? p.listed_stride : p.rows)) return int(n);
@@ -58,39 +65,38 @@ inline int first_invalid(const Problem& p) {
   return -1;
 }
 
-// Returns -1, or the number of a stream that makes the problem invalid.
-template <class Reader>
-int attend_all(const Problem& p) {
-  if (const int bad = first_invalid(p); bad >= 0) return bad;
-  // Long enough that a piece's partial result is small next to the rows it read.
-  const int64_t piece_rows = std::max<int64_t>(1024, 64 * p.queries);
-  const int64_t per_piece = p.queries * (p.values.channels + 1);
+// Attend in pieces of at most `piece_rows` rows. `make(longest)` returns the worker of a thread for pieces of at most so
+// many rows; its attend(piece) is false where rows refer to something that is not stored. Returns -1, or the number of
+// such a stream.
+template <class Make>
+int attend_pieces(const Attention& p, int64_t channels, int64_t piece_rows, Make make) {
+  const int64_t out_size = p.queries * channels, slot_size = out_size + p.queries;
   std::vector<Piece> pieces;
   std::vector<int64_t> first(p.streams + 1, 0);
+  int64_t longest = 0;
   for (int64_t n = 0; n < p.streams; ++n) {
     for (int64_t at = 0; at == 0 || at < p.lengths[n]; at += piece_rows)
       pieces.push_back({n, at, std::min(at + piece_rows, p.lengths[n]), nullptr, nullptr});
     first[n + 1] = int64_t(pieces.size());
+    longest = std::max(longest, std::min(piece_rows, p.lengths[n]));
   }
-  const bool split = int64_t(pieces.size()) > p.streams;
-  Buffer<float> scratch(split ? int64_t(pieces.size()) * per_piece : 0);
+  const auto parts = [&](int64_t n) { return first[n + 1] - first[n]; };
+  Buffer<float> scratch(int64_t(pieces.size()) > p.streams ? int64_t(pieces.size()) * slot_size : 0);
   for (size_t i = 0; i < pieces.size(); ++i) {
     Piece& piece = pieces[i];
-    const bool whole = first[piece.stream + 1] - first[piece.stream] == 1;
-    float* slot = scratch + int64_t(i) * per_piece;
-    piece.out = whole ? p.out + piece.stream * p.queries * p.values.channels : slot;
-    piece.lse = whole ? p.lse + piece.stream * p.queries : slot + p.queries * p.values.channels;
+    const bool whole = parts(piece.stream) == 1;
+    piece.out = whole ? p.out + piece.stream * out_size : scratch + int64_t(i) * slot_size;
+    piece.lse = whole ? p.lse + piece.stream * p.queries : piece.out + out_size;
   }
   std::vector<char> valid(pieces.size());
   parallel(int64_t(pieces.size()), p.threads, [&] {
-    return [&, worker = std::make_shared<Worker<Reader>>(p)](int64_t i) { valid[i] = worker->attend(pieces[i]); };
+    return [&, worker = make(longest)](int64_t i) { valid[i] = worker->attend(pieces[i]); };
   });
   for (size_t i = 0; i < pieces.size(); ++i)
     if (!valid[i]) return int(pieces[i].stream);
   for (int64_t n = 0; n < p.streams; ++n)
-    if (first[n + 1] - first[n] > 1)
-      merge(p, &pieces[first[n]], first[n + 1] - first[n], p.out + n * p.queries * p.values.channels,
-            p.lse + n * p.queries);
+    if (parts(n) > 1)
+      merge(p.queries, channels, &pieces[first[n]], parts(n), p.out + n * out_size, p.lse + n * p.queries);
   return -1;
 }
 

@@ -1,5 +1,5 @@
-"""Decode attention in Triton: the operators of `kvpress.kernels` on CUDA tensors.
+"""What the Triton back ends of all operators share.
 
-Every launcher takes what its operator takes, reads lengths on the device and launches a grid that depends on shapes only, so
-a step can be captured in a CUDA graph. Importing this package does not import triton; its modules do.
+Every launcher reads lengths on the device and launches a grid that depends on shapes only, so a step can be captured in a CUDA
+graph. Importing this package does not import triton; its modules do, but for `device`.
 """

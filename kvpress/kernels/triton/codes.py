@@ -1,4 +1,4 @@
-"""Read packed codes and their scales; the layout is that of `kvpress.kernels.packed`.
+"""Read packed codes and their scales; the layout is that of `kvpress.kernels.formats.packing`.
 
 A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys
 or [BN, 1] and [1, W] for values, so one function serves both. Column j of a row of D channels holds the channels

@@ -1,4 +1,4 @@
-"""The bundled model is loaded once, and a press does what a test tells it to do."""
+"""A press does what a test tells it to do."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from kvpress_eval import runner
 
 import kvpress
-from kvpress import registry
-from kvpress.presses.base import view_of
-from tests.eval.faults.runs import bundled_model
-
-
-@pytest.fixture(autouse=True)
-def _load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "load_engine", lambda config: bundled_model())
+from kvpress.core import registry
+from kvpress.observe.view import view_of
 
 
 @dataclass

@@ -12,17 +12,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
-from kvpress_eval.config import RunConfig
+from kvpress_eval.common.errors import EvalError
+from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.console import app
-from kvpress_eval.errors import EvalError
-from kvpress_eval.models import Engine, load_engine
-from kvpress_eval.runner import run
+from kvpress_eval.run.runner import run
 from rich.console import Console
 
 from tests.eval.content import content
@@ -30,6 +28,8 @@ from tests.eval.content import content
 Small = Callable[..., RunConfig]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
+PATIENCE = 600
+"""Seconds after which a process hangs, and is not slow."""
 
 
 def work(config: RunConfig) -> None:
@@ -61,7 +61,8 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def wait_for(happened: Callable[[], bool], process: BaseProcess) -> None:
-    deadline = time.monotonic() + 60
+    """Wait until something has happened, however slow the machine is, or the process has ended."""
+    deadline = time.monotonic() + PATIENCE
     while not happened() and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -98,8 +99,3 @@ def options(config: RunConfig) -> list[str]:
     numbers = ["--samples", str(config.samples), "--max-new-tokens", str(config.max_new_tokens), "--threads", "1"]
     lengths = ["--lengths", ",".join(map(str, config.lengths)), "--tasks", ",".join(config.tasks)]
     return ["eval", *presses, *lengths, *numbers, "--out", str(config.out)]
-
-
-@cache
-def bundled_model() -> Engine:
-    return load_engine(RunConfig(lengths=(64,)))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpress_eval.errors import DiskFullError, OutputError
-from kvpress_eval.runner import run
-from kvpress_eval.store import read_rows
+from kvpress_eval.common.errors import DiskFullError, OutputError
+from kvpress_eval.results.store import read_rows
+from kvpress_eval.run.runner import run
 from rich.console import Console
 
 from tests.eval.content import content

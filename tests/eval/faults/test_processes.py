@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvpress_eval.runner import run
-from kvpress_eval.store import read_rows
+from kvpress_eval.results.store import read_rows
+from kvpress_eval.run.runner import run
 from rich.console import Console
 
 from tests.eval.content import content
+from tests.eval.engines import bundled_model
 from tests.eval.faults.runs import (
+    PATIENCE,
     Small,
-    bundled_model,
     command,
     count,
     lines,
@@ -33,11 +34,9 @@ from tests.eval.faults.runs import (
 
 @pytest.mark.filterwarnings("ignore:.*dropped an unfinished last line")
 def test_kill_9_at_random_moments(small: Small, quiet: Console, tmp_path: Path) -> None:
-    config = small(
-        presses=("none", "random:0.5", "kivi:bits=4,residual_length=8"), tasks=("niah_single", "vt"), samples=10
-    )
+    config = small(presses=("random:0.5", "kivi:bits=4,residual_length=8"), tasks=("niah_single", "vt"), samples=10)
     rng = random.Random(9)  # noqa: S311  # reproducible, not secret
-    for done in [0, *sorted(rng.sample(range(2, 45), 5))]:
+    for done in [0, *sorted(rng.sample(range(2, 30), 5))]:
         before = lines(config)
         process = start(work, config)
         wait_for(lambda done=done: count(config) >= done, process)  # type: ignore[misc]
@@ -51,7 +50,7 @@ def test_kill_9_at_random_moments(small: Small, quiet: Console, tmp_path: Path) 
         assert sum(read_rows(path)[2] for path in files) <= 1
         assert not any(read_rows(path)[1] for path in files)
     kept = {line for rows in lines(config).values() for line in rows}
-    assert 2 <= len(kept) < 60
+    assert 2 <= len(kept) < 40
     assert run(config, quiet).exit_code == 0
     assert kept < {line for rows in lines(config).values() for line in rows}
     assert content(config) == uninterrupted(config, tmp_path)
@@ -61,17 +60,17 @@ def test_kill_9_at_random_moments(small: Small, quiet: Console, tmp_path: Path) 
     ("signals", "code"), [([signal.SIGINT], 130), ([signal.SIGINT] * 2, 130), ([signal.SIGTERM], 143)]
 )
 def test_signals_end_the_command_in_time(small: Small, quiet: Console, signals: list[int], code: int) -> None:
-    # Long enough that a second signal meets a sample, not the end of the interpreter.
-    config = small(presses=("none",), samples=8, lengths=(1024,))
+    # Long enough that all signals meet samples, not the end of the interpreter, on a machine that has much else to do.
+    config = small(presses=("none",), samples=12, lengths=(1024,))
     process = start(command, options(config))
     wait_for(lambda: count(config) >= 2, process)
     for number in signals:
         assert process.pid is not None
         os.kill(process.pid, number)
         time.sleep(0.01)
-    process.join(10)
+    process.join(PATIENCE)
     assert process.exitcode == code
-    assert 2 <= count(config) < 8
+    assert 2 <= count(config) < 12
     assert not any(read_rows(path)[2] for path in config.out.glob("cells/*/rows.jsonl"))
     assert run(config, quiet).exit_code == 0
 
@@ -115,7 +114,7 @@ def test_eight_processes_race_for_cells_and_one_dies(small: Small, quiet: Consol
     wait_for(lambda: count(config) >= 10, processes[0])
     processes[0].kill()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     assert processes[0].exitcode == -signal.SIGKILL
     assert {process.exitcode for process in processes[1:]} <= {0, 5}
     result = run(config, quiet)

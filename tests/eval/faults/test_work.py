@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvpress_eval import environment, job, runner
-from kvpress_eval.config import RunConfig
-from kvpress_eval.models import load_engine
-from kvpress_eval.runner import run
+from kvpress_eval.run import environment, job, runner
+from kvpress_eval.run.models import load_engine
+from kvpress_eval.run.runner import run
 from rich.console import Console
 
 from tests.eval.content import content
@@ -108,8 +107,8 @@ def test_without_any_memory_the_next_cell_runs(small: Small, quiet: Console, sab
 
 
 def test_nan_while_decoding_is_never_a_score(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(config: RunConfig) -> Any:
-        engine = load_engine(config)
+    def broken(*arguments: Any) -> Any:
+        engine = load_engine(*arguments)
 
         def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             return output * torch.nan if output.shape[1] == 1 else output
@@ -127,8 +126,8 @@ def test_nan_while_decoding_is_never_a_score(small: Small, quiet: Console, monke
 def test_a_slow_sample_times_out_alone(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(presses=("none",), max_seconds_per_sample=2.0)
 
-    def slow(config: RunConfig) -> Any:
-        engine = load_engine(config)
+    def slow(*arguments: Any) -> Any:
+        engine = load_engine(*arguments)
 
         def wait(module: Any, inputs: Any) -> None:
             if count(config) == 1:

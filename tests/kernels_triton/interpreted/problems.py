@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpress.kernels import reference as plain
+from kvpress.kernels import Rows, Where
 from tests.kernels.builders import Streams, assert_same_lse
 
 LENGTHS = [0, 1, 17, 63, 129]
@@ -13,21 +13,18 @@ LENGTHS = [0, 1, 17, 63, 129]
 
 def poison(s: Streams, *tensors: Tensor) -> None:
     """Make every stored row that no stream uses not a number."""
-    unused = torch.ones(s.rows, dtype=torch.bool)
-    unused[torch.cat(plain.ranges(s.starts, s.lengths))] = False
     for tensor in tensors:
-        tensor[unused] = float("nan")
+        tensor[s.unused()] = float("nan")
 
 
-def lowest_precision(
-    q: Tensor, keys: Tensor, values: Tensor, rows: list[Tensor], scale: float, dtype: torch.dtype
-) -> Tensor:
+def lowest_precision(q: Tensor, rows: Rows, where: Where, scale: float, dtype: torch.dtype) -> Tensor:
     """What torch computes when queries, keys, weights and values are all of one dtype."""
-    out = torch.zeros(*q.shape[:2], values.shape[1])
-    for n, listed in enumerate(rows):
-        if len(listed):
-            logits = (q[n].to(dtype) @ keys[listed].to(dtype).T).float() * scale
-            out[n] = (logits.softmax(-1).to(dtype) @ values[listed].to(dtype)).float()
+    out = torch.zeros(*q.shape[:2], rows.values.channels)
+    for n, numbers in enumerate(where.numbers()):
+        if len(numbers):
+            keys, values = rows.keys.read(numbers, n).to(dtype), rows.values.read(numbers, n).to(dtype)
+            logits = (q[n].to(dtype) @ keys.T).float() * scale
+            out[n] = (logits.softmax(-1).to(dtype) @ values).float()
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpress.kernels.triton.merge import merge, reference
+from kvpress.kernels.attention.triton.merge import merge, reference
 from tests.kernels.builders import assert_same_lse, relative_error
 
 

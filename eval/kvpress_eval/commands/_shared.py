@@ -1,0 +1,77 @@
+"""What the commands share: options, the configuration they make, errors and exit codes.
+
+Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvpress_eval.common.errors import EvalError
+from kvpress_eval.run.interrupt import INTERRUPTED, TERMINATED, Terminated
+
+if TYPE_CHECKING:
+    from kvpress_eval.config.schema import RunConfig
+
+Model = Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")]
+Samples = Annotated[int, typer.Option(help="Texts.")]
+TextFile = Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")]
+FigureFile = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
+Seed = Annotated[int, typer.Option(help="Seed of the generated texts.")]
+BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+
+_FIELDS = ("model", "samples", "seed", "language", "batch_size", "dtype", "device", "threads")
+"""Options that mean the same to every command that has them."""
+_PLAIN_WIDTH = 120
+"""Columns of tables that go to a file or a pipe."""
+
+
+def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, length: int) -> RunConfig:
+    """Return the configuration of a command that measures presses at one length, from its options."""
+    from kvpress_eval.config.load import load_config
+
+    own = {name: options[name] for name in _FIELDS if name in options}
+    return load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+
+
+def split(text: str) -> list[str]:
+    """Return the parts of a list that is separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@contextmanager
+def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
+    """Turn errors into a message and an exit code, and keep the libraries' own chatter off the terminal."""
+    terminal = Console()
+    try:
+        if loads_models:
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+        yield terminal if terminal.is_terminal else Console(width=_PLAIN_WIDTH)
+    except EvalError as error:
+        _fail(str(error), error.exit_code, error)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("kvpress"):
+            raise
+        _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
+    except Terminated:
+        raise typer.Exit(TERMINATED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _fail(message: str, code: int, error: Exception) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text(f"error: {message}", style="red"))
+    raise typer.Exit(code) from error

@@ -1,0 +1,42 @@
+"""`kvpress demo`: what every kind of press costs and saves, on a small real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpress_eval.commands import _shared as shared
+from kvpress_eval.commands.eval import measure_and_write
+
+if TYPE_CHECKING:
+    from kvpress_eval.config.schema import RunConfig
+
+PRESSES = (
+    "none",
+    "random:0.5",
+    "streaming_llm:0.5",
+    "snapkv:0.5",
+    "tova:0.5",
+    "h2o:0.5",
+    "expected_attention:0.5,epsilon=0.01",
+    "adakv(expected_attention:0.5,epsilon=0.01)",
+    "kivi:bits=4,residual_length=32",
+    "kivi:bits=2,residual_length=32",
+    "quest:budget=128",
+    "expected_attention:0.25,epsilon=0.01 + kivi:bits=4,residual_length=32 + quest:budget=128",
+)
+
+
+def command(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo")) -> None:
+    """Show on a small real model what eviction, quantisation and selection cost and save."""
+    with shared.exit_codes() as console:
+        measure_and_write([demo_config(out)], console)
+
+
+def demo_config(out: Path) -> RunConfig:
+    """Return a run that takes a few minutes on two CPU cores."""
+    from kvpress_eval.config.schema import RunConfig
+
+    return RunConfig(presses=PRESSES, lengths=(1024,), samples=10, max_new_tokens=16, threads=1, out=out)

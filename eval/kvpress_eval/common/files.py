@@ -1,0 +1,74 @@
+"""Files that are written as a whole or not at all, the folders they need, and the hash that names a value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from kvpress_eval.common.errors import OutputError, translated_os_errors
+
+
+def hash_json(value: object) -> str:
+    """Return the SHA-256 of a value's canonical JSON: sorted keys, no spaces, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_object(path: Path, *, set_aside: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if there is no file or it is damaged.
+
+    A damaged file is left where it is, or moved to `*.corrupt` with a warning, so that another can take its place.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    if set_aside:
+        warnings.warn(f"{path}: not readable, moved to *.corrupt", stacklevel=3)
+        with translated_os_errors(path):
+            os.replace(path, path.with_name(f"{path.name}.corrupt"))
+    return None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file as a whole or not at all."""
+    replace_file(path, json.dumps(value, indent=1).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file's content in one step that a crash cannot split."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with translated_os_errors(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for results, or say why nothing can be written there."""
+    with translated_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {folder}: no permission")
+
+
+def make_room(path: Path, example: str) -> None:
+    """Make the folder of a file that will be written, so that a wrong path is told before any work is done for it."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file such as {path / example}")
+    make_folder(path.parent)

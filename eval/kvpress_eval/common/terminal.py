@@ -1,0 +1,25 @@
+"""How tables and numbers look on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+
+MISSING = "-"
+
+
+def number(value: float | None, digits: int) -> str:
+    """Return a number with so many decimals, or a dash for one that was not measured."""
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def plain_table(texts: Iterable[str], numbers: Iterable[str], gap: int = 2, **style: Any) -> Table:
+    """Return a table without lines: columns of texts, which fold where they are too long, then columns of numbers."""
+    table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), **style)
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table

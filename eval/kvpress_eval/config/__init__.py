@@ -1,0 +1,1 @@
+"""What is to be measured, validated before any work."""

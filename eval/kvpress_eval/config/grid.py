@@ -1,0 +1,77 @@
+"""A grid of models x presses x ratios x tasks x lengths: one file or command, one validated run for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kvpress
+from kvpress.core.press import BudgetPress
+from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.config.load import read_values, validate
+from kvpress_eval.config.schema import RunConfig
+
+RATIO = "{ratio}"
+"""What stands for each ratio of a grid in the spec of a press."""
+KEYS = ("models", "ratios")
+"""What a grid takes beside the fields of a run."""
+
+
+def load_grid(path: Path | None, overrides: dict[str, Any]) -> list[RunConfig]:
+    """Return one run per model of a file (or of the defaults) with some keys replaced.
+
+    `models` may stand for `model`. Every ratio of `ratios` takes the place of `{ratio}` in a press, or is given to a press that
+    is only named; other presses come once.
+
+    Raises:
+        ConfigError: a key is unknown, a value wrong, or a ratio has no press to go to.
+    """
+    values, lines = read_values(path, KEYS)
+    if "model" in overrides or "models" in overrides:
+        values.pop("model", None), values.pop("models", None)
+    values = {**values, **overrides}
+    models, ratios = _sequence(values, "models"), _sequence(values, "ratios")
+    if models is not None and "model" in values:
+        raise ConfigError("give model or models, not both")
+    if ratios is not None:
+        values["presses"] = expand_ratios(_sequence(values, "presses") or (), ratios)
+    if models is None:
+        return [validate(values, path, lines, overrides)]
+    return [validate({**values, "model": model}, path, lines, overrides) for model in dict.fromkeys(models)]
+
+
+def expand_ratios(presses: Sequence[str], ratios: Sequence[Any]) -> list[str]:
+    """Return the presses of a grid, those that take a ratio once for each."""
+    expanded, used = [], False
+    for spec in presses:
+        template = f"{spec}:{RATIO}" if _is_budget(spec) else str(spec)
+        varies = RATIO in template
+        expanded += [template.replace(RATIO, str(ratio)) for ratio in ratios] if varies else [template]
+        used |= varies
+    if not used:
+        raise ConfigError(
+            f"ratios {list(ratios)} go to no press: name an evicting press alone, as in `snapkv`, or write {RATIO} where "
+            f"its ratio stands, as in `adakv(snapkv:{RATIO})`"
+        )
+    return expanded
+
+
+def _is_budget(spec: Any) -> bool:
+    """Whether a press is only named, and is one that is told how much to keep."""
+    if not isinstance(spec, str) or not spec.strip().isidentifier():
+        return False
+    try:
+        return isinstance(kvpress.get_press(spec), BudgetPress)
+    except (KeyError, ValueError, TypeError):
+        return False
+
+
+def _sequence(values: dict[str, Any], key: str) -> Sequence[Any] | None:
+    """Take a key that is no field of a run, or look at one that is; None if it is absent."""
+    found = values.pop(key, None) if key in KEYS else values.get(key)
+    if found is None:
+        return None
+    if isinstance(found, str) or not isinstance(found, Sequence) or not found:
+        raise ConfigError(f"{key}: expected a list with at least one item, got {found!r}")
+    return found

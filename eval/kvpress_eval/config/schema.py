@@ -1,0 +1,125 @@
+"""What a run measures: one frozen, validated object, the same from Python, the command line or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+import kvpress
+from kvpress_eval.tasks.catalogue import kind_of
+from kvpress_eval.tasks.filler import KINDS
+from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
+from kvpress_eval.tasks.local import PREFIX
+
+REFERENCE = "reference"
+
+Length = Annotated[int, Field(ge=16)]
+Depth = Annotated[float, Field(ge=0, le=1)]
+
+
+class RunConfig(BaseModel):
+    """A grid of presses, tasks and lengths on one model.
+
+    The context is compressed before the question is seen, unless `question_aware`. `depth` hides the answer
+    at that fraction of the context (None: anywhere), `depths` at each of several. `filler` surrounds it: "noise",
+    "repeat" or `file:PATH`. `max_new_tokens` None is what the answers of a task may need. `language` "auto" is the
+    reference model's own language for the model `reference`, English for every other. `device_map` spreads the layers of a
+    model over all devices, as accelerate does. `data_dir` holds the files of
+    published benchmarks, where they do not come from the hub.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = REFERENCE
+    presses: tuple[str, ...] = Field(default=("none",), min_length=1)
+    tasks: tuple[str, ...] = Field(default=tuple(TRAINED), min_length=1)
+    lengths: tuple[Length, ...] = Field(default=(512, 1024), min_length=1)
+    samples: int = Field(default=50, ge=1)
+    seed: int = 0
+    filler: str = "noise"
+    language: Literal["auto", "reference", "english"] = Field(default="auto", validate_default=True)
+    question_aware: bool = False
+    depth: Depth | None = None
+    depths: tuple[Depth, ...] = ()
+    data_dir: Path | None = None
+    out: Path = Path("runs/eval")
+    batch_size: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    threads: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_seconds_per_sample: float | None = Field(default=None, gt=0)
+
+    @field_validator("presses")
+    @classmethod
+    def _presses_exist(cls, presses: tuple[str, ...]) -> tuple[str, ...]:
+        for spec in presses:
+            try:
+                kvpress.get_press(spec)
+            except (KeyError, ValueError, TypeError) as error:
+                raise ValueError(f"press {spec!r}: {error.args[0] if error.args else error}") from error
+        return tuple(dict.fromkeys(" ".join(spec.split()) for spec in presses))
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_exist(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        for task in tasks:
+            kind_of(task)
+        return tuple(dict.fromkeys(tasks))
+
+    @field_validator("lengths")
+    @classmethod
+    def _lengths_once(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(lengths))
+
+    @field_validator("filler")
+    @classmethod
+    def _filler_exists(cls, filler: str) -> str:
+        if filler not in KINDS and not filler.startswith(PREFIX):
+            raise ValueError(f"must be {', '.join(KINDS)} or {PREFIX}PATH, got {filler!r}")
+        return filler
+
+    @field_validator("language")
+    @classmethod
+    def _words_exist(cls, language: str, info: ValidationInfo) -> str:
+        wording = _wording(language, info.data.get("model", ""))
+        for task in info.data.get("tasks", ()):
+            if task in TASKS and task not in worded(wording):
+                raise ValueError(
+                    f"the reference model was not trained on {task!r}: language {wording!r} has words for "
+                    f"{', '.join(worded(wording))}; for other tasks take another model, or language english"
+                )
+        if wording == REFERENCE and info.data.get("filler", "").startswith(PREFIX):
+            raise ValueError(
+                f"the reference model reads no other text: with language {wording!r} filler must be "
+                f"{' or '.join(KINDS)}"
+            )
+        return language
+
+    @field_validator("depths")
+    @classmethod
+    def _one_way_to_say_depth(cls, depths: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        if depths and info.data.get("depth") is not None:
+            raise ValueError("give depth or depths, not both")
+        return tuple(dict.fromkeys(depths))
+
+    @field_validator("device_map")
+    @classmethod
+    def _one_way_to_say_device(cls, device_map: str | None, info: ValidationInfo) -> str | None:
+        if device_map and info.data.get("device", "auto") != "auto":
+            raise ValueError("give device or device_map, not both: a map places the layers itself")
+        return device_map
+
+    @property
+    def wording(self) -> str:
+        """The language that "auto" stands for."""
+        return _wording(self.language, self.model)
+
+
+def _wording(language: str, model: str) -> str:
+    if language != "auto":
+        return language
+    return "reference" if model == REFERENCE else "english"

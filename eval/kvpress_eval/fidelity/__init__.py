@@ -1,0 +1,1 @@
+"""How close a compressed cache stays to the full one, without labels."""

@@ -1,0 +1,132 @@
+"""Texts read as generation reads them: a context in one pass, what follows through the compressed cache.
+
+A context is read once for all presses that can share the reading; each then continues behind its own cache.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+import kvpress
+from kvpress.hf.models import new_cache
+from kvpress.hf.session import Session
+from kvpress_eval.common.errors import ConfigError, EvalError
+from kvpress_eval.fidelity.layers import FullLayer
+from kvpress_eval.run import memory
+from kvpress_eval.run.generation import parts
+
+Watcher = Callable[[Session], AbstractContextManager[None]]
+_PROMPT, _CONTINUATION = 0, 1
+"""Seeds for presses that draw at random: one for each part, for a shared reading leaves no trace in the generator."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Logits `[B, tokens, V]` after each token of a continuation, and what the cache held before and after it.
+
+    `layers` is what was recorded of the full cache, by the layer of the cache.
+    """
+
+    logits: Tensor
+    prompt: Any
+    end: Any
+    layers: dict[int, FullLayer] = field(default_factory=dict)
+
+
+def read_prompts(model: Any, presses: Sequence[str], ids: Tensor) -> Iterator[tuple[str, Cache]]:
+    """Read contexts `ids [B, n]` once for the presses that share the reading, and yield each press with its cache.
+
+    Caches that fit in memory together come from one reading; where that fails, half of the presses are tried at a time.
+    Presses that cannot share a reading come last, each alone.
+
+    Raises:
+        ConfigError: a press does not suit the model or the contexts.
+    """
+    sharing = [press for press in presses if kvpress.get_press(press).recipe().shares_prefill]
+    groups = memory.fitting(model, sharing, kvpress.get_press, *ids.shape)
+    for group in [*groups, *([press] for press in presses if press not in sharing)]:
+        yield from _read_group(model, group, ids)
+
+
+@torch.inference_mode()
+def continue_reading(
+    model: Any, press: str, cache: Cache, ids: Tensor, chunk: int, watch: Watcher | None = None
+) -> Reading:
+    """Read `ids [B, tokens]` behind the cache of a press, `chunk` at a time; `watch` sees these passes.
+
+    Raises:
+        ConfigError: the press does not suit the text.
+        EvalError: the press breaks the model's numbers.
+    """
+    prompt = kvpress.memory_report(cache)
+    logits = []
+    with (
+        _seeded(_CONTINUATION),
+        config_errors(press),
+        kvpress.get_press(press)(model) as session,
+        watch(session) if watch else nullcontext(),
+    ):
+        for tokens in ids.split(chunk, dim=1):
+            logits.append(model(tokens, past_key_values=cache).logits)
+    joined = torch.cat(logits, dim=1)
+    if joined.isnan().any():
+        raise EvalError(f"press {press!r}: NaN in the logits")
+    return Reading(joined, prompt, kvpress.memory_report(cache))
+
+
+@contextmanager
+def config_errors(press: str) -> Iterator[None]:
+    """Say which press does not suit the model or the text."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"press {press!r}: {error}") from error
+
+
+def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[tuple[str, Cache]]:
+    if len(group) == 1:
+        yield group[0], _read_alone(model, group[0], ids)
+        return
+    caches: list[Cache] = []
+    try:
+        caches = _read_together(model, group, ids)
+    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
+        # The frames of the error hold what was read so far.
+        traceback.clear_frames(error.__traceback__)
+    if caches:
+        for press in group:
+            # Each cache is let go as soon as its continuation is read.
+            yield press, caches.pop(0)
+        return
+    memory.release()
+    for half in parts(group, (len(group) + 1) // 2):
+        yield from _read_group(model, half, ids)
+
+
+@torch.inference_mode()
+def _read_together(model: Any, group: Sequence[str], ids: Tensor) -> list[Cache]:
+    with _seeded(_PROMPT):
+        return kvpress.prefill(model, [kvpress.get_press(press) for press in group], ids).caches
+
+
+@torch.inference_mode()
+def _read_alone(model: Any, press: str, ids: Tensor) -> Cache:
+    cache = new_cache(model)
+    with _seeded(_PROMPT), config_errors(press), kvpress.get_press(press)(model):
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

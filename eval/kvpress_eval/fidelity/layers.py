@@ -1,0 +1,177 @@
+"""What every attention layer does along a continuation: how far its output moves, and how much of its attention is read.
+
+Measured where attention happens, beside the session of a press: in every layer whose cache grows, after the layer's attention
+and before the press evicts or encodes. Passes that a press makes for itself, such as reading tokens again, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.cache.attention import group_queries
+from kvpress.hf.layer import PressLayer
+from kvpress.hf.session import Session
+from kvpress.observe.call import LayerCall
+
+See = Callable[[LayerCall, Tensor], None]
+Feed = Callable[[int], Tensor]
+
+
+@contextmanager
+def watching(session: Session, see: See, feed: Feed | None = None) -> Iterator[None]:
+    """Show every pass of every layer with a growing cache to `see`: its call and the output `[B, n, hidden]` of its module.
+
+    With `feed(layer)` modules get this input in the place of their own.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if feed is None or session.watch is not None:
+            return None
+        return args[1:], {**kwargs, "hidden_states": feed(layer_of(module))}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del args
+        layer = kwargs["past_key_values"].layers[layer_of(module)]
+        if session.watch is None and isinstance(layer, PressLayer) and layer.call is not None:
+            see(layer.call, output[0] if isinstance(output, tuple) else output)
+
+    handles = []
+    for module in (session.modules[i] for i in session.growing):
+        # Ahead of the session's own hooks, which let the press act.
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_of(module: nn.Module) -> int:
+    """Return the layer of the cache that an attention module writes."""
+    return module.layer_idx  # type: ignore[return-value]
+
+
+@dataclass
+class FullLayer:
+    """One layer of a full cache along a continuation: what came in, what was asked and what came out, pass by pass.
+
+    `call` is the newest one, whose store holds all pairs.
+    """
+
+    call: LayerCall
+    inputs: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def recall(self, step: int, call: LayerCall) -> Tensor:
+        """Return which share of this layer's attention in pass `step` is on pairs that `call` reads, float32 `[B, n]`.
+
+        The mean over query heads. Learned sinks are no pairs: shares are of the attention that falls on pairs.
+        """
+        queries, read = self.queries[step], columns_read(call)
+        batch, _, length, _ = queries.shape
+        if read is None:
+            return torch.ones(batch, length, device=queries.device)
+        shares = []
+        for i, query in enumerate(queries.split(1, dim=2)):
+            if i and call.read is not None:
+                read = columns_read(call, i)
+                assert read is not None  # noqa: S101 - for type checkers; what one token reads in part, all do
+            weights = self.weights(query, call.seen_before + i + 1)
+            on_read = (weights * read[..., : weights.shape[-1]]).sum(dim=-1)
+            shares.append(on_read.view(batch, -1).mean(dim=1))
+        return torch.stack(shares, dim=1)
+
+    def weights(self, query: Tensor, seen: int) -> Tensor:
+        """Return the attention of one token's `query [B, Hq, 1, D]` to the first `seen` pairs, float32 `[N, G, seen]`."""
+        store = self.call.store
+        keys = store.window.filled_keys[:, :, :seen].flatten(0, 1)
+        return torch.softmax(self.call.logits(group_queries(query, store.heads), keys), dim=-1)
+
+
+class Recorder:
+    """Records the layers of a full cache along a continuation."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, FullLayer] = {}
+
+    def on(self, session: Session) -> AbstractContextManager[None]:
+        """Record while a session reads."""
+        return watching(session, self._see)
+
+    def _see(self, call: LayerCall, output: Tensor) -> None:
+        layer = self.layers.setdefault(layer_of(call.module), FullLayer(call))
+        layer.call = call
+        layer.inputs.append(call.hidden_states)
+        layer.queries.append(call.queries)
+        layer.outputs.append(output)
+
+
+class Meter:
+    """Measures the layers under a press against those of the full cache, pass by pass.
+
+    `isolated` gives every layer the input that it has with the full cache, so that what earlier layers did does not count;
+    then only errors are measured.
+    """
+
+    def __init__(self, full: dict[int, FullLayer], isolated: bool = False) -> None:
+        self.full, self.isolated = full, isolated
+        self.errors: dict[int, list[Tensor]] = {layer: [] for layer in full}
+        self.recalls: dict[int, list[Tensor]] = {layer: [] for layer in full}
+
+    def on(self, session: Session) -> AbstractContextManager[None]:
+        """Measure while a session reads what was recorded."""
+        return watching(session, self._see, self._feed if self.isolated else None)
+
+    def _feed(self, layer: int) -> Tensor:
+        return self.full[layer].inputs[len(self.errors[layer])]
+
+    def _see(self, call: LayerCall, output: Tensor) -> None:
+        layer = layer_of(call.module)
+        full, step = self.full[layer], len(self.errors[layer])
+        self.errors[layer].append(relative_error(output, full.outputs[step]))
+        if not self.isolated:
+            self.recalls[layer].append(full.recall(step, call))
+
+
+def by_layer(found: dict[int, list[Tensor]]) -> Tensor:
+    """Join what was measured of each layer and pass, `[B, n]`, as `[B, tokens, layers]` on the host."""
+    return torch.stack([torch.cat(parts, dim=1).cpu() for parts in found.values()], dim=-1)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Return ||found - expected|| / ||expected|| of vectors along the last axis, float32."""
+    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (found.float() - expected.float()).norm(dim=-1) / size
+
+
+def columns_read(call: LayerCall, token: int = 0) -> Tensor | None:
+    """Return which of the tokens seen a token of a pass reads the pairs of, bool `[N, G, seen]`; None where it reads all.
+
+    Pairs that a press made itself, which are those of no token, are not marked.
+    """
+    store = call.store
+    if call.read is None and all(count == store.seen for count in store.stored()):
+        return None
+    streams, window = store.batch * store.heads, store.window
+    read = torch.zeros(streams, call.queries.shape[1] // store.heads, store.seen, dtype=torch.bool)
+    read[:, :, window.first : window.first + window.length] = True
+    for i, segment in enumerate(store.sealed):
+        stream, columns = segment.layout.stream_of_row, segment.slots().cpu().long()
+        if call.read is None or i >= len(store.segments):
+            chosen = [torch.arange(segment.layout.total)]
+        else:
+            parts = [heads[i].of_tokens(slice(token * streams, (token + 1) * streams)) for heads in call.read]
+            filled = [torch.arange(part.rows.shape[1]) < part.counts.cpu()[:, None] for part in parts]
+            chosen = [part.rows.cpu().long()[real] for part, real in zip(parts, filled, strict=True)]
+        for rows, heads in zip(chosen, read.chunk(len(chosen), dim=1), strict=True):
+            known = rows[columns[rows] >= 0]
+            heads.transpose(1, 2)[stream[known], columns[known]] = True
+    return read.to(call.queries.device)

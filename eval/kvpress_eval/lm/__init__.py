@@ -1,0 +1,1 @@
+"""Presses in lm-eval (lm-evaluation-harness)."""

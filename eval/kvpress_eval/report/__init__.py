@@ -1,0 +1,1 @@
+"""Results for people and programs: pages, plots, tables and files."""

@@ -1,0 +1,63 @@
+"""Records of `kvpress fidelity` as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kvpress_eval.common.terminal import number, plain_table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of a table: its heading, its key in a row, and how many decimals of `factor` times the value are shown."""
+
+    heading: str
+    key: str
+    digits: int
+    factor: float = 1.0
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Write the figure of a row, a dash where it was not measured."""
+        value = row.get(self.key)
+        return number(None if value is None else self.factor * value, self.digits)
+
+
+FIGURES = (
+    Figure("KL\nmean", "kl_mean", 5),
+    Figure("KL\n99%", "kl_p99", 4),
+    Figure("same top\ntoken %", "top1_agreement", 1, 100),
+    Figure("perplexity", "perplexity", 3),
+    Figure("bits/value\nprompt", "prompt_bits_per_value", 2),
+    Figure("bits/value\nend", "end_bits_per_value", 2),
+    Figure("kept\n%", "kept", 0, 100),
+)
+LAYER_FIGURES = (
+    Figure("output error", "output_error", 4),
+    Figure("isolated error", "isolated_error", 4),
+    Figure("attention recall %", "attention_recall", 1, 100),
+)
+
+
+def to_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the rows as a table for the terminal."""
+    table = plain_table(["press"], [figure.heading for figure in FIGURES], caption_justify="left")
+    for row in rows:
+        table.caption = f"perplexity of the full cache: {row['full_perplexity']:.3f}"
+        table.add_row(Text(row["press"]), *(figure.text(row) for figure in FIGURES))
+    return table
+
+
+def to_layer_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the figures of every layer as a table for the terminal, one section per press."""
+    table = plain_table(["press"], ["layer", "output error\nrunning", "output error\nisolated", "attention\nrecall %"])
+    for row in rows:
+        layers = [{one.key: row[f"{one.key}_by_layer"][i] for one in LAYER_FIGURES} for i in range(len(row["layers"]))]
+        names = [row["press"], *("" for _ in layers)]
+        for name, layer, figures in zip(names, [*row["layers"], "mean"], [*layers, row], strict=True):
+            table.add_row(Text(name), str(layer), *(one.text(figures) for one in LAYER_FIGURES))
+    return table

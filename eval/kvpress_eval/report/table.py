@@ -1,0 +1,163 @@
+"""The result table: on the terminal, as Markdown, as records for files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvpress_eval.common.terminal import MISSING, number, plain_table
+from kvpress_eval.results.stats import ALPHA, Estimate
+from kvpress_eval.results.summary import Place, PressSummary
+from kvpress_eval.tasks.longbench.subsets import averages
+
+_NARROW = 100
+"""Terminals with fewer columns than this leave out the differences; their stars move to the accuracy."""
+
+_MEASURED = (
+    "p_value", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and how to write its value; on a terminal, long texts fold and the others do not."""
+
+    heading: str
+    text: Callable[[PressSummary], str]
+    folds: bool = False
+
+
+def percent(estimate: Estimate | None) -> str:
+    """Return a mean in per cent."""
+    return MISSING if estimate is None else f"{100 * estimate.mean:.1f}"
+
+
+def interval(estimate: Estimate | None) -> str:
+    """Return the ends of an interval in per cent."""
+    return MISSING if estimate is None else f"{100 * estimate.low:.0f}-{100 * estimate.high:.0f}"
+
+
+def difference(summary: PressSummary) -> str:
+    """Return the difference from no press in points, starred where it is more than chance."""
+    estimate = summary.difference
+    return MISSING if estimate is None else f"{100 * estimate.mean:+.1f}{star(summary)}"
+
+
+def star(summary: PressSummary) -> str:
+    """Return a star for a difference that is more than chance."""
+    return "*" if summary.significant else ""
+
+
+def factor(value: float | None) -> str:
+    """Return how many times smaller a cache is."""
+    return MISSING if value is None else f"{value:.1f}x"
+
+
+def worst(task: tuple[str, float] | None) -> str:
+    """Return a task and its accuracy in per cent."""
+    return MISSING if task is None else f"{task[0]} {100 * task[1]:.0f}"
+
+
+DIFFERENCE = Column("vs none", difference)
+COLUMNS = (
+    Column("press", lambda s: s.press, folds=True),
+    Column("accuracy %", lambda s: percent(s.accuracy)),
+    Column("95% interval", lambda s: interval(s.accuracy)),
+    DIFFERENCE,
+    Column("worst task", lambda s: worst(s.worst), folds=True),
+    Column("cache KiB", lambda s: number(s.bytes and s.bytes / 1024, 0)),
+    Column("smaller by", lambda s: factor(s.factor)),
+    Column("bits/ value", lambda s: number(s.bits_per_value, 1)),
+    Column("prefill s", lambda s: number(s.prefill_seconds, 3)),
+    Column("ms/ token", lambda s: number(s.milliseconds_per_token, 1)),
+)
+
+
+def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
+    """Print the table, and below it why numbers are missing."""
+    narrow = console.width < _NARROW
+    columns = [column for column in COLUMNS if not (narrow and column is DIFFERENCE)]
+    table = plain_table((), (), gap=1 if narrow else 2)
+    for column in columns:
+        heading = column.heading.replace(" ", "\n")
+        table.add_column(heading, justify="left" if column.folds else "right", overflow="fold")
+    for summary in summaries:
+        texts = [column.text(summary) for column in columns]
+        if narrow:
+            texts[1] += star(summary)
+        table.add_row(*map(Text, texts))
+    console.print(table)
+    console.print(Text(note(summaries), style="dim"))
+    for summary in summaries:
+        for problem in summary.problems:
+            console.print(Text(f"{summary.press}: {problem}", style="red"))
+
+
+def note(summaries: Sequence[PressSummary]) -> str:
+    """Return what the columns mean, in one line."""
+    most = max((summary.samples for summary in summaries), default=0)
+    tests = sum(summary.p_value is not None for summary in summaries)
+    stars = f" * differs from none: p < {ALPHA:g}, paired permutation test, adjusted by Holm for {tests} presses."
+    return f"{most} samples per press.{stars if tests else ''}"
+
+
+def to_markdown(summaries: Sequence[PressSummary]) -> str:
+    """Return the table as Markdown."""
+    headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
+    aligned = ["---" if column.folds else "---:" for column in COLUMNS]
+    rows = [[column.text(summary) for column in COLUMNS] for summary in summaries]
+    problems = [f"- {summary.press}: {problem}" for summary in summaries for problem in summary.problems]
+    return markdown(headings, aligned, rows, note(summaries), problems)
+
+
+def markdown(
+    headings: Sequence[str],
+    aligned: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str,
+    problems: Sequence[str] = (),
+) -> str:
+    """Return rows under their headings as Markdown, and what is to be said below them."""
+    cells = [[text.replace("|", r"\|") for text in row] for row in (headings, aligned, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([*lines, "", note, *problems]) + "\n"
+
+
+def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
+    """Return unrounded numbers by column name, one record per press; None is a number that was not measured.
+
+    After the tasks come lengths, if there are several, and the places of a needle grid, as in `niah_single 1024, depth 0.5`.
+    """
+    found = []
+    for summary in summaries:
+        lengths = summary.lengths if len(summary.lengths) > 1 else {}
+        found.append(
+            {
+                "press": summary.press,
+                "samples": summary.samples,
+                **_ends(summary.accuracy, "accuracy", "low", "high"),
+                **_ends(summary.difference, "difference", "difference_low", "difference_high"),
+                **{name: getattr(summary, name) for name in _MEASURED},
+                "problems": "; ".join(summary.problems),
+                **summary.tasks,
+                **averages(summary.tasks),
+                **{f"length {length}": value for length, value in lengths.items()},
+                **{place_name(place): value for place, value in summary.grid.items()},
+            }
+        )
+    return found
+
+
+def _ends(estimate: Estimate | None, *names: str) -> dict[str, float | None]:
+    values = (estimate.mean, estimate.low, estimate.high) if estimate else (None, None, None)
+    return dict(zip(names, values, strict=True))
+
+
+def place_name(place: Place) -> str:
+    """Return a task, a length and a depth in words."""
+    task, length, depth = place
+    return f"{task} {length}, depth {depth:g}"

@@ -1,0 +1,111 @@
+"""What runs and records came to: a page for the browser, plots, and tables for people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpress_eval.common.errors import DataError
+from kvpress_eval.common.files import make_room, replace_file
+from kvpress_eval.report import frontier, table
+from kvpress_eval.report.export import to_csv, to_parquet
+from kvpress_eval.report.html import to_html
+from kvpress_eval.report.sheets import TITLES, Sheet, make_sheets
+from kvpress_eval.results.boards import Board, make_boards
+from kvpress_eval.results.cells import flatten
+from kvpress_eval.results.read import Results, is_run, read_runs
+from kvpress_eval.results.records import check_records, find_records
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where results are: `paths` with folders of runs among them, and records by their file; `skipped` paths hold none."""
+
+    paths: Sequence[Path]
+    runs: Sequence[Path]
+    records: Mapping[Path, dict[str, Any] | None]
+    skipped: Sequence[Path]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `sources` hold: the cells of runs and what was left out, their leaderboards, and tables of records."""
+
+    results: Results
+    boards: Sequence[Board]
+    sheets: Sequence[Sheet]
+    sources: Sequence[str]
+
+
+def find_sources(paths: Sequence[Path]) -> Sources:
+    """Return the runs among folders, and the records of other commands among files and directly in the folders.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    runs, records = [path for path in paths if is_run(path)], {path: find_records(path) for path in paths}
+    skipped = [path for path in paths if path not in runs and not records[path]]
+    found = {file: record for own in records.values() for file, record in own.items()}
+    return Sources([path for path in paths if path not in skipped], runs, found, skipped)
+
+
+def read_report(sources: Sources) -> Report:
+    """Read what was found.
+
+    Raises:
+        DataError: there is no result in any, or a file cannot be read.
+    """
+    found = check_records(sources.records)
+    names = [str(path) for path in sources.paths]
+    if not sources.runs and not found.records:
+        raise DataError(f"no results in {', '.join(names)}" + "".join(f"\n{one}" for one in found.problems))
+    results = read_runs(sources.runs) if sources.runs else Results([], {})
+    results = replace(results, problems=[*results.problems, *found.problems])
+    return Report(results, make_boards(results), make_sheets(found), names)
+
+
+def write_outputs(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Write the report of runs and records to `out`, and plots and tables beside it; return where they are.
+
+    Raises:
+        DataError: there is no result in any of the paths, or a file cannot be read.
+        OutputError: `out` cannot be written.
+    """
+    return write_report(read_report(find_sources(paths)), out)
+
+
+def write_report(report: Report, out: Path) -> list[Path]:
+    """Write a report that was read, as `write_outputs` does."""
+    make_room(out, "report.html")
+    page = to_html(report.results, report.boards, report.sources, report.sheets)
+    files = {out: page.encode("utf-8", "replace")}
+    files |= {out.with_name(name): content for name, content in _files(report).items()}
+    for path, content in files.items():
+        replace_file(path, content)
+    return list(files)
+
+
+def _files(report: Report) -> dict[str, bytes]:
+    """Return the plot and the tables, by the name of their file."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    if report.boards:
+        lines["table"] = [
+            line for number, board in enumerate(report.boards, 1) for line in _press_records(number, board)
+        ]
+        lines["samples"] = [{**cell.spec, **row} for cell in report.results.cells for row in flatten(cell)]
+    for sheet in report.sheets:
+        lines.setdefault(sheet.kind, []).extend({**sheet.conditions, **line} for line in sheet.lines)
+    boards = [f"## {board.name}\n\n{table.to_markdown(board.ranked)}" for board in report.boards]
+    sheets = [f"## {TITLES[sheet.kind]}: {sheet.name}\n\n{sheet.to_markdown()}" for sheet in report.sheets]
+    files = {"frontier.png": frontier.frontier_png(report.boards[0].summaries)} if report.boards else {}
+    files["table.md"] = "\n".join([*boards, *sheets]).encode()
+    for name, rows in lines.items():
+        files |= {f"{name}.csv": to_csv(rows), f"{name}.parquet": to_parquet(rows)}
+    return files
+
+
+def _press_records(number: int, board: Board) -> list[dict[str, Any]]:
+    """Return one line per press of a leaderboard."""
+    return [{"board": number, **board.conditions, **record} for record in table.records(board.ranked)]

@@ -1,0 +1,148 @@
+"""Which results may be compared: leaderboards of presses that answered the same samples under the same conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from kvpress_eval.common.files import hash_json
+from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.read import Results
+from kvpress_eval.results.summary import BASELINE, PressSummary, summarise
+
+CONDITIONS = (
+    "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
+)  # fmt: skip
+"""What cells must have in common to be compared. All else in a spec, but for the press, says which samples were asked."""
+_MACHINE = ("machine", "processor", "device", "threads", "torch")
+"""What times depend on, in the record of a run."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """Cells of presses that were all asked the same: every press has one at every place.
+
+    `left_out` samples were not answered by all presses and do not count.
+    """
+
+    conditions: Mapping[str, Any]
+    cells: Sequence[CellResult]
+    left_out: int
+    machines: Sequence[str]
+
+    @cached_property
+    def summaries(self) -> list[PressSummary]:
+        """One line per press."""
+        return summarise(self.cells)
+
+    @property
+    def ranked(self) -> list[PressSummary]:
+        """The best press first."""
+        return sorted(self.summaries, key=lambda summary: -summary.rank)
+
+    @property
+    def name(self) -> str:
+        """The model and how it ran, in words."""
+        seen = "question seen" if self.conditions["question_aware"] else "question not seen"
+        return f"{self.conditions['model']}, {self.conditions['dtype']} on {self.conditions['device']}, {seen}"
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of the tasks."""
+        return list(dict.fromkeys(cell.task for cell in self.cells))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the contexts, where they were chosen."""
+        return sorted({cell.length for cell in self.cells if cell.length})
+
+    @property
+    def comparable_times(self) -> bool:
+        """Whether all times were taken on machines of one kind."""
+        return len(self.machines) < 2
+
+
+def make_boards(results: Results) -> list[Board]:
+    """Return the leaderboards of results, the one with the most cells first.
+
+    A press was run on a set of places (task, length, depth, seed and so on). Each such set makes one leaderboard: of all
+    presses that were run on every place in it, and of these places only. A cell that failed or is unfinished counts as run,
+    and its press has no mean.
+    """
+    groups: dict[str, list[CellResult]] = {}
+    for cell in results.cells:
+        groups.setdefault(hash_json(_conditions(cell)), []).append(cell)
+    boards = [
+        _make_board(coverage, by_press, results.records)
+        for cells in groups.values()
+        for by_press in [_by_press(cells)]
+        for coverage in dict.fromkeys(frozenset(cells) for cells in by_press.values())
+    ]
+    return sorted(boards, key=lambda board: (-len(board.cells), board.name))
+
+
+def difference_of(boards: Sequence[Board]) -> list[str]:
+    """Return the conditions that boards differ in."""
+    return [key for key in CONDITIONS if len({str(board.conditions.get(key)) for board in boards}) > 1]
+
+
+def _make_board(
+    coverage: Iterable[str], by_press: Mapping[str, Mapping[str, CellResult]], records: Mapping[str, dict[str, Any]]
+) -> Board:
+    presses = [cells for cells in by_press.values() if cells.keys() >= set(coverage)]
+    places = sorted(coverage, key=lambda place: _order(presses[0][place]))
+    shared = [_share([cells[place] for cells in presses]) for place in places]
+    before = sum(len(cells[place].rows) for cells in presses for place in places)
+    cells = _with_variants([place[index] for index in range(len(presses)) for place in shared])
+    runs = {row["measured"]["run"] for cell in cells for row in cell.rows}
+    machines = {" ".join(f"{key} {records[run].get(key)}" for key in _MACHINE) for run in runs if run in records}
+    return Board(_conditions(cells[0]), cells, before - sum(len(cell.rows) for cell in cells), sorted(machines))
+
+
+def _by_press(cells: Sequence[CellResult]) -> dict[str, dict[str, CellResult]]:
+    """Return the cells by press and place: no press first, then by name."""
+    found: dict[str, dict[str, CellResult]] = {}
+    for cell in sorted(cells, key=_order):
+        asked = {key: value for key, value in cell.spec.items() if key != "press" and key not in CONDITIONS}
+        found.setdefault(cell.press, {})[hash_json(asked)] = cell
+    return found
+
+
+def _share(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Return the cells of one place with only the samples that all complete ones have."""
+    answered = [cell.scores.keys() for cell in cells if cell.complete]
+    common = set(answered[0]).intersection(*answered) if answered else set()
+    return [
+        replace(cell, rows=[row for row in cell.rows if row["sample"] in common], samples=len(common))
+        if cell.complete
+        else cell
+        for cell in cells
+    ]
+
+
+def _with_variants(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Return the cells; where a task was asked in several ways, its name says in which."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for cell in cells:
+        for key in cell.spec.keys() - {"press", "task", "length", "depth"}:
+            values.setdefault((cell.task, key), set()).add(str(cell.spec[key]))
+    varying: dict[str, list[str]] = {}
+    for (task, key), found in sorted(values.items()):
+        if len(found) > 1:
+            varying.setdefault(task, []).append(key)
+    return [_rename(cell, varying[cell.task]) if cell.task in varying else cell for cell in cells]
+
+
+def _rename(cell: CellResult, keys: Sequence[str]) -> CellResult:
+    told = ", ".join(f"{key.replace('_', ' ')} {str(cell.spec.get(key))[:12]}" for key in keys)
+    return replace(cell, spec={**cell.spec, "task": f"{cell.task} ({told})"})
+
+
+def _conditions(cell: CellResult) -> dict[str, Any]:
+    return {key: cell.spec.get(key) for key in CONDITIONS}
+
+
+def _order(cell: CellResult) -> tuple[Any, ...]:
+    return cell.press != BASELINE, cell.press, cell.task, cell.length, cell.depth or 0, str(cell.spec.get("seed"))

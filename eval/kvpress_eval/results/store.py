@@ -1,0 +1,158 @@
+"""Results on disk: one JSON line per sample, synced; readable after a kill at any byte.
+
+- `OUT/runs.jsonl`: one line per invocation: versions, machine, configuration
+- `OUT/cells/ID/.lock`: held by the process that works on the cell
+- `OUT/cells/ID/cell.json`: what the cell is
+- `OUT/cells/ID/rows.jsonl`: one line per sample, each with its checksum
+- `OUT/cells/ID/kept.json`: which tokens of one context were kept (some cells)
+- `OUT/cells/ID/done.json`: written last; or `failed.json` with the reason
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpress_eval.common.errors import OutputError, translated_os_errors
+from kvpress_eval.common.files import hash_json, read_object, replace_file, write_json
+
+Row = dict[str, Any]
+
+SCHEMA = 3
+"""Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
+
+
+@dataclass(frozen=True)
+class CellStore:
+    """The folder of one cell."""
+
+    path: Path
+
+    @property
+    def rows_path(self) -> Path:
+        """The results, one line per sample."""
+        return self.path / "rows.jsonl"
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Make the folder and hold it for this process; False where another one does.
+
+        The system lets go of the claim with the process, however that ends.
+        """
+        with translated_os_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("wb")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
+        """Make the claimed folder of `cell` ready to be appended to; return the rows that are there already, by sample id.
+
+        A cell that lacks one of the samples that are asked for is not done, whatever it was before.
+        """
+        spec = read_object(self.path / "cell.json", set_aside=True)
+        if spec is None:
+            write_json(self.path / "cell.json", dict(cell))
+        elif spec != dict(cell):
+            raise OutputError(f"{self.path / 'cell.json'} describes another cell; use a new output folder")
+        rows, bad, torn = read_rows(self.rows_path)
+        if torn:
+            warnings.warn(f"{self.rows_path}: dropped an unfinished last line", stacklevel=2)
+        if bad:
+            warnings.warn(f"{self.rows_path}: moved {len(bad)} damaged rows to *.corrupt", stacklevel=2)
+            aside = self.rows_path.with_suffix(".jsonl.corrupt")
+            with translated_os_errors(aside), aside.open("ab") as file:
+                file.writelines(line + b"\n" for line in bad)
+        if torn or bad:
+            replace_file(self.rows_path, b"".join(encode_row(row) for row in rows))
+        if not {row["sample"] for row in rows}.issuperset(asked):
+            with translated_os_errors(self.path):
+                (self.path / "done.json").unlink(missing_ok=True)
+        return {row["sample"]: row for row in rows}
+
+    def append(self, row: Row) -> None:
+        """Add one row; when this returns, it survives a power cut."""
+        with translated_os_errors(self.rows_path), self.rows_path.open("ab") as file:
+            file.write(encode_row(row))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, samples: int) -> None:
+        """Mark the cell as complete."""
+        with translated_os_errors(self.path):
+            (self.path / "failed.json").unlink(missing_ok=True)
+        write_json(self.path / "done.json", {"samples": samples})
+
+    def fail(self, status: str, message: str, details: str, peak_bytes: int) -> None:
+        """Record why the cell could not be completed, and the most memory that had been in use."""
+        with translated_os_errors(self.path):
+            (self.path / "done.json").unlink(missing_ok=True)
+        failure = {"status": status, "message": message, "details": details, "peak_bytes": peak_bytes}
+        write_json(self.path / "failed.json", failure)
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return what `fail` recorded, if anything."""
+        return read_object(self.path / "failed.json", set_aside=True)
+
+    def record_kept(self, kept: Mapping[str, Any]) -> None:
+        """Keep what a report shows of the first sample."""
+        write_json(self.path / "kept.json", kept)
+
+    def kept(self) -> dict[str, Any] | None:
+        """Return the tokens of one context and how much of each layer kept them, if recorded."""
+        return read_object(self.path / "kept.json", set_aside=True)
+
+
+def store_of(out: Path, cell: str) -> CellStore:
+    """Return where the results of a cell are, in the output folder of a run."""
+    return CellStore(out / "cells" / cell)
+
+
+def log_run(out: Path, record: Mapping[str, Any]) -> None:
+    """Add a line about this invocation to `runs.jsonl`; of two with the same `run`, the later one counts."""
+    with translated_os_errors(out), (out / "runs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Return the line of a row: JSON with a checksum of everything else in it."""
+    body = {key: value for key, value in row.items() if key != "sha256"}
+    return json.dumps({**body, "sha256": hash_json(body)[:16]}, allow_nan=False).encode() + b"\n"
+
+
+def decode_row(line: bytes) -> Row | None:
+    """Return the row of a line, or None if a single bit of it is not what was written."""
+    try:
+        row = json.loads(line)
+        body = {key: value for key, value in row.items() if key != "sha256"}
+        return row if row["sha256"] == hash_json(body)[:16] and isinstance(row["sample"], str) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[bytes], bool]:
+    """Return the valid rows of a file, its damaged lines, and whether the last line was cut off."""
+    if not path.exists():
+        return [], [], False
+    *lines, tail = path.read_bytes().split(b"\n")
+    rows: dict[str, Row] = {}
+    bad: list[bytes] = []
+    for line in lines:
+        row = decode_row(line)
+        if row is None:
+            bad.append(line)
+        else:
+            rows.setdefault(row["sample"], row)
+    return list(rows.values()), bad, bool(tail)

@@ -1,0 +1,136 @@
+"""One line per press: accuracy, memory and time over all cells of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import TypeVar
+
+from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.stats import ALPHA, Estimate, holm, mean_interval, paired_difference, paired_p_value
+
+BASELINE = "none"
+
+Place = tuple[str, int, float | None]
+"""A task, a length and a depth."""
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class PressSummary:
+    """What a press did. A number that was not measured on every sample is None: no mean over what is left.
+
+    `p_value` is that of a paired test against `none`, adjusted by Holm for all presses it was done for. `grid` is the
+    accuracy at each place of a run with several depths. `factor` is how many times smaller the cache of the context is than an
+    uncompressed one, `end_factor` that of the context with the question and the answer.
+    """
+
+    press: str
+    samples: int
+    accuracy: Estimate | None
+    difference: Estimate | None
+    p_value: float | None
+    tasks: dict[str, float | None]
+    lengths: dict[int, float | None]
+    bytes: float | None
+    factor: float | None
+    end_factor: float | None
+    bits_per_value: float | None
+    kept: float | None
+    prefill_seconds: float | None
+    milliseconds_per_token: float | None
+    problems: tuple[str, ...]
+    grid: dict[Place, float | None] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> float:
+        """What leaderboards sort by: the accuracy, below everything if there is none."""
+        return self.accuracy.mean if self.accuracy else -1.0
+
+    @property
+    def significant(self) -> bool:
+        """Whether the difference from `none` is more than chance, with all presses of the table in mind."""
+        return self.p_value is not None and self.p_value < ALPHA
+
+    @property
+    def worst(self) -> tuple[str, float] | None:
+        """The task with the lowest accuracy, if all were measured."""
+        scores = [(value, task) for task, value in self.tasks.items() if value is not None]
+        return min(scores)[::-1] if self.accuracy and scores else None
+
+
+def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
+    """Return one summary per press, in the order of the results, which are of one model under the same conditions."""
+    by_press: dict[str, list[CellResult]] = {}
+    for result in results:
+        by_press.setdefault(result.press, []).append(result)
+    baseline = {place_of(cell): cell for cell in by_press.get(BASELINE, [])}
+    summaries = [_summarise(press, cells, baseline) for press, cells in by_press.items()]
+    tested = [summary for summary in summaries if summary.p_value is not None]
+    adjusted = dict(
+        zip((summary.press for summary in tested), holm([summary.p_value or 0.0 for summary in tested]), strict=True)
+    )
+    return [replace(summary, p_value=adjusted.get(summary.press)) for summary in summaries]
+
+
+def place_of(result: CellResult) -> Place:
+    """Return the task, the length and the depth of a cell."""
+    return result.task, result.length, result.depth
+
+
+def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, CellResult]) -> PressSummary:
+    complete = all(cell.complete for cell in cells)
+    rows = [row for cell in cells for row in cell.rows]
+    others = [baseline.get(place_of(cell)) for cell in cells]
+    pairs = [_pairs(cell, other) for cell, other in zip(cells, others, strict=True) if other]
+    comparable = complete and press != BASELINE and sum(map(len, pairs)) == len(rows)
+    size, whole = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
+    end, end_whole = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
+    milliseconds = _median(row["measured"]["seconds_per_token"] for row in rows) if complete else None
+    return PressSummary(
+        press=press,
+        samples=len(rows),
+        accuracy=mean_interval([list(cell.scores.values()) for cell in cells]) if complete else None,
+        difference=paired_difference(pairs) if comparable else None,
+        p_value=paired_p_value(pairs) if comparable else None,
+        tasks=_means(cells, lambda cell: cell.task),
+        lengths=_means(cells, lambda cell: cell.length),
+        bytes=size / len(rows) if complete else None,
+        factor=whole / size if complete else None,
+        end_factor=end_whole / end if complete else None,
+        bits_per_value=fmean(row["bits_per_value"] for row in rows) if complete else None,
+        kept=fmean(row["kept"] for row in rows) if complete else None,
+        prefill_seconds=_median(row["measured"]["prefill_seconds"] for row in rows) if complete else None,
+        milliseconds_per_token=milliseconds and 1000 * milliseconds,
+        problems=tuple(f"{cell.label}: {cell.problem}" for cell in cells if cell.problem),
+        grid=_grid(cells),
+    )
+
+
+def _pairs(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
+    return [(score, theirs.scores[sample]) for sample, score in ours.scores.items() if sample in theirs.scores]
+
+
+def _means(cells: Iterable[CellResult], key: Callable[[CellResult], _Key]) -> dict[_Key, float | None]:
+    """Return the mean accuracy of the cells with the same key, where all of them are complete."""
+    groups: dict[_Key, list[CellResult]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return {
+        name: fmean(fmean(cell.scores.values()) for cell in group) if all(cell.complete for cell in group) else None
+        for name, group in groups.items()
+    }
+
+
+def _grid(cells: Sequence[CellResult]) -> dict[Place, float | None]:
+    """Return the accuracy by place, if there is more than one depth."""
+    placed = [cell for cell in cells if cell.depth is not None]
+    if len({cell.depth for cell in placed}) < 2:
+        return {}
+    return _means(placed, place_of)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    timed = [value for value in values if value is not None]
+    return median(timed) if timed else None

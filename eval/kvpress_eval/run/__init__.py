@@ -1,0 +1,1 @@
+"""The work of a run, from the model to the rows on disk."""

@@ -1,0 +1,201 @@
+"""What a run would take: cells, memory by formula, and time from what this machine can do or what was measured before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoModelForCausalLM
+
+import kvpress
+from kvpress.cache.report import format_bytes
+from kvpress.hf.clock import now
+from kvpress.plan import Geometry, plan
+from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.common.terminal import MISSING, plain_table
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.store import Row, read_rows, store_of
+from kvpress_eval.run.cells import Cell, make_cells
+from kvpress_eval.run.models import device_of, fingerprint, source_of, use_threads
+from kvpress_eval.run.runner import prepare
+
+_SIDE, _READ_BYTES, _ROUNDS = 2048, 2**27, 5
+"""Rows and columns of the matrices that are multiplied, bytes that are read, and how often, to see how fast a device is."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the work of a model: its parameters and, of its cache, the layers that grow."""
+
+    parameters: int
+    query_width: int
+    geometry: Geometry
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.parameters * self.geometry.dtype.itemsize
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Multiplications and additions of reading so many tokens: every weight, and half of queries x keys, twice."""
+        return 2 * self.parameters * tokens + 2 * len(self.geometry.full) * self.query_width * tokens**2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device reaches on large products and long reads, per second."""
+
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class PressEstimate:
+    """One press over all cells of a run; `seconds` are those of what is missing, as an upper bound on answers.
+
+    `cache_bytes` are those of the longest contexts, None where tasks have no length.
+    """
+
+    press: str
+    samples: int
+    done: int
+    cache_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run before it is made."""
+
+    config: RunConfig
+    presses: Sequence[PressEstimate]
+    weight_bytes: int
+    cache_bytes: int
+    seconds: float
+    measured: bool
+
+    def show(self, console: Console) -> None:
+        """Print what would run."""
+        word = "about" if self.measured else "at least"
+        table = plain_table(["press"], ["samples", "done", "cache", f"alone {word}"])
+        for one in self.presses:
+            cache = MISSING if one.cache_bytes is None else format_bytes(one.cache_bytes)
+            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
+        console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
+        console.print(table)
+        source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
+        console.print(
+            f"memory about {format_bytes(self.weight_bytes + self.cache_bytes)}: weights {format_bytes(self.weight_bytes)}, "
+            f"all caches of a batch of {self.config.batch_size} {format_bytes(self.cache_bytes)}; activations come on top",
+            highlight=False,
+        )
+        console.print(
+            f"time {word} {_time(self.seconds)}, {source}; contexts are read once for all presses that share them",
+            highlight=False,
+        )
+
+
+def estimate(config: RunConfig) -> Estimate:
+    """Estimate a run from the model's configuration, the results that its folder holds, and a second of measuring.
+
+    Raises:
+        ConfigError: a press does not suit a length.
+    """
+    sources, settings = prepare(config)
+    shape = shape_of(config, settings)
+    machine = measure_machine(config, shape.geometry.dtype)
+    device, dtype = device_of(config), str(shape.geometry.dtype).removeprefix("torch.")
+    cells = make_cells(config, sources, fingerprint(source_of(config), settings), torch.device(device).type, dtype)
+    presses, answering, measured = [], 0.0, False
+    reading: dict[tuple[Any, ...], float] = {}
+    for press in config.presses:
+        own = [cell for cell in cells if cell.press == press]
+        rows = {cell.id: _rows(config, cell) for cell in own}
+        measured |= any(rows.values())
+        lengths = {cell.source.length for cell in own if cell.source.length}
+        caches = {length: cache_bytes(config, press, length, shape) for length in lengths}
+        seconds = 0.0
+        for cell in own:
+            missing = len(cell.source.ids) - len(rows[cell.id])
+            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches.get(cell.source.length, 0))
+            shared = kvpress.get_press(press).recipe().shares_prefill
+            key = (cell.source.task, cell.source.length, cell.depth, "" if shared else press)
+            reading[key] = max(reading.get(key, 0.0), read * missing)
+            answering += answer * missing
+            seconds += (read + answer) * missing
+        asked, done = sum(len(cell.source.ids) for cell in own), sum(map(len, rows.values()))
+        presses.append(PressEstimate(press, asked, done, max(caches.values(), default=None), seconds))
+    together = sum(one.cache_bytes or 0 for one in presses)
+    return Estimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
+
+
+def _rows(config: RunConfig, cell: Cell) -> list[Row]:
+    """Return what was measured of the samples that the run asks for."""
+    rows, _, _ = read_rows(store_of(config.out, cell.id).rows_path)
+    return [row for row in rows if row["sample"] in cell.source.ids]
+
+
+def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int:
+    """Return what the caches of one batch hold under a press."""
+    try:
+        return plan(kvpress.get_press(press), shape.geometry, length, config.batch_size).total_bytes
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"press {press!r} at {length} tokens: {error}") from error
+
+
+def cell_seconds(
+    config: RunConfig, cell: Cell, rows: Sequence[Row], shape: Shape, machine: Machine, cache: int
+) -> tuple[float, float]:
+    """Return the time to read a context and to answer about it: as measured on earlier samples, or as the machine allows."""
+    step = (shape.weight_bytes + cache) / config.batch_size / machine.bandwidth
+    timed = [row["measured"] for row in rows]
+    steps = [one["seconds_per_token"] for one in timed if one["seconds_per_token"]]
+    read = (
+        median(one["prefill_seconds"] for one in timed)
+        if timed
+        else shape.prefill_flops(cell.source.length) / machine.flops
+    )
+    return read, cell.source.max_new_tokens * (median(steps) if steps else step)
+
+
+def shape_of(config: RunConfig, settings: Any) -> Shape:
+    """Return the shape of a model from its configuration, in the dtype of the run; no weights are loaded."""
+    text = settings.get_text_config(decoder=True)
+    if config.dtype != "auto":
+        text.dtype = settings.dtype = getattr(torch, config.dtype)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(settings).parameters())
+    geometry = Geometry.of(settings)
+    width = text.num_attention_heads * (geometry.full or geometry.sliding)[0].head_dim
+    return Shape(parameters, width, geometry)
+
+
+def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
+    """Multiply and read for a moment, as the run will: in its dtype, with its threads."""
+    use_threads(config)
+    device = torch.device(device_of(config))
+    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
+    block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    return Machine(
+        flops=2 * _SIDE**3 / _best(lambda: matrix @ matrix, device), bandwidth=_READ_BYTES / _best(block.sum, device)
+    )
+
+
+def _best(work: Callable[[], Any], device: torch.device) -> float:
+    work()
+    times = []
+    for _ in range(_ROUNDS):
+        started = now(device)
+        work()
+        times.append(now(device) - started)
+    return min(times)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))

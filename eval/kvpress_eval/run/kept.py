@@ -1,0 +1,84 @@
+"""Which tokens of one text every head kept: recorded by a run, shown by `kvpress report` and `kvpress show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+import kvpress
+from kvpress_eval.run.prompts import Prompt, uses_template
+from kvpress_eval.tasks.sample import Sample
+
+MOST_TOKENS = 4096
+"""Texts with more tokens are not shown; how much of them each head kept is."""
+Spans = Sequence[Sequence[int]]
+
+
+def describe_kept(
+    cache: DynamicCache, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, sample: Sample
+) -> dict[str, Any]:
+    """Return what to show of the first row of a cache: the sample, its tokens and what each head kept of them."""
+    shift = prompt.text.find(sample.context)
+    spans = [[start + shift, end + shift] for start, end in sample.spans]
+    special = not uses_template(tokenizer, sample)
+    return {
+        "sample": sample.id,
+        "task": sample.task,
+        "question": sample.query.question.strip(),
+        "expected": list(sample.query.answers),
+        **kept_of(cache, len(prompt.first)),
+        **tokens_of(tokenizer, prompt.first, prompt.text, spans, special=special),
+    }
+
+
+def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
+    """Return how much of the first row of a cache each head of each layer kept, and which tokens if they are few enough.
+
+    `budgets` are fractions, `heads` hexadecimal numbers with one bit per token, the first token in the highest bit of the
+    first digit. A layer without pairs has no heads.
+    """
+    pads = cache.get_seq_length() - tokens
+    budgets, heads = [], []
+    for layer in kvpress.kept_positions(cache):
+        kept = [_mark(columns.cpu() - pads, tokens) for columns in (layer[0] if layer else ())]
+        budgets.append([round(float(marks.float().mean()), 4) for marks in kept])
+        if tokens <= MOST_TOKENS:
+            heads.append([_to_hex(marks) for marks in kept])
+    return {"budgets": budgets, "heads": heads}
+
+
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, spans: Spans = (), *, special: bool = True
+) -> dict[str, Any]:
+    """Return the texts of tokens, and the numbers of those in `spans` of the text; nothing if there are too many.
+
+    `ids` are the first tokens of the text. A tokenizer without offsets decodes them one by one, and knows no spans.
+    """
+    if len(ids) > MOST_TOKENS:
+        return {}
+    if not tokenizer.is_fast:
+        return {"tokens": [tokenizer.decode([token]) for token in ids], "answer": []}
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    tokens, answer, end = [], [], 0
+    for number, (start, stop) in enumerate(encoded["offset_mapping"][: len(ids)]):
+        # Several tokens can share a character; what stands between two tokens goes with the second.
+        tokens.append(text[end:stop])
+        end = max(end, stop)
+        if any(low < stop and start < high for low, high in spans):
+            answer.append(number)
+    return {"tokens": tokens, "answer": answer}
+
+
+def _mark(columns: torch.Tensor, tokens: int) -> torch.Tensor:
+    marks = torch.zeros(tokens, dtype=torch.bool)
+    marks[columns[columns >= 0]] = True
+    return marks
+
+
+def _to_hex(marks: torch.Tensor) -> str:
+    digits = -(-len(marks) // 4)
+    bits = "".join("1" if mark else "0" for mark in marks.tolist())
+    return f"{int(bits.ljust(4 * digits, '0'), 2):0{digits}x}"

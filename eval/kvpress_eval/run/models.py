@@ -1,0 +1,160 @@
+"""Models by name: the bundled reference model, a local folder or a hub name."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
+
+import kvpress
+from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.config.schema import REFERENCE, RunConfig
+
+_HASHED_WHOLE = 64 * 2**20
+"""Larger files are identified by their size: hashing tens of gigabytes would take longer than many runs."""
+_SECONDS = 5
+"""How long the hub may take to answer."""
+_HASHED_VALUES = 4096
+"""Values of each parameter that distinguish a model that is loaded already."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that is ready to answer, with its tokenizer and the fingerprint of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+
+    @property
+    def device(self) -> str:
+        """The kind of device the model is on."""
+        return self.model.device.type
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, without the "torch." prefix."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def source_of(config: RunConfig) -> str:
+    """Return the folder or hub name of a run's model."""
+    return kvpress.reference_path() if config.model == REFERENCE else config.model
+
+
+def device_of(config: RunConfig) -> str:
+    """Return the device that "auto" stands for."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Engine:
+    """Return an engine for a model that is loaded already.
+
+    Raises:
+        ConfigError: the tokenizer is missing.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            "a model that is loaded already needs its tokenizer: evaluate(model, ..., tokenizer=tokenizer)"
+        )
+    return Engine(model.eval(), _with_pad_token(copy.copy(tokenizer)), _digest(model))
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """Return what a loaded model is called: where it came from, or its class."""
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return REFERENCE if name == kvpress.reference_path() else name
+
+
+def check_lengths(config: RunConfig, settings: Any) -> None:
+    """Raise ConfigError if a length of the run is over the positions of the model, by its configuration `settings`."""
+    limit = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    if limit and max(config.lengths) > limit:
+        raise ConfigError(f"length {max(config.lengths)} is over the {limit} positions of model {config.model!r}")
+
+
+def read_settings(config: RunConfig) -> Any:
+    """Return the configuration of a run's model, from its folder, the hub or what the hub's client has kept.
+
+    Raises:
+        DataError: it cannot be read, or the hub does not answer.
+    """
+    source = source_of(config)
+    try:
+        if not Path(source).is_dir() and not isinstance(try_to_load_from_cache(source, CONFIG_NAME), str):
+            # Without network this fails at once, where loading would try again for half a minute.
+            get_hf_file_metadata(hf_hub_url(source, CONFIG_NAME), timeout=_SECONDS)
+        return AutoConfig.from_pretrained(source)
+    except Exception as error:  # the hub's client has errors of its own, which depend on its version
+        raise DataError(f"cannot load model {config.model!r}, neither as a folder nor from the hub: {error}") from error
+
+
+def use_threads(config: RunConfig) -> None:
+    """Give torch the number of CPU threads of a run, if it names one."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+
+def load_engine(config: RunConfig, settings: Any = None) -> Engine:
+    """Load the model of a run, with its number of threads; never runs code that comes with the weights.
+
+    `settings` is the model's configuration, where `read_settings` has read it already.
+
+    Raises:
+        DataError: there is no such model, or it cannot be read.
+        ConfigError: the device cannot be used.
+    """
+    use_threads(config)
+    settings = settings or read_settings(config)
+    source, device = source_of(config), device_of(config)
+    try:
+        weights = fingerprint(source, settings)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=settings, padding_side="left")
+        placed = {"device_map": config.device_map} if config.device_map else {}
+        model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **placed)
+        if not placed:
+            model = model.to(device)
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"cannot load model {config.model!r}: {error}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"cannot use device {config.device_map or device!r}: {error}") from error
+    return Engine(model.eval(), _with_pad_token(tokenizer), weights)
+
+
+def _with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def fingerprint(source: str, settings: Any) -> str:
+    """Return what distinguishes these weights from others of the same name."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return str(settings._commit_hash)
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*")):
+        if path.suffix in {".json", ".safetensors", ".model"}:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}\n".encode())
+            if size <= _HASHED_WHOLE:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Return what distinguishes the weights of a loaded model from others: the beginning of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}:{tuple(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().flatten()[:_HASHED_VALUES].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,84 @@
+"""How far a run is: a bar on a terminal, one line per cell anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from statistics import fmean
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class RunProgress:
+    """Counts work, names the cell being worked on, and says how long the rest will take."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total, self._done, self._started = total, 0, time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> RunProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def start(self, label: str) -> None:
+        """Name what starts now."""
+        if self._bar:
+            self.cell(label)
+        else:
+            self.note(label)
+
+    def cell(self, label: str) -> None:
+        """Name the cell that is worked on, where there is a bar."""
+        if self._bar:
+            self._bar.update(self._task, description=escape(label))
+
+    def advance(self, work: int) -> None:
+        """Count finished work."""
+        self._done += work
+        if self._bar:
+            self._bar.advance(self._task, work)
+
+    def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
+        """Say what came of a cell, where there is no bar, and how long the rest will take at this pace."""
+        if self._bar:
+            return
+        scored = [value for value in scores if value is not None]
+        mean = f"{100 * fmean(scored):.1f}%" if scored else "no score"
+        self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s; {self._left()} left")
+
+    def note(self, text: str) -> None:
+        """Print a line, if there is anything to say."""
+        if text:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def problem(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(f"[red]{escape(text)}[/red]")
+
+    def _left(self) -> str:
+        done = max(1, self._done)
+        seconds = (time.monotonic() - self._started) / done * (self._total - self._done)
+        return str(timedelta(seconds=round(seconds)))

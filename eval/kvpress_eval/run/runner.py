@@ -1,0 +1,91 @@
+"""Runs the cells of a configuration, and never loses a finished sample.
+
+All presses of a task and length go through its contexts together, so that a context is read once for all of them. Cells are
+claimed one by one: several processes can share an output folder, and each cell is run by one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from kvpress_eval.common.errors import BusyError
+from kvpress_eval.common.files import make_folder
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.cells import CellResult, read_result
+from kvpress_eval.results.store import log_run, store_of
+from kvpress_eval.run.cells import Cell, make_cells
+from kvpress_eval.run.environment import describe_run
+from kvpress_eval.run.interrupt import INTERRUPTED, Interrupt
+from kvpress_eval.run.job import Job
+from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings, use_threads
+from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.savings import Savings
+from kvpress_eval.tasks.catalogue import expand_tasks
+from kvpress_eval.tasks.source import Source
+
+FAILED = 1
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The cells of a run and the record of the invocation that completed them; `busy` ones were left to other processes."""
+
+    cells: Sequence[CellResult]
+    record: dict[str, Any]
+    interrupted: bool
+    savings: Savings
+    busy: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every cell has its result."""
+        if self.interrupted:
+            return INTERRUPTED
+        if all(cell.complete for cell in self.cells):
+            return 0
+        return BusyError.exit_code if self.busy else FAILED
+
+
+def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[list[Source], Any]:
+    """Check what can be checked without the weights; return the tasks with their data, and the model's configuration."""
+    sources = expand_tasks(config)
+    settings = engine.model.config if engine else read_settings(config)
+    check_lengths(config, settings)
+    make_folder(config.out)
+    return sources, settings
+
+
+def run(config: RunConfig, console: Console, engine: Engine | None = None) -> RunResult:
+    """Run what is missing of a configuration, on an engine if one is ready; return all of its results."""
+    sources, settings = prepare(config, engine)
+    if engine is None:
+        engine = load_engine(config, settings)
+    else:
+        use_threads(config)
+    record = describe_run(config, engine)
+    log_run(config.out, record)
+    cells = make_cells(config, sources, engine.fingerprint, engine.device, engine.dtype)
+    total = sum(cell.weight * len(cell.source.ids) for cell in cells)
+    with Interrupt() as interrupt, RunProgress(console, total) as progress:
+        job = Job(config, engine, record["run"], progress, interrupt, shown=sources[0])
+        busy = _run_sources(job, sources, cells)
+        # Another process may have ended without finishing what it had claimed.
+        busy = _run_sources(job, sources, busy) if busy and not interrupt.requested else busy
+        progress.note(str(job.savings) if job.savings else "")
+    record = {**record, "prefills": job.savings.as_dict()}
+    log_run(config.out, record)
+    results = [read_result(cell.spec, store_of(config.out, cell.id), cell.source.ids) for cell in cells]
+    return RunResult(results, record, interrupt.requested, job.savings, [cell.label for cell in busy])
+
+
+def _run_sources(job: Job, sources: Sequence[Source], cells: Sequence[Cell]) -> list[Cell]:
+    """Run cells task by task; return those that another process has claimed."""
+    busy: list[Cell] = []
+    for source in sources:
+        if not job.interrupt.requested:
+            busy += job.run_source(source, [cell for cell in cells if cell.source is source])
+    return busy

@@ -1,0 +1,41 @@
+"""What reading contexts once for several presses and questions came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvpress_eval.run.generation import Context
+
+
+@dataclass
+class Savings:
+    """What reading contexts once for several presses and questions came to."""
+
+    contexts: int = 0
+    answers: int = 0
+    seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+    def add(self, contexts: Sequence[Context], rows: int, questions: int) -> None:
+        """Count contexts that were read together, `rows` of them under each press, and asked `questions` in all."""
+        reading = contexts[0].reading_seconds * rows
+        own = [context.seconds * rows - reading for context in contexts]
+        self.contexts += rows
+        self.answers += questions * len(contexts)
+        self.seconds += reading + sum(own)
+        self.saved_seconds += reading * (questions / rows * len(contexts) - 1) + sum(own) * (questions / rows - 1)
+
+    def __bool__(self) -> bool:
+        return self.answers > self.contexts
+
+    def __str__(self) -> str:
+        return (
+            f"{self.contexts} contexts read for {self.answers} answers, in {self.seconds:.1f} s; "
+            f"reading one for each answer would have taken {self.saved_seconds:.1f} s more"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""The kinds of tasks: a module here offers its tasks as `KIND`."""

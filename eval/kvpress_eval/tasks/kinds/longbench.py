@@ -1,0 +1,138 @@
+"""LongBench as tasks: `longbench:SUBSET`, `longbench:SUBSET_e[:RANGE]` and `longbench-v2[:PART]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.tasks.longbench import metrics
+from kvpress_eval.tasks.longbench.data import VERSION_2, Classified, Published, Question, Row, read_rows, version_1
+from kvpress_eval.tasks.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORMS, PARTS, Form
+from kvpress_eval.tasks.longbench.wording import published_wording
+from kvpress_eval.tasks.sample import Query, Sample
+from kvpress_eval.tasks.source import Kind, Request, Source
+
+
+@dataclass(frozen=True)
+class Subset:
+    """A name that a run may ask for: a published file, the form of its prompts, and which of its rows.
+
+    `asked_as` is the name that the published templates have for it.
+    """
+
+    name: str
+    published: Published
+    asked_as: str
+    form: Form
+    takes: Callable[[Any], bool]
+
+
+def _expand(names: Sequence[str], request: Request) -> list[Source]:
+    """Return one source per subset and length."""
+    if "lengths" not in request.model_fields_set:
+        raise ConfigError(
+            f"{names[0]} needs lengths: the most tokens of a prompt, for example the model's limit less "
+            "1024 for the template and the answer; longer prompts lose their middle"
+        )
+    return [source for name in names for subset in NAMES[name] for source in _sources(subset, request)]
+
+
+def _sources(subset: Subset, request: Request) -> list[Source]:
+    if subset.form.needs_jieba and importlib.util.find_spec("jieba") is None:
+        raise ConfigError(f"{subset.name} is scored by words that jieba separates: pip install jieba")
+    table = read_rows(subset.published, request.data_dir)
+    rows = [row for row in table.rows if subset.takes(row)]
+    if not rows:
+        raise DataError(f"no rows for {subset.name} in {subset.published.file.origin}")
+    form = published_wording(subset.form, subset.asked_as, request.data_dir)
+    return [
+        Source(
+            subset.name,
+            length,
+            [f"{subset.name}-{length}-{row.id}" for row in rows[: request.samples]],
+            partial(_make, subset.name, length, form, rows[: request.samples]),
+            {"longbench": table.sha256, "wording": form.wording, "template": form.template},
+            request.max_new_tokens or form.max_new_tokens,
+        )
+        for length in request.lengths
+    ]
+
+
+def _make(name: str, length: int, form: Form, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return a sample for each row; prompts of more tokens than `length` lose their middle."""
+    samples = []
+    for row in rows:
+        question = form.after.format(**row.asked)
+        context = cut_middle(form.before + row.text, question, length, tokenizer)
+        score = partial(metrics.best, metric=row.adapt(form.metric), first_line=form.first_line)
+        query = Query(question, "", row.right, score, separator="", chat=form.chat)
+        samples.append(Sample(f"{name}-{length}-{row.id}", name, length, context, query))
+    return samples
+
+
+def cut_middle(context: str, question: str, longest: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the context without the middle of a prompt that has more than `longest` tokens.
+
+    As in the benchmark, context and question together keep as many tokens at their start as at their end.
+    """
+    prompt = context + question
+    if not tokenizer.is_fast:
+        raise ValueError("LongBench needs a fast tokenizer, which says where in a text each token is")
+    places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+    if len(places) <= longest:
+        return context
+    half = longest // 2
+    start, stop = places[half - 1][1], places[len(places) - half][0]
+    if stop > len(context):
+        raise ValueError(
+            f"length {longest} is too short: half of it must hold the question ({len(question)} characters)"
+        )
+    return context[:start] + context[stop:]
+
+
+def _names() -> dict[str, list[Subset]]:
+    """Return every name that a run may ask for, and what it stands for."""
+    plain = [_subset(name, name) for name in FORMS]
+    even = [_subset(f"{name}_e", name) for name in EVEN]
+    ranges = [
+        replace(subset, name=f"{subset.name}:{label}", takes=partial(_is, "length", words))
+        for subset in even
+        for label, words in EVEN_RANGES.items()
+    ]
+    whole = Subset("longbench-v2", VERSION_2, "longbench-v2", CHOICE, _any)
+    parts = [
+        replace(whole, name=f"{whole.name}:{_slug(value)}", takes=partial(_is, field, (value,)))
+        for field, values in PARTS.items()
+        for value in values
+    ]
+    names = {subset.name: [subset] for subset in (*plain, *even, *ranges, *parts, whole)}
+    return {**names, "longbench:all": plain, "longbench:all_e": even}
+
+
+def _subset(name: str, asked_as: str) -> Subset:
+    form = FORMS[asked_as]
+    schema = Classified if form.metric is metrics.classification else Question
+    return Subset(f"longbench:{name}", version_1(name, schema), asked_as, form, _any)
+
+
+def _any(row: Row) -> bool:
+    return True
+
+
+def _is(field: str, values: Any, row: Row) -> bool:
+    return getattr(row, field) in values
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z]+", "-", text.lower())
+
+
+NAMES = _names()
+KIND = Kind(NAMES, _expand)

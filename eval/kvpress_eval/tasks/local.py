@@ -1,0 +1,22 @@
+"""Files of the user, named by `file:PATH`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvpress_eval.common.errors import DataError
+
+PREFIX = "file:"
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn errors while a file is read into one that says what it is and where it must be."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"no such {what}: place it at {path.absolute()}") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {what} {path}: {error}") from error

@@ -1,0 +1,1 @@
+"""The structures of generated tasks: a module here offers its tasks as `TASKS`."""

@@ -1,0 +1,103 @@
+"""Attention in parts: each part returns its output and log-sum-exp, and `merge` combines them exactly.
+
+Shapes used here and in `kvpress.cache`: a *stream* is one (batch row, kv head), ``n = b * H + h``; ``N = B * H``
+streams; ``M = G * Q`` query rows per stream, row ``m = g * Q + t``; ``T`` stored pairs; ``D`` and ``Dv`` head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 64 * 2**20
+"""Most bytes of float32 logits held at once."""
+
+Partial = tuple[Tensor, Tensor]
+"""(out [N, M, Dv], lse [N, M]), both float32. A part without any visible pair has out 0 and lse -inf."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How logits are formed from ``q . k``: ``scale``, an optional soft cap ``cap * tanh(x / cap)``, the pairs' own weights."""
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(self, queries: Tensor, keys: Tensor, log_weight: Tensor | None = None) -> Tensor:
+        """Return float32 logits ``[..., M, T]`` of queries ``[..., M, D]`` on keys ``[..., T, D]``.
+
+        A pair with `log_weight [..., T]` counts as `exp(log_weight)` equal pairs.
+        """
+        logits = (queries.to(keys.dtype) @ keys.transpose(-1, -2)).float() * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    logits: Logits,
+    visible: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> Partial:
+    """Attend from ``queries [S, M, D]`` to ``keys [S, T, D]`` and ``values [S, T, Dv]``.
+
+    ``visible`` is an optional boolean mask that broadcasts to ``[S, M, T]``, ``log_weight [S, T]`` is added to the logits.
+    Many query rows are taken in blocks, so that a long turn on a long cache never holds all logits.
+    """
+    blocks = query_blocks(queries, keys)
+    if len(blocks) > 1:
+        parts = []
+        for rows in blocks:
+            seen = visible if visible is None or visible.shape[1] == 1 else visible[:, rows]
+            parts.append(attend(queries[:, rows], keys, values, logits, seen, log_weight))
+        return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
+    scores = logits(queries, keys, log_weight)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if scores.shape[-1] == 0:
+        return scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    if visible is not None:
+        top = top.masked_fill(top.isinf(), 0.0)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = (weights.to(values.dtype) @ values).float()
+    if visible is None:
+        return out / total, (total.log() + top).squeeze(-1)
+    return out / total.clamp_min(torch.finfo(torch.float32).tiny), (total.log() + top).squeeze(-1)
+
+
+def query_blocks(queries: Tensor, keys: Tensor) -> list[slice]:
+    """Cut the query rows ``[S, M, D]`` so that the float32 logits of a block on ``keys [S, T, D]`` fit in BLOCK_BYTES."""
+    most = max(1, BLOCK_BYTES // (4 * max(1, keys.shape[0] * keys.shape[1])))
+    return [slice(start, start + most) for start in range(0, max(1, queries.shape[1]), most)]
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """Combine partial attentions over disjoint sets of pairs; exact in float32."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([part[1] for part in parts])
+    total = lse.logsumexp(dim=0)
+    # Where no part sees a pair, all shares are exp(-inf) instead of exp(-inf + inf).
+    shares = torch.exp(lse - total.clamp_min(torch.finfo(torch.float32).min)).unsqueeze(-1).unbind()
+    out = parts[0][0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part[0], share)
+    return out, total
+
+
+def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
+    """View ``queries [B, Hq, Q, D]`` as ``[N, G * Q, D]``: the query rows that read each stream."""
+    batch, heads, length, dim = queries.shape
+    return queries.reshape(batch * kv_heads, heads // kv_heads * length, dim)
+
+
+def ungroup(out: Tensor, batch: int, heads: int) -> Tensor:
+    """View ``out [N, G * Q, Dv]`` as the ``[B, Q, Hq, Dv]`` that a transformers attention function returns."""
+    return out.reshape(batch, heads, -1, out.shape[-1]).transpose(1, 2)

@@ -1,0 +1,89 @@
+"""Which stored pairs the new tokens of a pass read, and attention to them.
+
+With N streams, Q new tokens and G query heads per kv head, every token asks each stream for itself: *query stream* `t * N + n`
+is token t at stream n. What is known of each stream, `[N, ...]`, is repeated for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpress.cache import attention
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.segment import Segment
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is read of one segment: of its flat rows the first `counts[i]` of `rows[i]`, ascending, for query stream i.
+
+    `rows [Q * N, K]` are int32 or int64, `counts [Q * N]` int64.
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+    def of_tokens(self, streams: slice) -> Chosen:
+        """Return the part of some query streams."""
+        return Chosen(self.rows[streams], self.counts[streams])
+
+
+Selection = list[list[Chosen]] | None
+"""What the query heads of a group read: one part per segment for each set of heads, or None for everything."""
+
+
+def by_token(rows: Tensor, tokens: int) -> Tensor:
+    """View query rows `[N, G * Q, ...]` as `[Q, N, G, ...]`: token by token, what each asks of every stream."""
+    return rows[None] if tokens == 1 else rows.unflatten(1, (-1, tokens)).movedim(2, 0)
+
+
+def by_stream(rows: Sequence[Tensor], streams: int) -> Tensor:
+    """Turn results of blocks of tokens, `[q * N, G, ...]` each, back into `[N, G * Q, ...]`."""
+    blocks = [part.unflatten(0, (-1, streams)) for part in rows]
+    return torch.cat(blocks).movedim(0, 2).flatten(1, 2)
+
+
+def for_tokens(per_stream: Tensor, tokens: int) -> Tensor:
+    """Repeat what is known of each stream, `[N, ...]`, for every token: `[Q * N, ...]`."""
+    return per_stream if tokens == 1 else per_stream.repeat(tokens, *[1] * (per_stream.dim() - 1))
+
+
+def joined(blocks: Sequence[Selection]) -> Selection:
+    """Join the selections of successive blocks of tokens; those of a layer come in the same form."""
+    first = blocks[0]
+    if first is None or len(blocks) == 1:
+        return first
+    known = [block for block in blocks if block is not None]
+    return [
+        [
+            Chosen(torch.cat([part.rows for part in parts]), torch.cat([part.counts for part in parts]))
+            for parts in zip(*heads, strict=True)
+        ]
+        for heads in zip(*known, strict=True)
+    ]
+
+
+def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> Partial:
+    """Attend from the `queries [Q * N, G, D]` of Q tokens to the pairs of a segment that each of them reads."""
+    streams = segment.layout.streams
+    if len(queries) == streams or len(queries) <= (step := streams * _tokens_at_once(segment, queries, chosen)):
+        return segment.attend_rows(queries, logits, chosen.rows, chosen.counts)
+    parts = [
+        segment.attend_rows(queries[i : i + step], logits, chosen.rows[i : i + step], chosen.counts[i : i + step])
+        for i in range(0, len(queries), step)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _tokens_at_once(segment: Segment, queries: Tensor, chosen: Chosen) -> int:
+    """How many tokens `attend_rows` takes together: all where an operator reads the rows in place, else as many as fit."""
+    streams, dim = segment.layout.streams, queries.shape[2]
+    if segment.serves(queries):
+        return len(queries) // streams
+    gathered = streams * chosen.rows.shape[1] * (dim + segment.value_dim) * queries.element_size()
+    return max(1, attention.BLOCK_BYTES // max(1, gathered))

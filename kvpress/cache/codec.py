@@ -1,0 +1,95 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.memory import for_scattered_reads
+from kvpress.cache.segment import DenseSegment, Segment
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary embedding of a layer's keys: `angles` maps positions `[1, n]` to `(cos, sin)` of the model.
+
+    Layers of one `kind` share their embedding; `owner` names the attention in messages.
+    """
+
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]]
+    kind: str
+    owner: str
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """What a codec may look at beside the pairs that it encodes.
+
+    Stream `n` of a segment belongs to kv head `n % heads`; `earlier` are the layer's encoded segments, oldest first.
+    `generated` says that the newest of the pairs are tokens that were generated, not read. `seen` counts the tokens of the
+    sequence, of which `mask [B, seen]` marks the real ones, None where nothing is padded. `rotation` is None where keys
+    are never rotated, or outside a model.
+
+    `state` is what codecs of this layer keep from one sealing to the next (`KVStore.codec_state`), `shared` what all layers of
+    the cache have in common. A copied cache has a `state` and a `shared` of its own.
+    """
+
+    heads: int
+    earlier: Sequence[Segment] = ()
+    generated: bool = False
+    seen: int = 0
+    mask: Tensor | None = None
+    rotation: Rotation | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+class Codec(ABC):
+    """Turns sealed dense pairs of one layer into a segment of another storage format.
+
+    Pairs are encoded once, oldest first, in tiles of `group` pairs per stream; the newest `residual` and the first
+    `sinks` pairs of a stream always stay dense.
+    """
+
+    group: int
+    residual: int
+    sinks: int = 0
+    reads_side: ClassVar[tuple[str, ...]] = ()
+    """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
+
+    @abstractmethod
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        """Return the encoded pairs of `segment`, whose stream lengths are multiples of `group`; same rows, same order."""
+
+    @abstractmethod
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        """Bytes per encoded pair of head dim `dim`, scales included; what is held once per stream is left out."""
+
+    def fixed_bytes(self, dim: int) -> float:
+        """Bytes that every stream holds once, whatever its length."""
+        del dim
+        return 0
+
+    def table_bytes(self, dim: int) -> int:
+        """Bytes that the layer holds once, whatever its batch, such as codebooks."""
+        del dim
+        return 0
+
+
+class DenseCodec(Codec):
+    """Seals pairs as they are, so that a selector can index them and read some of them."""
+
+    def __init__(self, group: int, residual: int) -> None:
+        self.group, self.residual = group, residual
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        del sealing
+        return DenseSegment(for_scattered_reads(segment.keys), for_scattered_reads(segment.values), segment.layout)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        return 2 * dim * dtype.itemsize

@@ -1,0 +1,45 @@
+"""What a layer stores, stream by stream, for methods that choose among all pairs without copying them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.store import KVStore
+
+
+def real_slots(store: KVStore, mask: Tensor | None) -> list[Tensor]:
+    """Slots of the real tokens of every row, int64, ascending, on the host; `mask [B, seen]` as in `Stored`."""
+    if mask is None:
+        return [torch.arange(store.seen)] * store.batch
+    return [row.nonzero().flatten() for row in mask.cpu()]
+
+
+class Stored:
+    """The pairs of one layer, padding left out: `slots[n]` are those of stream `n`, int64, ascending, on the host.
+
+    `mask [B, seen]` marks real tokens, None where nothing is padded.
+    """
+
+    def __init__(self, store: KVStore, mask: Tensor | None) -> None:
+        self.store = store
+        fresh = [at[at >= store.window.first] for at in real_slots(store, mask)]
+        self.slots = [at for at in fresh for _ in range(store.heads)]
+        for segment in reversed(store.sealed):
+            parts = segment.slots().cpu().long().split(segment.layout.lengths)
+            self.slots = [torch.cat(pair) for pair in zip(parts, self.slots, strict=True)]
+
+    def read(self, stream: int, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the pairs `start:stop` of a stream in parts `(keys [n, D], values [n, Dv])`."""
+        store, window, parts = self.store, self.store.window, []
+        before = 0
+        for segment in store.sealed:
+            first, length = segment.layout.offsets[stream], segment.layout.lengths[stream]
+            begin, end = max(start - before, 0), min(stop - before, length)
+            if begin < end:
+                parts.append(segment.read(slice(first + begin, first + end)))
+            before += length
+        at = (self.slots[stream][max(start, before) : stop] - window.first).to(window.keys.device)
+        row, head = divmod(stream, store.heads)
+        parts.append((window.keys[row, head, at], window.values[row, head, at]))
+        return parts

@@ -1,0 +1,1 @@
+"""What a press is: recipes, the executor that runs them, the registry and the text form."""

@@ -1,0 +1,314 @@
+"""Runs recipes: evicts after layers and passes, by the scorer, amount, allocator, schedule and rewrite of each eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
+from kvpress.core.checks import check_finite
+from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
+from kvpress.observe.call import LayerCall, Phase
+from kvpress.observe.passes import Pass
+from kvpress.observe.view import View, score_arguments, view_groups
+
+
+class Executor:
+    """What a recipe does to the layers of a cache; holds nothing of a request.
+
+    An eviction waits for the end of a pass where it looks at all layers, where an earlier one does, or where a hook looks at
+    the pass before; all others follow their layer at once, so that its memory is free before the next layer needs it. Without
+    `evicts`, prompts are read and left whole.
+    """
+
+    def __init__(self, recipe: Recipe, evicts: bool = True) -> None:
+        self.recipe = recipe
+        self.evicts = evicts
+        self.hooks = {phase: self._hooks(phase) for phase in ("prefill", "decode")}
+        self.steps = {phase: self._acting(phase) for phase in ("prefill", "decode")}
+        self.waiting = {phase: self._first_to_wait(phase) for phase in ("prefill", "decode")}
+        self.watched = {
+            "prefill": recipe.watched("prefill" if evicts else "decode"),
+            "decode": recipe.watched("decode"),
+        }
+
+    def _hooks(self, phase: Phase) -> list[PassHook]:
+        acts = self.evicts or phase == "decode"
+        return [hook for hook in self.recipe.hooks if acts and phase in hook.phases]
+
+    def _acting(self, phase: Phase) -> tuple[Eviction, ...]:
+        return self.recipe.acting(phase) if self.evicts or phase == "decode" else ()
+
+    def _first_to_wait(self, phase: Phase) -> int:
+        """Return which eviction of a phase is the first that waits for the end of the pass."""
+        if any(hook.first for hook in self.hooks[phase]):
+            return 0
+        waits = [step.allocator.scope == "cache" or _prepares(step, phase) for step in self.steps[phase]]
+        return waits.index(True) if True in waits else len(waits)
+
+    def check(self) -> None:
+        """Let hooks say, before any work, that they cannot act."""
+        prepared = [step.prepare for steps in self.steps.values() for step in steps]
+        for hook in (*prepared, *(hook for hooks in self.hooks.values() for hook in hooks)):
+            if hook is not None:
+                hook.check()
+
+    def follows(self, phase: Phase) -> bool:
+        """Whether something happens at the end of a pass of a phase."""
+        return bool(self.hooks[phase]) or self.waiting[phase] < len(self.steps[phase])
+
+    def after_layer(self, call: LayerCall) -> None:
+        """Evict from one layer that has been read."""
+        if call.phase == "decode":
+            call.store.since_eviction += 1
+        for place in range(self.waiting[call.phase]):
+            self._evict([call], place)
+
+    def after_pass(self, done: Pass) -> None:
+        """Act on all layers of a pass of a phase that is followed."""
+        hooks = self.hooks[done.phase]
+        for hook in (hook for hook in hooks if hook.first):
+            hook.act(done)
+        for place in range(self.waiting[done.phase], len(self.steps[done.phase])):
+            step = self.steps[done.phase][place]
+            if step.prepare is not None and _prepares(step, done.phase):
+                step.prepare.act(done)
+            if step.allocator.scope == "cache":
+                self._evict(done.calls, place)
+            else:
+                for call in done.calls:
+                    self._evict([call], place)
+        for hook in (hook for hook in hooks if not hook.first):
+            hook.act(done)
+
+    def _evict(self, calls: Sequence[LayerCall], place: int) -> None:
+        """Run one eviction on one layer, or on all together."""
+        phase = calls[0].phase
+        step = self.steps[phase][place]
+        if phase == "decode" and calls[0].store.since_eviction < (step.schedule.every or 0):
+            return
+        if step.compress is not None:
+            for call in calls:
+                replace_pairs(call, step.compress)
+            return
+        evict(calls, step, partial(self._mean, step, phase))
+
+    def _mean(self, step: Eviction, phase: Phase, view: View) -> tuple[int, int]:
+        """Return how many pairs per head a view is to keep on average, and of how many that earlier evictions left."""
+        store, depth = view.call.store, view.call.depth
+        if phase == "prefill":
+            tokens = view.call.left.get(view.rows[0], view.seen)
+            return step.amount.at(depth).of(tokens), tokens
+        amount = step.amount.at(depth)
+        if step.schedule.target is not None:
+            target = max(1, step.schedule.target.of(view.seen))
+        elif amount.budget is not None:
+            target = amount.budget
+        else:
+            target = store.targets[view.rows[0]] if store.targets else amount.of(view.seen - store.since_eviction)
+        return target, view.seen
+
+
+def _prepares(step: Eviction, phase: Phase) -> bool:
+    return step.prepare is not None and phase in step.prepare.phases
+
+
+def evict(calls: Sequence[LayerCall], step: Eviction, mean: Callable[[View], tuple[int, int]]) -> None:
+    """Cut layers down: `mean(view)` says to how many pairs per head, on average over heads that share it, and of how many."""
+    apart = step.allocator.scope == "cache"
+    cuts = [Cut(call, step, mean, apart) for call in calls]
+    for groups in zip(*(cut.groups for cut in cuts), strict=True):
+        _share_out(cuts, groups, step, apart)
+    for cut in cuts:
+        cut.apply()
+
+
+def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction, apart: bool) -> None:
+    """Choose what stays of some rows, given their views in every layer."""
+    means = [group.views[0].target for group in groups for _ in group.views]
+    mean = round(sum(means) / len(means))
+    everything = step.allocator.keeps_all([view.length for group in groups for view in group.views], mean)
+    scored = [Scored(view, step.scorer) for group in groups for view in group.older]
+    newest = groups[0].newest
+    counts = [None] * len(scored) if everything else step.allocator.counts(scored, mean - newest)
+    chosen = iter(zip(scored, counts, strict=True))
+    for cut, group in zip(cuts, groups, strict=True):
+        for view in group.views:
+            cut.mark(view, *next(chosen))
+        group.forget()
+
+
+class Group:
+    """Views of the same rows that together cover all kv heads of a layer, without their `newest` pairs: `older`."""
+
+    def __init__(self, views: list[View], target: int, available: int, step: Eviction) -> None:
+        hidden = step.hidden_states if step.reads_hidden_states else None
+        self.newest = round(target * step.recent)
+        self.views = [replace(view, target=target, available=available, hidden=hidden) for view in views]
+        self.older = [view.oldest(view.length - self.newest) if self.newest else view for view in self.views]
+        memo: dict[Any, Any] = {}
+        for view in self.older:
+            view.group, view.memo = self.older, memo
+
+    def forget(self) -> None:
+        """Let go of each other, so that nothing waits for the garbage collector."""
+        for view in self.older:
+            view.group = []
+
+
+class Cut:
+    """What one layer keeps in an eviction under way: a mask for each of its streams."""
+
+    def __init__(self, call: LayerCall, step: Eviction, mean: Callable[[View], tuple[int, int]], apart: bool) -> None:
+        self.call, self.store, self.step = call, call.store, step
+        window = self.store.window
+        check_finite(window.filled_keys, window.filled_values, call.layer)
+        whole = not self.store.sealed and call.mask is None
+        self.opened = None if whole else self.store.open_segment(call.mask)
+        self.groups = [Group(views, *mean(views[0]), step) for views in view_groups(call, self.opened, apart)]
+        self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
+        self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
+        self.everything = True
+        self.targets = [0] * self.store.batch
+        for group in self.groups:
+            for row in group.views[0].rows:
+                self.targets[row] = group.views[0].target
+
+    def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
+        """Choose the pairs of a view that stay, `counts` of the older ones, and what takes their place; None keeps all."""
+        mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
+        if counts is not None and not (isinstance(counts, int) and counts >= older.view.length):
+            self.everything = False
+            mask[..., : older.view.length] = self.step.scorer.choose(older, counts)
+            rewritten = None if self.step.rewrite is None else self.step.rewrite(view, mask)
+            if rewritten is not None:
+                self.rewritten.append((view, mask, rewritten))
+        for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
+            self.masks[stream] = marked
+
+    def apply(self) -> None:
+        """Free what was not marked."""
+        self._count()
+        self.store.targets = self.targets
+        self.store.since_eviction = 0
+        if not self.everything:
+            self.store.evict(self.masks, self.call.mask, self.opened)
+        if self.rewritten:
+            self._rewrite()
+
+    def _count(self) -> None:
+        """Say what the ratio of a next eviction is of: what this one was told to keep, or what it decided to."""
+        for group in self.groups:
+            left, streams = group.views[0].target, [n for view in group.views for n in view.streams]
+            if self.step.allocator.decides:
+                if all(bool(self.masks[n].all()) for n in streams):
+                    continue
+                left = sum(int(self.masks[n].sum()) for n in streams) // len(streams)
+            self.call.left.update(dict.fromkeys(group.views[0].rows, left))
+
+    def _rewrite(self) -> None:
+        dense = self.store.dense
+        if dense is None or self.store.segments:
+            raise ValueError("rewritten pairs need dense storage: they cannot be combined with a codec")
+        keys = dense.keys.clone() if any(new.keys is not None for _, _, new in self.rewritten) else None
+        values = dense.values.clone() if any(new.values is not None for _, _, new in self.rewritten) else None
+        per_pair: dict[str, Tensor] = {}
+        for view, mask, new in self.rewritten:
+            for place, n in enumerate(view.streams):
+                at = divmod(place, mask.shape[1])
+                rows, marked = dense.layout.rows(n), mask[at]
+                for target, source in ((keys, new.keys), (values, new.values)):
+                    if target is not None and source is not None:
+                        target[rows] = source[at][marked].to(target.dtype)
+                for name, array in (("shift", new.shift), ("log_weight", new.log_weight)):
+                    if array is not None:
+                        held = dense.log_weight if name == "log_weight" else dense.side.get(name)
+                        if name not in per_pair:
+                            per_pair[name] = (
+                                torch.zeros(dense.layout.total, device=dense.device) if held is None else held.clone()
+                            )
+                        per_pair[name][rows] = array[at][marked].float()
+        log_weight = per_pair.pop("log_weight", None)
+        self.store.replace_dense(keys, values, log_weight, per_pair)
+
+
+def close_gaps(view: View, mask: Tensor) -> Rewritten | None:
+    """Rotate keys so that, once only the marked pairs stay, their distances to the next query have no gaps.
+
+    Heads may keep different numbers of pairs. Layers without rotary embedding know no distances and are left as they are.
+
+    Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
+    from 0, while queries keep their true positions.
+    """
+    call = view.call
+    if not call.rotates:
+        return None
+    before = view.side.get("shift", torch.zeros_like(view.positions)).to(view.positions.dtype)
+    rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
+    kept = mask.sum(dim=-1, keepdim=True)
+    shift = torch.where(mask, view.seen - kept + rank - view.positions, before)
+    keys = view.keys.clone()
+    for i in range(mask.shape[0]):
+        for j in range(mask.shape[1]):
+            cos, sin = call.angles((shift - before)[i, j][None])
+            scale = (cos.float() ** 2 + sin.float() ** 2).mean().sqrt().to(cos.dtype)
+            keys[i, j] = call.rotate(view.keys[i : i + 1, j : j + 1], cos / scale, sin / scale)[0, 0]
+    return Rewritten(keys=keys, shift=shift)
+
+
+def replace_pairs(call: LayerCall, compress: Compress) -> None:
+    """Replace what a layer stores by what a user's `compress` returns; positions are found again by their values."""
+    store = call.store
+    check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
+    if store.segments:
+        raise ValueError("a press with its own `compress` cannot change pairs that a codec has already encoded")
+    streams = store.batch * store.heads
+    keys: list[Tensor] = [torch.empty(0)] * streams
+    values, slots = list(keys), list(keys)
+    changed = False
+    for view in (view for group in view_groups(call) for view in group):
+        new_keys, new_values = compress(*score_arguments(view))
+        if new_keys.shape[:3] != new_values.shape[:3] or new_keys.shape[:2] != view.keys.shape[:2]:
+            raise ValueError(
+                f"compress returned keys {tuple(new_keys.shape)} and values {tuple(new_values.shape)} for keys "
+                f"{tuple(view.keys.shape)}; batch and head counts must stay, lengths must agree"
+            )
+        changed |= new_keys is not view.keys or new_values is not view.values
+        if new_keys.shape[2] != view.length:
+            call.left.update(dict.fromkeys(view.rows, new_keys.shape[2]))
+        pads = store.seen - view.seen
+        for place, n in enumerate(view.streams):
+            i, j = divmod(place, new_keys.shape[1])
+            order, found = _positions(view, new_values, i, j)
+            keys[n], values[n] = new_keys[i, j][order], new_values[i, j][order]
+            slots[n] = torch.where(found >= 0, found + pads, found)
+    if not changed:
+        return
+    sealed = DenseSegment(torch.cat(keys), torch.cat(values), Layout(len(stream) for stream in keys))
+    sealed._set_slots(torch.cat(slots))
+    store.seal(sealed, call.mask)
+    store.since_eviction = 0
+
+
+def _positions(view: View, values: Tensor, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """Original position of every returned pair, by equal values; -1 where values were rewritten. Ascending."""
+    old, new = view.values[row, head].double(), values[row, head].double()
+    probe = torch.linspace(0.5, 1.5, old.shape[-1], dtype=torch.float64, device=old.device)
+    ranked, order = (_project(old, probe)).sort(stable=True)
+    at = torch.searchsorted(ranked, _project(new, probe)).clamp_max(len(ranked) - 1)
+    found = order[at]
+    same = (old[found] == new).all(dim=-1)
+    positions = torch.where(same, view.positions[row, head][found], -1)
+    sorted_positions, index = positions.sort(stable=True)
+    return index, sorted_positions
+
+
+def _project(vectors: Tensor, probe: Tensor) -> Tensor:
+    # Row by row: a matrix product may round equal rows differently.
+    return (vectors * probe).sum(dim=-1)

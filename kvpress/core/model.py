@@ -1,0 +1,66 @@
+"""What methods may know of a model, as data: its attention layers, their shapes and rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One attention layer.
+
+    `index` counts attention layers, `cache_index` is its place in the cache. `kind` is that of its cache, such as
+    `full_attention`; `declared` says that the configuration names its kv heads itself. `module`, `rotate` and `angles` are
+    known of a loaded model only: `rotate` applies the model's rotary function to `(vectors, cos, sin)`, and `angles` maps
+    `(like, positions)` to `(cos, sin)`; None where the model has none.
+    """
+
+    index: int
+    cache_index: int
+    kind: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    declared: bool = True
+    module: nn.Module | None = None
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether its cache grows with the context."""
+        return self.kind == "full_attention"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it turns keys and queries by their positions; some models have layers that do not."""
+        return bool(getattr(self.module, "use_rope", True))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as methods see it: `layers` are its attention layers, of `depth` layers in all.
+
+    `dtype` is that of its cache, `window` the length of sliding layers. `loaded` says that there are weights, and not a
+    configuration alone; `tokenizer` loads the one beside the model.
+    """
+
+    name: str
+    layers: tuple[LayerFacts, ...]
+    dtype: torch.dtype
+    depth: int = 0
+    window: int = 0
+    source: str = ""
+    revision: str | None = None
+    loaded: bool = False
+    tokenizer: Callable[[], Any] | None = None
+
+    @property
+    def growing(self) -> tuple[LayerFacts, ...]:
+        """Layers whose cache grows with the context: those that this library stores."""
+        return tuple(layer for layer in self.layers if layer.grows)

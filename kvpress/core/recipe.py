@@ -1,0 +1,382 @@
+"""What a press is made of, as data: who scores, how many pairs stay, when, and how they are stored and read.
+
+`press.recipe(model)` describes a press; `kvpress.core.executor` runs the description. A wrapper returns the recipe of the press
+inside with one part replaced, so there is nothing that it could forget to pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.codec import Codec
+from kvpress.core.pattern import Pattern
+from kvpress.core.selector import Selector
+from kvpress.observe.call import Phase
+from kvpress.observe.hidden import HiddenStates
+from kvpress.observe.observer import Wanted
+from kvpress.observe.passes import Pass
+from kvpress.observe.view import View
+
+HIDDEN_STATES = 256
+"""Newest hidden states that are kept while tokens are generated, for presses that read them."""
+
+
+def top(scores: Tensor, count: int | Tensor) -> Tensor:
+    """Mark the `count` largest scores of the last axis; of equal ones the newest. NaN counts as smallest.
+
+    As a tensor, `count` has the shape of `scores` without the last axis.
+    """
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    length = scores.shape[-1]
+    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(length, device=scores.device) < (count if isinstance(count, int) else count[..., None])
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, first.expand_as(order))
+
+
+class Scorer(Protocol):
+    """What is each pair worth?"""
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        """Observers that the scores are read from."""
+
+    def scores(self, view: View) -> Tensor:
+        """Return the worth of every pair of a view, `[b, h, n]`; the largest are kept, infinite ones first."""
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Mark `counts` pairs of every head, a number or `[b, h]`, as a mask `[b, h, n]`."""
+
+    def without_values(self) -> Scorer:
+        """Return the scorer that leaves the size of values out, for wrappers that weigh them themselves."""
+
+    @property
+    def ranks(self) -> bool:
+        """Whether scores only order the pairs of a head, so that they can be neither weighed nor compared between heads."""
+
+
+@dataclass
+class Scored:
+    """A view, and what its pairs are worth, worked out when first asked for."""
+
+    view: View
+    scorer: Scorer
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Scores `[b, h, n]`, float32."""
+        scores = self.scorer.scores(self.view)
+        if scores.shape != self.view.shape:
+            name = type(self.scorer).__name__
+            raise ValueError(f"{name}.score returned {tuple(scores.shape)}, not {tuple(self.view.shape)}")
+        return scores.float()
+
+
+class ByScore:
+    """A scorer whose best pairs are kept; scorers derive from it and give `scores`."""
+
+    ranks: ClassVar[bool] = False
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        """Observers that the scores are read from."""
+        return ()
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Mark the pairs with the largest scores."""
+        return top(scored.scores, counts)
+
+    def without_values(self) -> Any:
+        """Return the scorer that leaves the size of values out: this one, where it does so anyway."""
+        return self
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How many pairs a head keeps on average: all but the share `ratio`, or `budget` of them.
+
+    `protected` pairs are kept in any case, so that as many tokens or fewer stay whole. `ratios` gives every layer that grows a
+    ratio of its own.
+    """
+
+    ratio: float = 0.0
+    budget: int | None = None
+    protected: int = 0
+    ratios: tuple[float, ...] = ()
+
+    def at(self, depth: int) -> Amount:
+        """Return the amount of one of the layers that grow."""
+        return replace(self, ratio=self.ratios[depth], budget=None, ratios=()) if self.ratios else self
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is to be removed."""
+        return self.budget is None and not any(self.ratios or (self.ratio,))
+
+    def of(self, tokens: int) -> int:
+        """Return how many of `tokens` pairs stay; the mean of all layers where they differ."""
+        if self.ratios:
+            return round(sum(self.at(depth).of(tokens) for depth in range(len(self.ratios))) / len(self.ratios))
+        if self.budget is not None:
+            return min(tokens, self.budget)
+        return tokens if tokens <= max(1, self.protected) else int(tokens * (1 - self.ratio))
+
+    def check(self, tokens: int) -> None:
+        """Refuse a ratio that keeps none of `tokens`."""
+        for amount in [self.at(depth) for depth in range(len(self.ratios))] or [self]:
+            if amount.of(tokens) < 1:
+                most = int((1 - 1 / tokens) * 1e4) / 1e4
+                most -= 0.0001 if int(tokens * (1 - most)) < 1 else 0.0
+                raise ValueError(
+                    f"compression_ratio={amount.ratio} keeps 0 of {tokens} tokens; at least 1 must be kept, so use a "
+                    f"ratio of at most {most:.4f} or budget=1"
+                )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When pairs are evicted: after a `prompt`, and after `every` so many generated tokens, None for never.
+
+    While tokens are generated, `target` says how many pairs stay; None keeps as many as stayed of the prompt. `hidden_states`
+    bounds those that are held for presses that read them.
+    """
+
+    prompt: bool = True
+    every: int | None = None
+    target: Amount | None = None
+    hidden_states: int = HIDDEN_STATES
+
+    def acts_in(self, phase: Phase) -> bool:
+        """Whether anything is evicted in a phase."""
+        return self.prompt if phase == "prefill" else self.every is not None
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """Gives every head of a layer the same number of pairs; subclasses share them out in other ways.
+
+    With `scope` "cache", `counts` is asked once for all layers of a row, after all of them were read, else layer by layer.
+    `ragged` says that heads may get different numbers, and `decides` that the mean is not asked for.
+    """
+
+    scope: str = field(default="layer", kw_only=True)
+
+    ragged = False
+    decides = False
+
+    def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
+        """Whether views that hold so many pairs per head keep all of them; False where only `counts` can tell."""
+        return not self.decides and max(lengths) <= mean
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        """Return how many pairs every head of each view keeps, a number or `[b, h]`, `mean` on average."""
+        return [mean] * len(scored)
+
+    def planned(self, tokens: int, mean: int) -> int:
+        """Return how many of `tokens` pairs a head keeps on average, as far as can be known beforehand."""
+        del tokens
+        return mean
+
+    def within_layers(self) -> Allocator:
+        """Return the allocator that gives every layer its own mean."""
+        return replace(self, scope="layer")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What takes the place of kept pairs: keys `[b, h, n, D]`, values `[b, h, n, Dv]` and logit weights `[b, h, n]`.
+
+    `shift [b, h, n]` is how far keys have been rotated away from their positions in all. What is None stays.
+    """
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    log_weight: Tensor | None = None
+    shift: Tensor | None = None
+
+
+Rewrite = Callable[[View, Tensor], Rewritten | None]
+"""Maps a view and the mask `[b, h, n]` of the pairs that stay to what takes their place, None for nothing."""
+
+Compress = Callable[..., tuple[Tensor, Tensor]]
+"""A user's own `compress`, which returns the keys and values to keep."""
+
+
+@dataclass(frozen=True)
+class PassHook:
+    """Looks at all layers after passes of some `phases`; `reads` says that it reads tokens behind the cache.
+
+    It acts after the evictions of the pass, or `first`, before all of them. `check` is called when a `with` block is entered,
+    and raises where the hook could not act.
+    """
+
+    act: Callable[[Pass], None]
+    phases: tuple[Phase, ...]
+    reads: bool = False
+    first: bool = False
+    check: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One way to evict: by whose scores, how many pairs, when, and what becomes of them.
+
+    The share `recent` of what stays are the newest pairs; scorer and allocator see the others only. `prepare` looks at the
+    whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule.
+    `fixed` evictions do not choose by scores, so no wrapper can change their choice.
+    """
+
+    scorer: Scorer
+    amount: Amount = Amount()
+    allocator: Allocator = Allocator()
+    schedule: Schedule = Schedule()
+    recent: float = 0.0
+    rewrite: Rewrite | None = None
+    prepare: PassHook | None = None
+    compress: Compress | None = None
+    reads_hidden_states: bool = False
+    fixed: bool = False
+
+    @property
+    def hidden_states(self) -> Wanted:
+        """The observer of hidden states, where they are read."""
+        return Wanted(HiddenStates, self.schedule.hidden_states, self.schedule.prompt)
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        """What has to be watched."""
+        return (*self.scorer.wants, *((self.hidden_states,) if self.reads_hidden_states else ()))
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing is ever removed."""
+        return (
+            self.compress is None
+            and self.amount.keeps_all
+            and self.schedule.target is None
+            and not self.allocator.decides
+        )
+
+    def rewriting(self, rewrite: Rewrite) -> Eviction:
+        """Return the eviction that rewrites pairs in one more way; of two that rewrite the same, the later one counts."""
+        earlier = self.rewrite
+        return replace(
+            self, rewrite=rewrite if earlier is None else lambda *pairs: _joined(earlier(*pairs), rewrite(*pairs))
+        )
+
+
+def _joined(first: Rewritten | None, second: Rewritten | None) -> Rewritten | None:
+    """Return what either rewrites."""
+    if first is None or second is None:
+        return first or second
+    return replace(first, **{name: new for name, new in vars(second).items() if new is not None})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A press as data: evictions in order, one codec for what stays, one selector for what is read, one pattern for prompts.
+
+    `codec`, `selector` and `pattern` give those of an attention layer, None for none. `observers` are watched at all times.
+    `offloads` says that pairs are kept in host memory.
+    """
+
+    evictions: tuple[Eviction, ...] = ()
+    codec: Callable[[int], Codec | None] | None = None
+    selector: Callable[[int], Selector | None] | None = None
+    pattern: Callable[[int], Pattern | None] | None = None
+    observers: tuple[Wanted, ...] = ()
+    hooks: tuple[PassHook, ...] = ()
+    offloads: bool = False
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing is changed."""
+        other = (self.codec, self.selector, self.pattern)
+        return (
+            other == (None, None, None) and not self.hooks and all(eviction.is_identity for eviction in self.evictions)
+        )
+
+    def acting(self, phase: Phase) -> tuple[Eviction, ...]:
+        """Return the evictions that act in a phase."""
+        return tuple(e for e in self.evictions if e.schedule.acts_in(phase) and not e.is_identity)
+
+    def watched(self, phase: Phase) -> tuple[Wanted, ...]:
+        """Return what has to be watched in a phase, each wish once."""
+        evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
+        wants = [wanted for eviction in evictions for wanted in eviction.wants]
+        return tuple(dict.fromkeys([*wants, *self.observers]))
+
+    def kept(self, tokens: int) -> int:
+        """Return how many of the `tokens` of a prompt stay per head, on average."""
+        for eviction in self.acting("prefill"):
+            tokens = eviction.allocator.planned(tokens, eviction.amount.of(tokens))
+        return tokens
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a prompt of which nothing would stay."""
+        for eviction in self.acting("prefill"):
+            eviction.amount.check(tokens)
+            tokens = eviction.amount.of(tokens)
+
+    def codec_at(self, layer: int) -> Codec | None:
+        """Return how a layer stores sealed pairs; a selector without codec seals them densely so that it can index them."""
+        codec = None if self.codec is None else self.codec(layer)
+        selector = self.selector_at(layer)
+        return codec if codec is not None or selector is None else selector.sealing
+
+    def selector_at(self, layer: int) -> Selector | None:
+        """Return how a layer chooses what is read; None reads everything."""
+        return None if self.selector is None else self.selector(layer)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads of a layer may end up with different numbers of pairs."""
+        return any(eviction.allocator.ragged for eviction in self.evictions)
+
+    @property
+    def shares_prefill(self) -> bool:
+        """Whether one reading of a prompt can serve this press and others."""
+        if self.pattern is not None:
+            return False
+        prepared = [eviction.prepare for eviction in self.acting("prefill")]
+        return not any(
+            hook is not None and hook.reads and "prefill" in hook.phases for hook in (*prepared, *self.hooks)
+        )
+
+
+def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
+    """Put the recipes of several presses together; two answers to one question are a ValueError that names the presses."""
+    for what, found in (
+        ("codec", [press for press, recipe in recipes if recipe.codec is not None]),
+        ("selector", [press for press, recipe in recipes if recipe.selector is not None]),
+        ("pattern", [press for press, recipe in recipes if recipe.pattern is not None]),
+        (
+            "eviction while decoding",
+            [press for press, r in recipes for e in r.evictions if e.schedule.every is not None],
+        ),
+    ):
+        if len(found) > 1:
+            names = " and ".join(type(press).__name__ for press in found)
+            raise ValueError(f"{names} cannot be composed: there can be one {what} for the same pairs")
+    generated = [press for press, r in recipes for e in r.evictions if e.rewrite and e.schedule.every is not None]
+    sealing = [press for press, recipe in recipes if recipe.codec is not None or recipe.selector is not None]
+    if generated and sealing:
+        raise ValueError(
+            f"{type(generated[0]).__name__} and {type(sealing[0]).__name__} cannot be composed: pairs that are rewritten while "
+            "tokens are generated must not be sealed"
+        )
+    parts = [recipe for _, recipe in recipes]
+    return Recipe(
+        evictions=tuple(eviction for part in parts for eviction in part.evictions),
+        codec=next((part.codec for part in parts if part.codec is not None), None),
+        selector=next((part.selector for part in parts if part.selector is not None), None),
+        pattern=next((part.pattern for part in parts if part.pattern is not None), None),
+        observers=tuple(wanted for part in parts for wanted in part.observers),
+        hooks=tuple(hook for part in parts for hook in part.hooks),
+        offloads=any(part.offloads for part in parts),
+    )

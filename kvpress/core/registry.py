@@ -1,0 +1,158 @@
+"""The names under which presses are found, and what is known of each besides its class.
+
+A method is found because its file is there: every module of `kvpress.presses`, `kvpress.quant` and `kvpress.sparse` is
+looked through.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select"]
+PressT = TypeVar("PressT", bound="type[Any]")
+
+PACKAGES = ("kvpress.presses", "kvpress.quant", "kvpress.sparse")
+ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select")
+EVERY_SUITE = "every suite"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A spec that is refused, when it is parsed, when it meets a model or in a later turn, and why."""
+
+    spec: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Exemption:
+    """A suite of all evicting presses that one does not take part in, and what tests it instead.
+
+    Of `EVERY_SUITE` the whole press is left out. `settings` are those that alone are exempt.
+    """
+
+    suite: str
+    why: str
+    settings: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered press: its public name, class, role and the paper it follows.
+
+    `example` is a spec that parses everywhere, `cases` are specs for prompts of a few dozen tokens, which the suites of all
+    presses run over. `needs` is what has to be made for a model before the press suits it.
+    """
+
+    name: str
+    press: type[Any]
+    role: Role
+    paper: str
+    example: str
+    cases: tuple[str, ...] = ()
+    needs: str = ""
+    refuses: tuple[Refusal, ...] = ()
+    exempt: tuple[Exemption, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (self.press.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the press takes part in no suite of all presses."""
+        return any(exemption.suite == EVERY_SUITE for exemption in self.exempt)
+
+
+_entries: dict[str, Entry] = {}
+
+
+def register(
+    name: str,
+    role: Role,
+    paper: str = "",
+    *,
+    example: str = "",
+    cases: tuple[str, ...] = (),
+    needs: str = "",
+    refuses: tuple[Refusal, ...] = (),
+    exempt: tuple[Exemption, ...] = (),
+) -> Callable[[PressT], PressT]:
+    """Class decorator: make a press available as `get_press(name)` and in `kvpress list`."""
+
+    def decorate(press: PressT) -> PressT:
+        key = normalise(name)
+        if key in _entries and _entries[key].press is not press:
+            raise ValueError(f"a press named {name!r} exists already: {_entries[key].press.__name__}")
+        _entries[key] = Entry(name, press, role, paper, example or name, cases, needs, refuses, exempt)
+        return press
+
+    return decorate
+
+
+def normalise(name: str) -> str:
+    """Fold case, dashes and underscores, and a trailing `press`: `StreamingLLMPress` is `streaming_llm`."""
+    folded = name.lower().replace("-", "").replace("_", "")
+    return folded.removesuffix("press") if folded != "press" else folded
+
+
+def entries() -> list[Entry]:
+    """All registered presses, by role and name."""
+    for package in PACKAGES:
+        load(package)
+    return sorted(_entries.values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
+
+
+def load(package: str) -> None:
+    """Import every module of a package."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def class_named(name: str, package: str = "kvpress") -> type[Any]:
+    """Return the press class of that name, as an attribute of a package; an unknown one is an AttributeError."""
+    if name[:1].isupper():
+        for entry in entries():
+            for base in entry.press.__mro__:
+                if base.__name__ == name and base.__module__.startswith("kvpress."):
+                    return base
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+
+def find(name: str) -> Entry:
+    """Return the entry of a name, or of a class name; an unknown one is a `KeyError` that names the nearest."""
+    known = entries()
+    key = normalise(name)
+    entry = _entries.get(key) or next((e for e in known if normalise(e.press.__name__) == key), None)
+    if entry is None:
+        close = nearest(name, {entry.name for entry in known})
+        raise UnknownNameError(f"unknown press {name!r}{close}; `kvpress list` shows all")
+    return entry
+
+
+def name_of(press: type[Any]) -> str:
+    """Return the public name of a press class."""
+    for entry in entries():
+        if entry.press is press:
+            return entry.name
+    raise KeyError(f"{press.__name__} is not registered; decorate it with @kvpress.register(name, role)")
+
+
+class UnknownNameError(KeyError):
+    """A `KeyError` that prints its message as it is, without quotes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean ...?` for the closest known name, or nothing."""
+    folded = {normalise(candidate): candidate for candidate in known}
+    match = difflib.get_close_matches(normalise(name), folded, n=1, cutoff=0.5)
+    return f": did you mean {folded[match[0]]}?" if match else ""

@@ -1,0 +1,215 @@
+"""Checks of models and calls, made before any work starts; each error names the value, what is allowed and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvpress.core.model import LayerFacts
+from kvpress.core.recipe import Recipe
+
+GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
+"""Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
+
+
+def check_model(model: Any, is_identity: bool, has_attention: bool, has_full_attention: bool) -> None:
+    """Refuse models that no press, or only one that `is_identity`, can work on, with the reason."""
+    config = model.config
+    name = type(model).__name__
+    if config._attn_implementation == "kvpress":
+        raise RuntimeError(
+            "a press is already active on this model, or on one that shares its configuration object; compose presses "
+            "instead of nesting them: `press_a + press_b`"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is not None and not is_identity:
+        raise NotImplementedError(
+            f"{name} uses multi-head latent attention (MLA): its cache has no keys and values per head to compress"
+        )
+    if not has_attention or not (has_full_attention or is_identity):
+        raise NotImplementedError(
+            f"{name} has no full-attention layer, so there is no growing key-value cache to compress"
+        )
+
+
+def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
+    """Check the arguments of `generate`; return the prompt length if the prefill will come in chunks, else 0."""
+    settings = (generation_config, model.generation_config)
+    ids = kwargs.get("input_ids", inputs)
+    if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens", kwargs, settings):
+        raise NotImplementedError(
+            "assisted decoding is not supported: it takes back tokens that a press has already consumed"
+        )
+    if setting("output_attentions", kwargs, settings):
+        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
+    if setting("use_cache", kwargs, settings) is False:
+        raise ValueError("use_cache=False leaves no cache to compress; leave it out inside a press")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        check_mask(mask)
+    cache = kwargs.get("past_key_values")
+    implementation = setting("cache_implementation", kwargs, settings)
+    if cache is None and implementation not in GROWING_CACHES:
+        raise NotImplementedError(
+            f"cache_implementation={implementation!r} is not supported inside a press, which stores pairs in its own way; "
+            "leave it out to use the dynamic cache"
+        )
+    if ids is None:
+        return 0
+    check_ids(ids)
+    check_cache_kind(cache)
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    if seen:
+        check_turn(ids, mask, seen)
+    if mask is not None:
+        check_padding(mask)
+    if not setting("prefill_chunk_size", kwargs, settings):
+        return 0
+    return ids.shape[1] if mask is None else mask.shape[1]
+
+
+def setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:
+    """What `generate` will use: its own argument, else the first configuration that says something."""
+    given = (kwargs.get(name), *(getattr(config, name, None) for config in settings))
+    return next((value for value in given if value is not None), None)
+
+
+def check_cache_kind(cache: Any) -> None:
+    """Refuse caches of a fixed size."""
+    static = [type(layer).__name__ for layer in getattr(cache, "layers", ()) if "Static" in type(layer).__name__]
+    if static:
+        raise NotImplementedError(
+            f"{static[0]} has a fixed size and cannot be compressed; use the default dynamic cache"
+        )
+
+
+def check_ids(ids: Tensor) -> None:
+    """Refuse an empty prompt."""
+    if ids.shape[1] == 0:
+        raise ValueError(f"the prompt is empty: input_ids has shape {tuple(ids.shape)}; pass at least one token")
+
+
+def check_turn(ids: Tensor, mask: Tensor | None, seen: int) -> None:
+    """Check a later turn on a cache that already holds `seen` tokens."""
+    given = ids.shape[1]
+    if mask is not None and mask.shape[1] > given:
+        return  # Only new tokens; the decoder is handed the same mask, and its length is checked there.
+    if given == seen:
+        raise ValueError(
+            f"the cache already holds all {seen} tokens of input_ids, so there is nothing to read; pass the whole "
+            "sequence with at least one new token at its end"
+        )
+    if given < seen:
+        raise ValueError(
+            f"input_ids has {given} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
+            f"the whole sequence too: generate(new_ids, past_key_values=cache, "
+            f"attention_mask=torch.ones(batch, {seen} + {given})); or pass all {seen} + new ids"
+        )
+
+
+def check_mask(mask: Tensor) -> None:
+    """Refuse masks that say more than which tokens are real."""
+    if mask.dim() != 2:
+        raise NotImplementedError(
+            f"attention_mask has {mask.dim()} dimensions; inside a press it is the 2-D mask of real tokens "
+            "[batch, tokens], and packed sequences are not supported"
+        )
+
+
+def check_padding(mask: Tensor) -> None:
+    """Refuse right padding and rows without any real token."""
+    real = mask.bool()
+    empty = (~real.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"row {empty[0]} of the batch is all padding; remove it")
+    if not bool(real[:, -1].all()):
+        row = int((~real[:, -1]).nonzero()[0])
+        raise ValueError(f"row {row} of the batch is padded on the right; use padding_side='left'")
+
+
+def check_forward(
+    recipe: Recipe,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: Any,
+    prefill_until: int | None,
+    layers: Sequence[LayerFacts],
+) -> None:
+    """Check one forward pass of the decoder: masks, cache and whether the press can keep anything of the prompt.
+
+    `layers` are all layers of the decoder, as its cache should have them.
+    `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, None where nothing is evicted.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    new = ids if ids is not None else kwargs.get("inputs_embeds")
+    if new is None:
+        return
+    check_ids(new)
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
+        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
+    cache = kwargs.get("past_key_values")
+    check_cache_kind(cache)
+    seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        check_mask(mask)
+        if mask.shape[1] != seen + new.shape[1]:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[1]} tokens but the cache has seen {seen} and {new.shape[1]} are new; "
+                f"pass a mask of {seen + new.shape[1]} columns"
+            )
+        if (new.shape[1] > 1 or seen == 0) and not prefill_until:
+            check_padding(mask)
+    check_position_ids(kwargs.get("position_ids"), mask if isinstance(mask, Tensor) else None, new.shape[1])
+    if cache is not None:
+        _check_cache_shape(cache, config, layers)
+    if prefill_until is not None and (new.shape[1] > 1 or seen == 0):
+        length = max(seen + new.shape[1], prefill_until)
+        whole = isinstance(mask, Tensor) and mask.shape[1] == length
+        lengths = mask.sum(dim=1).tolist() if whole and isinstance(mask, Tensor) else [length]
+        for real in sorted(set(lengths)):
+            recipe.check_length(int(real))
+
+
+def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: int) -> None:
+    """Refuse packed sequences: positions that restart inside a row."""
+    if position_ids is None or new < 2 or position_ids.dim() != 2 or position_ids.shape[1] != new:
+        return
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    back = steps < 0
+    if mask is not None:
+        back = back & mask[:, -new:][:, :-1].bool().to(back.device)
+    if bool(back.any()):
+        raise NotImplementedError(
+            "position_ids restart inside a row: packed sequences are not supported inside a press"
+        )
+
+
+def _check_cache_shape(cache: Any, config: Any, expected: Sequence[LayerFacts]) -> None:
+    text = config.get_text_config(decoder=True)
+    held, layers = len(cache.layers), len(expected)
+    # A cache made without a configuration gets its layers as they are first used.
+    unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
+    if held != layers and not unused:
+        raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
+    if getattr(text, "kv_lora_rank", None) is not None:
+        return
+    for index, (layer, shape) in enumerate(zip(cache.layers, expected, strict=False)):
+        keys = _held_keys(layer)
+        if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.kv_heads, shape.head_dim):
+            raise ValueError(
+                f"the cache belongs to another model: its layer {index} holds {keys.shape[1]} kv heads of dimension "
+                f"{keys.shape[3]}, this model has {shape.kv_heads} of dimension {shape.head_dim}"
+            )
+
+
+def _held_keys(layer: Any) -> Tensor | None:
+    """Return a tensor `[B, H, n, D]` shaped like the keys of a cache layer, or None while it is empty."""
+    if hasattr(layer, "store"):
+        return None if layer.store is None else layer.store.window.keys
+    keys = getattr(layer, "keys", None)
+    return keys if isinstance(keys, Tensor) and keys.dim() == 4 else None

@@ -1,0 +1,18 @@
+"""What `kvpress.core.host` asks of the library that knows transformers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvpress.core.press import BasePress
+from kvpress.hf.models import facts_of
+from kvpress.hf.replay import graph_recorder
+from kvpress.hf.session import Session, session
+
+__all__ = ["facts_of", "open_press"]
+
+
+def open_press(press: BasePress, model: Any, capture: bool) -> AbstractContextManager[Session]:
+    """Return a context manager that compresses the caches of `model`."""
+    return session(press, model, recorder=graph_recorder(model) if capture else None)

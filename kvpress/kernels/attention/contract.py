@@ -1,0 +1,49 @@
+"""Decode attention over stored rows, for streams of any length in one flat storage.
+
+    logit[m, r] = softcap(scale * q[m] . keys[r]) + log_weight[r],   out = softmax(logit) values,   lse = log sum exp(logit)
+
+    q [N, M, D]      keys [R, D]      values [R, Dv]      out float32 [N, M, Dv]      lse float32 [N, M]
+
+All sums are float32. A stream without visible rows has ``out = 0`` and ``lse = -inf``, the neutral element of an LSE merge.
+
+Errors, as a fraction of the largest output: dense rows, that of summing in another order, and on a GPU of rounding queries and
+weights to the dtype of the rows. Packed rows, below 1e-3: scales are folded into queries and weights, which are rounded to 16
+bits; corrections are added without that rounding, and where they cancel most of the codes, the bound refers to the output of
+the codes alone. Coded rows, on a CPU that of summing in another order, on a GPU of rounding to the dtype of the books.
+
+Every back end has a function ``decode(q, rows, where, options)`` that leaves bases and sinks to its caller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels import checks
+from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+
+
+def check(q: Tensor, rows: Rows, where: Where, options: Options) -> None:
+    """Refuse arguments that do not belong together; what rows refer to is checked where they are read."""
+    checks.shape("q", q, ("N", "M", "D"), *checks.FLOATS)
+    rows.check(q)
+    where.check(q)
+    rows.check_streams(where.stream, q.shape[0])
+    options.check(q)
+    if options.causal and isinstance(where, Listed):
+        raise ValueError(f"causal must be 0 for listed rows, which have no order, got {options.causal}")
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [N, M, Dv] and log-sum-exp [N, M] as if every query also saw a row of value 0 with a logit of its own.
+
+    Args:
+        out: outputs without sinks, float32.
+        lse: log-sum-exp of the logits without sinks, float32.
+        sinks: logit of that row for each query, float32 [N, M]; None leaves the results as they are.
+    """
+    if sinks is None:
+        return out, lse
+    # Where a query sees no row and its sink is -inf the difference is NaN; its output is 0 already.
+    kept = torch.sigmoid(lse - sinks).masked_fill(lse.isneginf(), 0.0)
+    return out * kept[..., None], torch.logaddexp(lse, sinks)

@@ -1,0 +1,78 @@
+"""Decode attention in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels.cpu import launch
+from kvpress.kernels.formats.coded import Coded
+from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+
+_SOURCES = {
+    "dense": ("decode.cpp", "kvpress_dense"),
+    "packed": ("decode.cpp", "kvpress_packed"),
+    "coded": ("coded.cpp", "kvpress_coded"),
+}
+
+
+def decode(q: Tensor, rows: Rows, where: Where, options: Options, level: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run the kernel on checked arguments.
+
+    Args:
+        q: queries [N, M, D].
+        rows: what is stored; bases are left to the caller.
+        where: the rows of each stream.
+        options: of the logits; sinks are left to the caller.
+        level: instruction-set level; the best one by default.
+
+    Raises:
+        ValueError: a stream refers to something that is not stored.
+    """
+    keys, values = rows.keys, rows.values
+    streams, queries, _ = q.shape
+    starts = listed = None
+    width = 0
+    if isinstance(where, Listed):
+        listed, width = where.rows.to(torch.int32).contiguous(), where.rows.shape[1]
+    else:
+        starts = where.starts.contiguous()
+    out = torch.empty(streams, queries, values.channels, dtype=torch.float32)
+    lse = torch.empty(streams, queries, dtype=torch.float32)
+    source, entry = _SOURCES[keys.name]
+    stream = launch.run(
+        source,
+        entry,
+        q.to(torch.float32).contiguous(),
+        starts,
+        listed,
+        where.lengths.contiguous(),
+        None if where.stream is None else where.stream.contiguous(),
+        None if rows.log_weight is None else rows.log_weight.contiguous(),
+        out,
+        lse,
+        rows.count,
+        streams,
+        queries,
+        width,
+        options.causal,
+        q.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+        float(options.scale),
+        float(options.softcap or 0),
+        *(_rotary(keys) if isinstance(keys, Coded) else ()),
+        *keys.fields(),
+        *values.fields(),
+        level=level,
+    )
+    if stream >= 0:
+        what = "positions without angles" if isinstance(keys, Coded) else "groups or corrections that do not exist"
+        raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {what}")
+    return out, lse
+
+
+def _rotary(keys: Coded) -> tuple[Tensor | int | None, ...]:
+    if keys.rotary is None:
+        return (None,) * 6
+    coarse, fine, shift, positions = keys.rotary.tensors()
+    return coarse, fine, shift, positions, keys.rotary.coarse.shape[0], 2 * keys.rotary.fine.shape[2]

@@ -1,0 +1,38 @@
+"""Attention in plain torch: the ground truth of every decode kernel, and their fallback.
+
+Written to be obviously right: all logits of one stream, a softmax, a weighted sum. Rows are read in blocks, so a quantised
+cache is never dequantised as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels.formats.operand import Options, Rows, Where
+
+BLOCK = 4096
+
+
+def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+    """Attend stream by stream, in float32; the arguments are those of `kvpress.kernels.decode`."""
+    where.check_stored(rows.count)
+    listed = where.numbers()
+    streams = list(range(len(listed))) if where.stream is None else where.stream.tolist()
+    rows.check_stored(listed, streams)
+    queries = torch.arange(q.shape[1], device=q.device)
+    out = torch.zeros(*q.shape[:2], rows.values.channels, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+    for n, (numbers, stream) in enumerate(zip(listed, streams, strict=True)):
+        if len(numbers) == 0:
+            continue
+        blocks = numbers.split(BLOCK)
+        products = torch.cat([q[n].float() @ rows.keys.read(block, stream).T for block in blocks], dim=-1)
+        log_weight = None if rows.log_weight is None else rows.log_weight[numbers]
+        logits = options.logits(products, log_weight, queries)
+        lse[n] = logits.logsumexp(-1)
+        # A query that sees nothing has lse = -inf; its weights must be 0, not exp(-inf + inf).
+        weights = torch.exp(logits - lse[n].clamp_min(torch.finfo(torch.float32).min)[:, None])
+        for block, weight in zip(blocks, weights.split(BLOCK, dim=-1), strict=True):
+            out[n] += weight @ rows.values.read(block, stream)
+    return out, lse

@@ -1,0 +1,253 @@
+"""Split-KV decode attention on codes that name centroids.
+
+One program decodes a block of rows once for all query heads of a group: a code fetches the c channels of its centroid with one
+load, mostly from the first-level cache, which holds the book of a head (64 KiB for 256 entries and 128 float16 channels).
+Products are of the dtype of the books with float32 sums. Keys stored before their rotary embedding are decoded as two tiles,
+which hold the two channels of a pair at the same place, and rotated in float32. Row scales of values are multiplied into them,
+not into the weights, which would leave the range of a 16-bit float.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.formats.coded import Coded
+from kvpress.kernels.formats.operand import Options, Rows, Where
+from kvpress.kernels.formats.rotary import STEP
+from kvpress.kernels.triton import codes, online
+from kvpress.kernels.triton.grid import padded, plan
+
+LEAST_ROWS, MOST_ROWS = 4, 16
+WARPS = 2
+STAGES = tl.constexpr(3)
+"""Stages of the loop itself, so that codes are prefetched also where centroids are too small for asynchronous copies."""
+
+BLOCK_POSITIONS = tl.constexpr(STEP)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How one side is decoded: runs of ``span`` channels that one load fetches, and tiles of runs padded to powers of two."""
+
+    span: int
+    span_padded: int
+    pair_padded: int
+    rest_padded: int
+
+
+def spans(channels: int, coupled: int, half: int) -> Spans:
+    """Tiles for the two halves of `half` paired channels and for the rest; at least 16 channels meet in a product."""
+    span = gcd(coupled, half)
+    width = padded(span, 1)
+    pair, rest = (padded(size // span, max(1, 16 // width)) for size in (half, channels - 2 * half))
+    return Spans(span, width, pair, rest)
+
+
+def block_rows(channels: int, half: int, scaled: bool = False) -> int:
+    """Rows per block for so many key and value channels: decoded tiles, angles and scaled values live in registers."""
+    return 16 if half or scaled or channels > 256 else 32
+
+
+def registers(scaled: bool) -> int | None:
+    """Registers per thread: without a limit, ptxas hoists so many loads of scaled rows that it spills."""
+    return 224 if scaled else None
+
+
+@triton.jit
+def _queries(Q, m, live_m, i, j, first, last, D: tl.constexpr, SPAN: tl.constexpr):
+    """Channels first + i * SPAN + j of query rows m, up to channel `last`: [BM, channels of the tile]."""
+    channel = first + i[:, None] * SPAN + j[None, :]
+    live = (channel < last) & (j < SPAN)[None, :]
+    mask = live_m[:, None, None] & live[None, :, :]
+    q = tl.load(Q + m[:, None, None] * D + channel[None, :, :], mask=mask, other=0.0)
+    return tl.reshape(q, [q.shape[0], q.shape[1] * q.shape[2]])
+
+
+@triton.jit
+def _side(
+    CODES, BOOK, at, i, j, live, G: tl.constexpr, BG: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
+    SPAN: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Channels i * SPAN + j of rows whose codes begin at byte `at`: the three have an axis each."""
+    if SPAN == C:
+        group, first = i, 0
+    else:
+        group, first = i // (C // SPAN), i % (C // SPAN) * SPAN
+    code = codes.entries(CODES, at, group, live, G, BITS)
+    if E < 2**BITS:
+        code = tl.minimum(code, E - 1)
+    if BG > 1:
+        code += group * E
+    return tl.load(BOOK + code * C + first + j, mask=live & (j < SPAN), other=0.0)
+
+
+@triton.jit
+def _angles(COARSE, FINE, position, pair, live, HALF: tl.constexpr):
+    """Cosines and sines of pairs at positions: coarse angles times fine ones."""
+    coarse = COARSE + position // BLOCK_POSITIONS * (2 * HALF) + pair
+    fine = FINE + position % BLOCK_POSITIONS * (2 * HALF) + pair
+    a, b = tl.load(coarse, mask=live, other=0.0), tl.load(coarse + HALF, mask=live, other=0.0)
+    c, d = tl.load(fine, mask=live, other=0.0), tl.load(fine + HALF, mask=live, other=0.0)
+    return a * c - b * d, a * d + b * c
+
+
+@triton.jit(do_not_specialize=["M", "width", "books", "causal"])
+def _kernel(
+    Q, KEY_CODES, KEY_BOOK, KEY_SCALE, VALUE_CODES, VALUE_BOOK, VALUE_SCALE, LISTED, STARTS, LENGTHS, STREAM,
+    COARSE, FINE, SHIFT, POSITIONS, LOG_WEIGHT, OUT, LSE, key_stride, value_stride, M, width, books, causal, scale, softcap,
+    KB: tl.constexpr, KG: tl.constexpr, KBG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr,
+    VB: tl.constexpr, VG: tl.constexpr, VBG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr,
+    HALF: tl.constexpr, KS: tl.constexpr, KSP: tl.constexpr, KHP: tl.constexpr, KRP: tl.constexpr,
+    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = KG * KC
+    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    i = tl.arange(0, BN)
+    live_m = m < M
+    length = tl.load(LENGTHS + n).to(tl.int32)
+    start = n * 0
+    if LISTED is None:
+        start = tl.load(STARTS + n)
+    else:
+        length = tl.minimum(length, width)
+    stream = n
+    if STREAM is not None:
+        stream = tl.load(STREAM + n)
+    book = (stream.to(tl.int32) % books).to(tl.int64)
+    KEY_BOOK += book * (KBG * KE * KC)
+    VALUE_BOOK += book * (VBG * VE * VC)
+    limit = online.visible(m, length, causal)
+
+    kh, kr, kc = tl.arange(0, KHP), tl.arange(0, KRP), tl.arange(0, KSP)
+    vg, vc = tl.arange(0, VGP), tl.arange(0, VCP)
+    if HALF > 0:
+        shift = tl.load(SHIFT + stream)
+        q_low = _queries(Q + n * M * D, m, live_m, kh, kc, 0, HALF, D, KS).to(KEY_BOOK.dtype.element_ty)
+        q_high = _queries(Q + n * M * D, m, live_m, kh, kc, HALF, 2 * HALF, D, KS).to(KEY_BOOK.dtype.element_ty)
+    if 2 * HALF < D:
+        q_rest = _queries(Q + n * M * D, m, live_m, kr, kc, 2 * HALF, D, D, KS).to(KEY_BOOK.dtype.element_ty)
+
+    largest = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, VGP * VCP], tl.float32)
+    first, last = online.share(length, BN)
+    for at in tl.range(first, last, BN, num_stages=STAGES):
+        live = at + i < last
+        if LISTED is None:
+            base, row = start + at, i
+        else:
+            base, row = start, tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
+
+        products = tl.zeros([BM, BN], tl.float32)
+        byte = (row * key_stride)[None, None, :]
+        if HALF > 0:
+            h, c = kh[:, None, None], kc[None, :, None]
+            live_h = live[None, None, :] & (h < HALF // KS)
+            position = shift + base + row
+            if POSITIONS is not None:
+                position = shift + tl.load(POSITIONS + base + row, mask=live, other=0)
+            cos, sin = _angles(COARSE, FINE, position[None, None, :], h * KS + c, live_h & (c < KS), HALF)
+            low = _side(KEY_CODES + base * key_stride, KEY_BOOK, byte, h, c, live_h, KG, KBG, KE, KC, KS, KB)
+            high = _side(
+                KEY_CODES + base * key_stride, KEY_BOOK, byte, HALF // KS + h, c, live_h, KG, KBG, KE, KC, KS, KB
+            )
+            rotated = (low * cos - high * sin).to(low.dtype)
+            products = tl.dot(q_low, tl.reshape(rotated, [KHP * KSP, BN]), products, input_precision="ieee")
+            rotated = (high * cos + low * sin).to(low.dtype)
+            products = tl.dot(q_high, tl.reshape(rotated, [KHP * KSP, BN]), products, input_precision="ieee")
+        if 2 * HALF < D:
+            r = 2 * HALF // KS + kr[:, None, None]
+            live_r = live[None, None, :] & (r < D // KS)
+            rest = _side(
+                KEY_CODES + base * key_stride, KEY_BOOK, byte, r, kc[None, :, None], live_r, KG, KBG, KE, KC, KS, KB
+            )
+            products = tl.dot(q_rest, tl.reshape(rest, [KRP * KSP, BN]), products, input_precision="ieee")
+        if KEY_SCALE is not None:
+            products *= tl.load(KEY_SCALE + base + row, mask=live, other=0.0).to(tl.float32)[None, :]
+        logits = online.to_logits(products, scale, softcap)
+        if LOG_WEIGHT is not None:
+            logits += tl.load(LOG_WEIGHT + base + row, mask=live, other=0.0)[None, :] * online.LOG2E
+        logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
+        weights, keep, largest, total = online.update(logits, largest, total)
+        live_v = live[:, None, None] & (vg < VG)[None, :, None]
+        values = _side(
+            VALUE_CODES + base * value_stride, VALUE_BOOK, (row * value_stride)[:, None, None], vg[None, :, None],
+            vc[None, None, :], live_v, VG, VBG, VE, VC, VC, VB,
+        )  # fmt: skip
+        values = tl.reshape(values, [BN, VGP * VCP])
+        if VALUE_SCALE is not None:
+            value_scale = tl.load(VALUE_SCALE + base + row, mask=live, other=0.0).to(tl.float32)
+            values = (values.to(tl.float32) * value_scale[:, None]).to(VALUE_BOOK.dtype.element_ty)
+        acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
+
+    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    norm = online.store_lse(LSE, out_row, live_m, largest, total)
+    out = tl.reshape(acc * norm[:, None], [BM, VGP, VCP])
+    to = OUT + out_row[:, None, None] * (VG * VC) + (vg[:, None] * VC + vc[None, :])[None, :, :]
+    live_v = (vg[:, None] < VG) & (vc[None, :] < VC)
+    tl.store(to, out, mask=live_m[:, None, None] & live_v[None, :, :])
+
+
+def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    keys, values = rows.keys, rows.values
+    assert isinstance(keys, Coded) and isinstance(values, Coded)  # noqa: S101, PT018 - for the type checker
+    half = 0 if keys.rotary is None else keys.rotary.fine.shape[2]
+    key = spans(keys.channels, keys.book.shape[3], half)
+    value = spans(values.channels, values.book.shape[3], 0)
+    scaled = values.row_scale is not None
+    block = block_rows(keys.channels + values.channels, half, scaled)
+    grid = plan(q, most_rows(rows, where), block, LEAST_ROWS, MOST_ROWS)
+    out, lse = partials(q, grid.splits, values.channels)
+    if lse.numel():
+        _kernel[grid.programs](
+            q.contiguous(),
+            keys.codes,
+            keys.book,
+            keys.row_scale,
+            values.codes,
+            values.book,
+            values.row_scale,
+            *streams(where),
+            None if where.stream is None else where.stream.contiguous(),
+            *((None,) * 4 if keys.rotary is None else keys.rotary.tensors()),
+            log_weight(rows),
+            out,
+            lse,
+            keys.codes.stride(0),
+            values.codes.stride(0),
+            q.shape[1],
+            width(where),
+            keys.book.shape[0],
+            causal(options),
+            options.scale,
+            options.softcap,
+            keys.bits,
+            keys.groups,
+            *keys.book.shape[1:],
+            values.bits,
+            values.groups,
+            *values.book.shape[1:],
+            half,
+            key.span,
+            key.span_padded,
+            key.pair_padded,
+            key.rest_padded,
+            value.span_padded,
+            value.rest_padded,
+            grid.rows,
+            block,
+            num_warps=WARPS,
+            maxnreg=registers(scaled),
+        )
+    return merged(out, lse)

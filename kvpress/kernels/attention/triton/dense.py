@@ -1,0 +1,103 @@
+"""Split-KV decode attention on dense rows.
+
+One program attends from up to 64 query rows of one stream to one share of its rows, so a row is read once for all query heads
+of its group; `merge` joins the shares. Products of 16-bit rows run on tensor cores with float32 sums;
+queries and weights are rounded to the dtype of the rows.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.formats.operand import Options, Rows, Where
+from kvpress.kernels.triton import online
+from kvpress.kernels.triton.grid import block_rows, padded, plan
+
+
+@triton.jit(do_not_specialize=["M", "width", "causal"])
+def _kernel(
+    Q, KEYS, VALUES, LISTED, STARTS, LENGTHS, LOG_WEIGHT, OUT, LSE, key_stride, value_stride, M, width, causal, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    d, dv, i = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, BN)
+    live_m, live_d, live_dv = m < M, d < D, dv < DV
+
+    length = tl.load(LENGTHS + n).to(tl.int32)
+    start = n * 0
+    if LISTED is None:
+        start = tl.load(STARTS + n)
+    else:
+        length = tl.minimum(length, width)
+    limit = online.visible(m, length, causal)
+    q = tl.load(Q + (n * M + m[:, None]) * D + d[None, :], mask=live_m[:, None] & live_d[None, :], other=0.0)
+    q = q.to(KEYS.dtype.element_ty)
+
+    largest = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DVP], tl.float32)
+    first, last = online.share(length, BN)
+    for at in tl.range(first, last, BN):
+        live = at + i < last
+        if LISTED is None:
+            row = start + at + i
+        else:
+            row = tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
+        keys = tl.load(KEYS + row[None, :] * key_stride + d[:, None], mask=live[None, :] & live_d[:, None], other=0.0)
+        logits = online.to_logits(tl.dot(q, keys, input_precision="ieee"), scale, softcap)
+        if LOG_WEIGHT is not None:
+            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
+        logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
+        weights, keep, largest, total = online.update(logits, largest, total)
+        values = tl.load(
+            VALUES + row[:, None] * value_stride + dv[None, :], mask=live[:, None] & live_dv[None, :], other=0.0
+        )
+        acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
+
+    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    norm = online.store_lse(LSE, out_row, live_m, largest, total)
+    mask = live_m[:, None] & live_dv[None, :]
+    tl.store(OUT + out_row[:, None] * DV + dv[None, :], acc * norm[:, None], mask=mask)
+
+
+def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    keys, values = rows.keys.storage, rows.values.storage
+    D, DV = keys.shape[1], values.shape[1]
+    DP, DVP = padded(D), padded(DV)
+    block = block_rows(DP + DVP, keys.element_size())
+    grid = plan(q, most_rows(rows, where), block)
+    out, lse = partials(q, grid.splits, DV)
+    if lse.numel():
+        _kernel[grid.programs](
+            q.contiguous(),
+            keys,
+            values,
+            *streams(where),
+            log_weight(rows),
+            out,
+            lse,
+            keys.stride(0),
+            values.stride(0),
+            q.shape[1],
+            width(where),
+            causal(options),
+            options.scale,
+            options.softcap,
+            D,
+            DV,
+            DP,
+            DVP,
+            grid.rows,
+            block,
+            num_warps=4,
+            num_stages=3,
+        )
+    return merged(out, lse)

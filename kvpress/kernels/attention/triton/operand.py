@@ -1,0 +1,34 @@
+"""Operands of decode attention as the Triton kernels take them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+
+
+def streams(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Listed rows, first rows, and numbers of rows of every stream; one of the first two."""
+    if isinstance(where, Listed):
+        return where.rows.contiguous(), None, where.counts.contiguous()
+    return None, where.starts.contiguous(), where.lengths.contiguous()
+
+
+def width(where: Where) -> int:
+    """Entries of a list of rows."""
+    return where.rows.shape[1] if isinstance(where, Listed) else 0
+
+
+def most_rows(rows: Rows, where: Where) -> int:
+    """Most rows that a stream can have, which bounds the number of splits."""
+    return where.rows.shape[1] if isinstance(where, Listed) else rows.count
+
+
+def log_weight(rows: Rows) -> Tensor | None:
+    """What is added to the logit of each row."""
+    return None if rows.log_weight is None else rows.log_weight.contiguous()
+
+
+def causal(options: Options) -> int | None:
+    """New tokens of a stream; None without a mask, as for one new token, the last row of its stream, which sees every row."""
+    return options.causal if options.causal > 1 else None

@@ -1,0 +1,161 @@
+"""Split-KV decode attention on packed codes.
+
+Products are float16 with float32 sums; see `packed_kernel` for how codes become factors of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from kvpress.kernels.attention.triton import correction
+from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
+from kvpress.kernels.formats.correction import Correction
+from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
+from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.triton.grid import padded, plan
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+LEAST_ROWS = 4
+"""Query rows of a tile, padded to a power of two: each costs registers and work on scales, unlike with dense rows."""
+
+WARPS, STAGES = 2, 3
+"""Few warps repeat less of each other's work, and still copy a block of codes in pieces of 128 bits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Query rows and cached rows of a tile at most, and registers per thread: what fits without a spill."""
+
+    queries: int
+    block: int
+    registers: int | None
+
+
+def limits(channels: int, corrected: bool) -> Limits:
+    """Limits for so many key and value channels, with corrections or without."""
+    if corrected:
+        return Limits(8, 32, 255) if channels <= 256 else Limits(4, 16, 255)
+    if channels > 256:
+        return Limits(16, 64, 255)
+    # ptxas would spill from small tiles, as from large ones, to run more of them.
+    return Limits(16, 64, 128 if channels <= 128 else None)
+
+
+@dataclass(frozen=True)
+class ByteChunks:
+    """How the bytes of a row are read: ``chunks`` times ``width``, padded to ``padded``; a byte holds ``parts`` channels."""
+
+    chunks: int
+    width: int
+    padded: int
+    parts: int
+
+
+def byte_chunks(channels: int, bits: int, group: int | None) -> ByteChunks:
+    """One chunk per channel group of at least 16 bytes where that divides a part, else all bytes at once."""
+    parts = 4 if bits == 3 else 8 // bits
+    width = channels // parts
+    if group is not None and group == padded(group) and width % group == 0:
+        return ByteChunks(width // group, group, group, parts)
+    return ByteChunks(1, width, padded(width), parts)
+
+
+def block_rows(group_rows: int, contiguous: bool, most: int = 64) -> tuple[int, bool]:
+    """Rows per block, and whether every block lies inside one row group of the keys."""
+    if contiguous:
+        for block in (64, 32, 16):
+            if block <= most and group_rows % block == 0:
+                return block, True
+    return most, False
+
+
+def rank(terms: Correction) -> int:
+    """Rank of the low-rank terms, 0 without any."""
+    return 0 if terms.factor is None else terms.factor.shape[1]
+
+
+def padded_rank(rank: int) -> int:
+    """Rank padded to the least sum that triton accepts in a product of float32."""
+    return padded(rank, 8 if TRITON >= (3, 8) else 16)
+
+
+def outlier_tiles(channels: int) -> int:
+    """How many times the outliers of a row take a tile of `correction.LOW` channels."""
+    return padded(channels) // correction.LOW.value
+
+
+def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    keys, values = rows.keys, rows.values
+    assert isinstance(keys, Packed) and isinstance(values, Packed)  # noqa: S101, PT018 - for the type checker
+    D, DV = keys.channels, values.channels
+    key_terms, value_terms = keys.correction or Correction(), values.correction or Correction()
+    key_group, value_group = row_group(keys), row_group(values)
+    terms = (*key_terms.tensors(), *value_terms.tensors())
+    most = limits(D + DV, corrected=any(term is not None for term in terms))
+    block, fold = block_rows(keys.group[0], isinstance(where, Ranges) and key_group is None, most.block)
+    key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
+    value = byte_chunks(DV, values.bits, values.group[1])
+    key_rank, value_rank = rank(key_terms), rank(value_terms)
+    grid = plan(q, most_rows(rows, where), block, LEAST_ROWS, most.queries)
+    out, lse = partials(q, grid.splits, DV)
+    if lse.numel():
+        decode_kernel[grid.programs](
+            q.contiguous(),
+            keys.codes,
+            keys.scale,
+            keys.zero,
+            values.codes,
+            values.scale,
+            values.zero,
+            key_group,
+            value_group,
+            *streams(where),
+            log_weight(rows),
+            tuple(key_terms.tensors()),
+            tuple(value_terms.tensors()),
+            out,
+            lse,
+            q.shape[1],
+            width(where),
+            causal(options),
+            options.scale,
+            options.softcap,
+            D,
+            keys.bits,
+            *keys.group,
+            DV,
+            values.bits,
+            *values.group,
+            key.chunks,
+            key.width,
+            key.padded,
+            key.parts,
+            fold,
+            value.chunks,
+            value.width,
+            value.padded,
+            value.parts,
+            grid.rows,
+            block,
+            key_rank,
+            padded_rank(key_rank),
+            value_rank,
+            padded_rank(value_rank),
+            outlier_tiles(DV),
+            num_warps=WARPS,
+            num_stages=STAGES,
+            maxnreg=most.registers,
+        )
+    return merged(out, lse)
+
+
+def row_group(side: Packed) -> Tensor | None:
+    """Group of each row where rows share them and it is not told by their number."""
+    return side.row_group if side.group[0] > 1 else None

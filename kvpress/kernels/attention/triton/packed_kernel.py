@@ -1,0 +1,186 @@
+"""The device code of decode attention on packed codes.
+
+Only stored bytes are read. A row of codes is split into byte columns; each part of a byte (two for 4 bits) is one half, quarter
+or eighth of the channels, with its own product and its own accumulator, so nothing is shuffled to unpack.
+
+    keys     block inside one row group:  q . (c * s + z) = (q * s) . c + q . z    the scale costs one product per query row
+             otherwise                    decoded in registers
+    values   decoded in registers, in columns of one channel group where that leaves at least 16 of them
+
+Products are float16 with float32 sums. Queries are divided by their largest element and `online` lifts the weights, so
+rounding to float16 neither overflows nor flushes.
+"""
+
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
+
+import triton
+import triton.language as tl
+
+from kvpress.kernels.attention.triton import correction
+from kvpress.kernels.triton import codes, online
+
+QUERY_LIFT = tl.constexpr(32.0)
+"""Largest element of a scaled query: room for scales from 1e-5 to 2000 in a float16."""
+
+
+@triton.jit(do_not_specialize=["M", "width", "causal"])
+def decode_kernel(
+    Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, KEY_GROUP, VALUE_GROUP,
+    LISTED, STARTS, LENGTHS, LOG_WEIGHT, KEY_TERMS, VALUE_TERMS, OUT, LSE, M, width, causal, scale, softcap,
+    D: tl.constexpr, K_BITS: tl.constexpr, K_GR: tl.constexpr, K_GC: tl.constexpr,
+    DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
+    KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
+    VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries to one share of a stream; sides are described by `packed.ByteChunks`."""
+    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    j, jv, i = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, BN)
+    live_m = m < M
+
+    length = tl.load(LENGTHS + n).to(tl.int32)
+    start = n * 0
+    skipped = 0
+    if LISTED is None:
+        start = tl.load(STARTS + n)
+        skipped = (start % BN).to(tl.int32)  # blocks begin at multiples of BN rows: a folded block lies in one group
+        start -= skipped
+    else:
+        length = tl.minimum(length, width)
+    limit = online.visible(m, length, causal) + skipped
+
+    q, highest = _queries(Q + n * M * D, m, j, live_m, D, KC, KW, KP, KPARTS)
+    factor = scale * highest / QUERY_LIFT
+    largest = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = ()
+    for _ in tl.static_range(VC * VPARTS):
+        acc += (tl.zeros([BM, VP], tl.float32),)
+    key_factor, key_basis, key_chunk, key_first, key_channel, key_delta = KEY_TERMS
+    value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
+    if value_first is not None:
+        outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
+
+    first, last = online.share(length + skipped, BN)
+    for at in tl.range(first, last, BN):
+        live = at + i < last
+        if LISTED is None:
+            live = live & (at + i >= skipped)
+            row = start + at + i
+        else:
+            row = tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
+
+        products = tl.zeros([BM, BN], tl.float32)
+        if key_factor is not None:
+            products = correction.key_low_rank(
+                q, products, key_factor, key_basis, key_chunk, row, live, j, D, K_RANK, K_RP, KC, KW, KPARTS
+            )
+        if key_first is not None:
+            extra = correction.key_outliers(Q + n * M * D, m, live_m, key_first, key_channel, key_delta, row, live, D)
+            products += extra * (1 / highest * QUERY_LIFT)[:, None]
+        if FOLD:
+            offsets = tl.zeros([BM, KP], tl.float32)
+        for c in tl.static_range(KC):
+            column = c * KW + j
+            live_j = column < D // KPARTS
+            low, high = codes.load(KEYS, row[None, :], column[:, None], live[None, :] & live_j[:, None], D, K_BITS)
+            for p in tl.static_range(KPARTS):
+                part = codes.unpack(low, high, column[:, None], p, D, K_BITS)
+                channel = p * (D // KPARTS) + column
+                query = q[c * KPARTS + p]
+                if FOLD:
+                    whole = (start + at) // K_GR
+                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC)
+                    products = tl.dot((query * s[None, :]).to(tl.float16), part, products)
+                    offsets += query * z[None, :]
+                else:
+                    own = _group(KEY_GROUP, row, live, K_GR)
+                    if K_GC % KW == 0:
+                        channel = p * (D // KPARTS) + c * KW + tl.arange(0, 1)
+                        live_s = live[None, :]
+                    else:
+                        live_s = live[None, :] & live_j[:, None]
+                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC)
+                    products = tl.dot(query.to(tl.float16), codes.decode(part, s, z), products)
+        if FOLD:
+            products += tl.sum(offsets, 1)[:, None]
+        logits = online.to_logits(products, factor[:, None], softcap)
+        if LOG_WEIGHT is not None:
+            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
+        logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
+        weights, keep, largest, total = online.update(logits, largest, total)
+        weights = weights.to(tl.float16)
+
+        if value_first is not None:
+            outliers = correction.value_outliers(
+                weights, keep, outliers, value_first, value_channel, value_delta, row, live
+            )
+
+        new = ()
+        for c in tl.static_range(VC):
+            column = c * VW + jv
+            live_j = column < DV // VPARTS
+            low, high = codes.load(VALUES, row[:, None], column[None, :], live[:, None] & live_j[None, :], DV, V_BITS)
+            for p in tl.static_range(VPARTS):
+                part = codes.unpack(low, high, column[None, :], p, DV, V_BITS)
+                own = _group(VALUE_GROUP, row, live, V_GR)
+                if V_GC % VW == 0:
+                    channel = p * (DV // VPARTS) + c * VW + tl.arange(0, 1)
+                    live_s = live[:, None]
+                else:
+                    channel = p * (DV // VPARTS) + column
+                    live_s = live[:, None] & live_j[None, :]
+                s, z = codes.load_group(VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC)
+                new += (tl.dot(weights, codes.decode(part, s, z), acc[c * VPARTS + p] * keep[:, None]),)
+        acc = new
+        if value_factor is not None:
+            acc = correction.value_low_rank(
+                weights, acc, value_factor, value_basis, value_chunk, row, live, jv, DV, V_RANK, V_RP, VC, VW, VPARTS
+            )
+
+    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    norm = online.store_lse(LSE, out_row, live_m, largest, total)
+    for c in tl.static_range(VC):
+        for p in tl.static_range(VPARTS):
+            column = c * VW + jv
+            live_j = column < DV // VPARTS
+            channel = p * (DV // VPARTS) + column
+            out = acc[c * VPARTS + p]
+            if value_first is not None:
+                out += correction.outlier_outputs(outliers, tl.where(live_j, channel, 0), BM)
+            at = out_row[:, None] * DV + channel[None, :]
+            tl.store(OUT + at, out * norm[:, None], mask=live_m[:, None] & live_j[None, :])
+
+
+@triton.jit
+def _group(GROUP, row, live, GR: tl.constexpr):
+    """Row of scale and zero that belongs to each row of codes."""
+    if GR == 1:
+        return row
+    elif GROUP is None:
+        return row // GR
+    else:
+        return tl.load(GROUP + row, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def _queries(
+    Q, m, j, live_m, D: tl.constexpr, KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr
+):
+    """The queries in the pieces that meet one piece of the keys, scaled to at most QUERY_LIFT, and their largest element."""
+    pieces = ()
+    highest = tl.zeros_like(m).to(tl.float32)
+    for c in tl.static_range(KC):
+        for p in tl.static_range(KPARTS):
+            column = c * KW + j
+            mask = live_m[:, None] & (column < D // KPARTS)[None, :]
+            at = m[:, None] * D + p * (D // KPARTS) + column[None, :]
+            piece = tl.load(Q + at, mask=mask, other=0.0).to(tl.float32)
+            highest = tl.maximum(highest, tl.max(tl.abs(piece), 1))
+            pieces += (piece,)
+    highest = tl.where(highest > 0, highest, 1.0)
+    scaled = ()
+    for k in tl.static_range(KC * KPARTS):
+        scaled += (pieces[k] * (1 / highest * QUERY_LIFT)[:, None],)
+    return scaled, highest

@@ -1,0 +1,155 @@
+// Attention on rows of codes into books of centroids, four queries at a time.
+//
+// Keys: a table holds the product of every centroid with the four queries, so a logit is a sum of table entries.
+// Values: weights are collected per table entry, and one product with the book at the end turns them into the output.
+// A few rows do not pay for tables; they, and keys that were coded before their rotary embedding, are put together from
+// centroids.
+#pragma once
+
+#include "logits.h"
+#include "coded_keys.h"
+#include "coded_values.h"
+#include "split.h"
+
+namespace kvpress {
+
+constexpr float kSlack = 16;  // a weight may reach 2^16 before everything collected is scaled down
+
+constexpr int64_t kCodedPiece = 16384;  // rows of one piece: enough to pay for the tables
+
+// One thread's state; no piece has more than `longest` rows.
+template <class KeyIndex, class ValueIndex>
+class CodedWorker {
+ public:
+  CodedWorker(const CodedProblem& p, int64_t longest)
+      : p_(p),
+        base_two_(p.scale, p.softcap),
+        keys_(p, longest),
+        values_(p, longest),
+        scores_(kCodedRows + kLanes) {}
+
+  bool attend(const Piece& piece) {
+    for (int64_t m = 0; m < p_.queries; m += 4) attend_four(piece, m, int(std::min<int64_t>(4, p_.queries - m)));
+    return true;
+  }
+
+ private:
+  void attend_four(const Piece& piece, int64_t m, int live) {
+    const int64_t book = p_.book_of(piece.stream), length = piece.end - piece.begin;
+    const float* q = p_.q + (piece.stream * p_.queries + m) * p_.keys.channels();
+    keys_.begin(q, live, base_two_.factor(), piece.stream, length);
+    values_.begin(book, length);
+    for (int i = 0; i < 4; ++i) base_[i] = -INFINITY, sum_[i] = 0;
+    for (int64_t at = piece.begin; at < piece.end; at += kCodedRows) {
+      const int count = int(std::min<int64_t>(kCodedRows, piece.end - at));
+      const Stretch rows = p_.stretch(piece.stream, at);
+      keys_.score(rows, count, scores_);
+      finish(piece.stream, m, rows, at, count);
+      weigh(count);
+      scale_rows(p_.values, rows, count);
+      values_.collect(rows, count, scores_);
+    }
+    Quad inverse;
+    for (int i = 0; i < 4; ++i) inverse[i] = sum_[i] == 0 ? 0.f : 1 / sum_[i];
+    values_.finish(live, inverse, piece.out + m * p_.values.channels());
+    for (int i = 0; i < live; ++i)
+      piece.lse[m + i] = sum_[i] == 0 ? -INFINITY : (base_[i] + std::log2(sum_[i])) * kLn2;
+  }
+
+  // Multiply what the rows have in `scores_` by their scales.
+  void scale_rows(const Coded& side, Stretch rows, int count) {
+    if (!side.row_scale) return;
+    const auto scale = [&](const auto* factors) {
+      for (int t = 0; t < count; ++t) scores_[t] *= to_float(factors[rows[t]]);
+    };
+    if (side.scale_dtype == kFloat32) return scale(static_cast<const float*>(side.row_scale));
+    if (side.scale_dtype == kFloat16) return scale(static_cast<const f16*>(side.row_scale));
+    scale(static_cast<const bf16*>(side.row_scale));
+  }
+
+  // Row scales, cap and log-weights, and minus infinity where a query sees nothing.
+  void finish(int64_t stream, int64_t m, Stretch rows, int64_t at, int count) {
+    float* scores = flat();
+    scale_rows(p_.keys, rows, count);
+    if (base_two_.capped())
+      for (int i = 0; i < 4 * count; i += kLanes) store(scores + i, base_two_.finish(load(scores + i)));
+    if (p_.log_weight)
+      for (int t = 0; t < count; ++t) scores_[t] += p_.log_weight[rows[t]] * kLog2e;
+    if (p_.causal)
+      for (int i = 0; i < 4; ++i) {
+        const int64_t limit = p_.lengths[stream] - p_.causal + (m + i) % p_.causal + 1;
+        for (int t = int(std::clamp<int64_t>(limit - at, 0, count)); t < count; ++t) scores_[t][i] = -INFINITY;
+      }
+    const Quad nothing = Quad{} - INFINITY;
+    for (int t = count; t % (kLanes / 4); ++t) scores_[t] = nothing;
+  }
+
+  // Logits become weights 2^(logit - base); the base follows the maximum at a distance.
+  void weigh(int count) {
+    float* scores = flat();
+    F best = set1(-INFINITY);
+    for (int i = 0; i < 4 * count; i += kLanes) best = max(best, load(scores + i));
+    float lanes[kLanes], shift[kLanes];
+    store(lanes, best);
+    Quad keep = Quad{} + 1.f;
+    bool moved = false;
+    for (int i = 0; i < 4; ++i) {
+      float top = -INFINITY;
+      for (int l = i; l < kLanes; l += 4) top = std::max(top, lanes[l]);
+      if (top > base_[i] + kSlack) {
+        keep[i] = std::exp2(base_[i] - top);
+        base_[i] = top;
+        moved = true;
+      }
+      for (int l = i; l < kLanes; l += 4) shift[l] = base_[i] == -INFINITY ? 0.f : base_[i];
+    }
+    if (moved) {
+      for (int i = 0; i < 4; ++i) sum_[i] *= keep[i];
+      values_.scale(keep);
+    }
+    const F base = load(shift);
+    F total = set1(0.f);
+    for (int i = 0; i < 4 * count; i += kLanes) {
+      const F weight = exp2(sub(load(scores + i), base));
+      store(scores + i, weight);
+      total = add(total, weight);
+    }
+    store(lanes, total);
+    for (int l = 0; l < kLanes; ++l) sum_[l % 4] += lanes[l];
+  }
+
+  float* flat() { return reinterpret_cast<float*>(static_cast<Quad*>(scores_)); }
+
+  const CodedProblem& p_;
+  const BaseTwo base_two_;
+  CodedKeys<KeyIndex> keys_;
+  CodedValues<ValueIndex> values_;
+  Buffer<Quad> scores_;
+  float base_[4], sum_[4];
+};
+
+// The first stream with a row whose angles are not stored, or -1; rows are valid.
+inline int first_outside_angles(const CodedProblem& p) {
+  for (int64_t n = 0; p.coarse && n < p.streams; ++n) {
+    const int64_t length = p.lengths[n];
+    const Stretch rows = p.stretch(n, 0);
+    uint64_t position = 0;
+    if (p.listed || p.positions)
+      for (int64_t t = 0; t < length; ++t) position = std::max(position, p.position(n, rows[t]));
+    else if (length)
+      position = std::max(p.position(n, rows[0]), p.position(n, rows[length - 1]));
+    if (length && position >= uint64_t(p.blocks * kStep)) return int(n);
+  }
+  return -1;
+}
+
+template <class KeyIndex, class ValueIndex>
+int attend_codes(const CodedProblem& p) {
+  if (const int bad = first_invalid(p); bad >= 0) return bad;
+  if (const int bad = first_outside_angles(p); bad >= 0) return bad;
+  return attend_pieces(p, p.values.channels(), kCodedPiece, [&](int64_t longest) {
+    return std::make_shared<CodedWorker<KeyIndex, ValueIndex>>(p, longest);
+  });
+}
+
+}  // namespace kvpress

@@ -1,0 +1,116 @@
+// Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
+#pragma once
+
+#include "centroids.h"
+#include "rotary_dot.h"
+
+namespace kvpress {
+
+template <class Index>
+class CodedKeys {
+ public:
+  // No piece has more than `longest` rows.
+  CodedKeys(const CodedProblem& p, int64_t longest)
+      : p_(p),
+        indices_(p.keys, p.listed),
+        assembler_(p.keys),
+        stride_(assembler_.stride()),
+        table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
+        products_(int64_t(1) << p.keys.bits),
+        queries_(stride_),
+        book_(p.keys.entries * p.keys.coupled),
+        rotary_(p) {}
+
+  // Takes the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
+  void begin(const float* q, int live, float factor, int64_t stream, int64_t length) {
+    const int channels = int(p_.keys.channels());
+    for (int i = 0; i < 4; ++i)
+      for (int c = 0; c < channels; ++c) queries_[c][i] = i < live ? q[i * channels + c] * factor : 0.f;
+    stream_ = stream;
+    use_table_ = tabled(length);
+    if (use_table_) return fill_table(p_.book_of(stream));
+    assembler_.begin(p_.book_of(stream));
+    rotary_.begin(queries_);
+  }
+
+  KVPRESS_APART void score(Stretch rows, int count, Quad* scores) {
+    const auto block = indices_.read(rows, count);
+    if (use_table_)
+      look_up(block, count, scores);
+    else
+      put_together(block, rows, count, scores);
+  }
+
+ private:
+  // Rotated keys differ from position to position, and no table holds them.
+  bool tabled(int64_t rows) const { return !p_.coarse && indices_.tables_pay(rows); }
+
+  // table[column, index] = sum over the codes of the index of the products of their centroids with the queries.
+  void fill_table(int64_t book) {
+    const int codes = 1 << p_.keys.bits;
+    for (int column = 0; column < indices_.columns(); ++column) {
+      Quad* table = table_ + int64_t(column) * indices_.size();
+      multiply(book, column, table);
+      for (int part = 1, filled = codes; part < indices_.parts(); ++part, filled *= codes) {
+        multiply(book, part * indices_.columns() + column, products_);
+        for (int code = codes - 1; code >= 0; --code)
+          for (int i = 0; i < filled; ++i) table[code * filled + i] = table[i] + products_[code];
+      }
+    }
+  }
+
+  // out[code] = centroid of the code times the queries.
+  void multiply(int64_t book, int group, Quad* out) {
+    const int coupled = int(p_.keys.coupled), entries = int(p_.keys.entries);
+    const float* centroids = read_book(p_.keys, book, group, book_);
+    const Quad* q = queries_ + group * coupled;
+    for (int e = 0; e < entries; ++e, centroids += coupled) {
+      Quad sum = q[0] * centroids[0];
+      for (int j = 1; j < coupled; ++j) sum += q[j] * centroids[j];
+      out[e] = sum;
+    }
+    for (int e = entries; e < 1 << p_.keys.bits; ++e) out[e] = out[entries - 1];
+  }
+
+  // scores[t] = sum over columns of table[column, index].
+  void look_up(IndexBlock<Index> rows, int count, Quad* scores) {
+    const int bits = int(p_.keys.bits);
+    for_column_tiles(indices_.columns(), [&](auto tile, int column, auto first) {
+      const Quad* tables = table_ + int64_t(column) * indices_.size();
+      sum_columns<tile, first>({rows.first + column, rows.stride}, count, tables, bits, scores);
+    });
+  }
+
+  template <int kColumns, bool kFirst>
+  static KVPRESS_APART void sum_columns(IndexBlock<Index> rows, int count, const Quad* tables, int bits, Quad* scores) {
+    for (int t = 0; t < count; ++t, rows.first += rows.stride) {
+      if (kFirst) rows.prefetch_next();
+      Quad found[4] = {};
+      for_entries<kColumns>(
+          rows.first, tables, bits, [&](const Quad& entry, int k) KVPRESS_INLINE_LAMBDA { found[k] = entry; });
+      const Quad sum = kColumns == 4 ? (found[0] + found[1]) + (found[2] + found[3]) : found[0];
+      scores[t] = kFirst ? sum : scores[t] + sum;
+    }
+  }
+
+  // scores[t] = products of the queries with the key, rotated where the stream has angles.
+  void put_together(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
+    assembler_.for_tiles(indices_, block, count, [&](const float* keys, int t, int size) {
+      uint64_t positions[kTile] = {};
+      for (int i = 0; p_.coarse && i < size; ++i) positions[i] = p_.position(stream_, rows[t + i]);
+      rotary_.multiply(keys, stride_, positions, size, scores + t);
+    });
+  }
+
+  const CodedProblem& p_;
+  IndexRows<Index> indices_;
+  Assembler<Index> assembler_;
+  const int stride_;
+  int64_t stream_ = 0;
+  bool use_table_ = false;
+  Buffer<Quad> table_, products_, queries_;  // the table by column and index, queries by channel
+  Buffer<float> book_;
+  RotaryDot rotary_;
+};
+
+}  // namespace kvpress

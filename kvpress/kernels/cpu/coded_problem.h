@@ -1,0 +1,61 @@
+// The plain C structures of decode attention on codes that name centroids.
+#pragma once
+
+#include "problem.h"
+
+namespace kvpress {
+
+// Rows of codes of one side and their books [books, book_groups, entries, coupled].
+struct Coded {
+  const uint8_t* codes;   // packed as formats/packing.py says
+  const void* book;
+  const void* row_scale;  // [R], factor of each row, or null
+  int64_t stride;         // bytes between two rows
+  int64_t bits;
+  int64_t half;           // the book is float16, not float32
+  int64_t scale_dtype;
+  int64_t books;
+  int64_t groups;
+  int64_t book_groups;    // groups, or 1 where one book serves them all
+  int64_t entries;
+  int64_t coupled;
+
+  int64_t channels() const { return groups * coupled; }
+  // Numbers of one group, and from one group to the next.
+  int64_t group_size() const { return entries * coupled; }
+  int64_t group_step() const { return book_groups > 1 ? group_size() : 0; }
+};
+
+// Row numbers of some rows of a stream: listed ones, or one after the other.
+struct Stretch {
+  const int32_t* listed;  // or null
+  int64_t first;
+
+  int64_t operator[](int t) const { return listed ? listed[t] : first + t; }
+};
+
+constexpr int kStep = 64;  // positions per row of the coarse angles, as in formats/rotary.py
+
+struct CodedProblem : Attention {
+  const float* coarse;       // [blocks, 2, rotary / 2], cosines and sines of every kStep-th position; null without angles
+  const float* fine;         // [kStep, 2, rotary / 2], of those in between
+  const int64_t* shift;      // by owner, what to add to positions
+  const int32_t* positions;  // [R], or null for the row numbers
+  int64_t blocks;
+  int64_t rotary;            // leading channels that are rotated, 0 without angles
+  Coded keys;
+  Coded values;
+
+  Stretch stretch(int64_t stream, int64_t at) const {
+    return listed ? Stretch{listed + stream * listed_stride + at, 0} : Stretch{nullptr, starts[stream] + at};
+  }
+
+  int64_t book_of(int64_t stream) const { return owner_of(stream) % keys.books; }
+
+  // Where a row of a stream stands; a negative position wraps past every table.
+  uint64_t position(int64_t stream, int64_t row) const {
+    return uint64_t(positions ? positions[row] : row) + uint64_t(shift[owner_of(stream)]);
+  }
+};
+
+}  // namespace kvpress

@@ -1,0 +1,149 @@
+// Values of attention on codes: weights of four queries are collected per table entry, or rows put together and mixed.
+#pragma once
+
+#include "centroids.h"
+
+namespace kvpress {
+
+template <class Index>
+class CodedValues {
+ public:
+  // No piece has more than `longest` rows.
+  CodedValues(const CodedProblem& p, int64_t longest)
+      : side_(p.values),
+        indices_(p.values, p.listed),
+        assembler_(p.values),
+        stride_(assembler_.stride()),
+        table_(indices_.tables_pay(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
+        weights_(indices_.parts() > 1 ? indices_.size() : 0),
+        book_(p.values.entries * p.values.coupled),
+        sums_(4 * stride_) {}
+
+  void begin(int64_t book, int64_t length) {
+    number_ = book;
+    use_table_ = indices_.tables_pay(length);
+    if (!use_table_) assembler_.begin(book);
+    if (use_table_)
+      std::memset(static_cast<void*>(table_), 0, sizeof(Quad) * indices_.columns() * indices_.size());
+    else
+      std::fill_n(static_cast<float*>(sums_), 4 * stride_, 0.f);
+  }
+
+  // Multiply everything collected so far.
+  void scale(Quad factor) {
+    if (use_table_)
+      for (int i = 0; i < indices_.columns() * indices_.size(); ++i) table_[i] *= factor;
+    else
+      for (int i = 0; i < 4 * stride_; ++i) sums_[i] *= factor[i / stride_];
+  }
+
+  KVPRESS_APART void collect(Stretch rows, int count, const Quad* weights) {
+    const auto block = indices_.read(rows, count);
+    if (use_table_)
+      add_to_table(block, count, weights);
+    else
+      add_to_sums(block, count, weights);
+  }
+
+  // out[i, channel] = weighted sum of the values times factor[i], for the first `live` queries.
+  void finish(int live, Quad factor, float* out) {
+    if (use_table_) return mix_table(live, factor, out);
+    const int channels = int(side_.channels());
+    for (int i = 0; i < live; ++i)
+      for (int c = 0; c < channels; ++c) out[i * channels + c] = sums_[i * stride_ + c] * factor[i];
+  }
+
+ private:
+  // table[column, index] += weights[t] for every row t.
+  void add_to_table(IndexBlock<Index> rows, int count, const Quad* weights) {
+    for_column_tiles(indices_.columns(), [&](auto tile, int column, auto first) {
+      Quad* tables = table_ + int64_t(column) * indices_.size();
+      add_to_columns<tile, first>({rows.first + column, rows.stride}, count, weights, tables, int(side_.bits));
+    });
+  }
+
+  template <int kColumns, bool kFirst>
+  static KVPRESS_APART void add_to_columns(IndexBlock<Index> rows, int count, const Quad* weights, Quad* tables,
+                                           int bits) {
+    for (int t = 0; t < count; ++t, rows.first += rows.stride) {
+      if (kFirst) rows.prefetch_next();
+      for_entries<kColumns>(
+          rows.first, tables, bits,
+          [weight = weights[t]](Quad& entry, int) KVPRESS_INLINE_LAMBDA { entry += weight; });
+    }
+  }
+
+  // sums[i, channel] += weights[t, i] * value of row t
+  void add_to_sums(IndexBlock<Index> block, int count, const Quad* all_weights) {
+    assembler_.for_tiles(indices_, block, count, [&](const float* values, int t, int size) {
+      const float* weights = reinterpret_cast<const float*>(all_weights + t);
+      for (int c = 0; c < side_.channels(); c += kLanes) {
+        F sums[4];
+        unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = load(sums_ + i * stride_ + c); });
+        for (int r = 0; r < size; ++r) {
+          const F x = load(values + r * stride_ + c);
+          unrolled<4>(
+              [&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = fma(set1(weights[4 * r + i]), x, sums[i]); });
+        }
+        unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { store(sums_ + i * stride_ + c, sums[i]); });
+      }
+    });
+  }
+
+  // out[i, channel] = weights of the codes times their centroids times factor[i].
+  void mix_table(int live, Quad factor, float* out) {
+    const int codes = 1 << side_.bits, entries = int(side_.entries);
+    for (int column = 0; column < indices_.columns(); ++column) {
+      Quad* table = table_ + int64_t(column) * indices_.size();
+      int left = 1 << side_.bits * indices_.parts();
+      for (int part = 0; part < indices_.parts(); ++part) {
+        left /= codes;
+        Quad* weights = left > 1 ? fold(table, codes, left) : table;
+        for (int e = entries; e < codes; ++e) weights[entries - 1] += weights[e];
+        mix_group(part * indices_.columns() + column, weights, live, factor, out);
+      }
+    }
+  }
+
+  // Returns the weights of the lowest code of an index; leaves those of the codes above it in the table, by index.
+  Quad* fold(Quad* table, int codes, int left) {
+    std::memset(static_cast<void*>(weights_), 0, sizeof(Quad) * (codes + left));
+    Quad* above = weights_ + codes;
+    for (int high = 0; high < left; ++high)
+      for (int code = 0; code < codes; ++code) weights_[code] += table[high * codes + code];
+    for (int code = 0; code < codes; ++code)  // this way round neighbouring sums do not wait for each other
+      for (int high = 0; high < left; ++high) above[high] += table[high * codes + code];
+    std::copy_n(above, left, table);
+    return weights_;
+  }
+
+  void mix_group(int group, const Quad* weights, int live, Quad factor, float* out) {
+    const int coupled = int(side_.coupled);
+    const float* centroids = read_book(side_, number_, group, book_);
+    int j = 0;
+    out += group * coupled;
+    for (; j + 8 <= coupled; j += 8) mix_channels<8>(weights, centroids + j, live, factor, out + j);
+    for (; j < coupled; ++j) mix_channels<1>(weights, centroids + j, live, factor, out + j);
+  }
+
+  template <int kWidth>
+  void mix_channels(const Quad* weights, const float* centroids, int live, Quad factor, float* out) const {
+    const int64_t coupled = side_.coupled, channels = side_.channels();
+    Quad sums[kWidth] = {};
+    for (int e = 0; e < side_.entries; ++e, centroids += coupled)
+      for (int k = 0; k < kWidth; ++k) sums[k] += weights[e] * centroids[k];
+    for (int k = 0; k < kWidth; ++k)
+      for (int i = 0; i < live; ++i) out[i * channels + k] = (sums[k] * factor)[i];
+  }
+
+  const Coded& side_;
+  IndexRows<Index> indices_;
+  Assembler<Index> assembler_;
+  const int stride_;
+  int64_t number_ = 0;  // of the book
+  bool use_table_ = false;
+  Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into
+  Buffer<float> book_, sums_;
+};
+
+}  // namespace kvpress

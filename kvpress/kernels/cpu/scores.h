@@ -1,0 +1,157 @@
+// Scores of rows that stand for others: labels of tokens, and the bounds of pages.
+#pragma once
+
+#include "dense_reader.h"
+#include "label_codes.h"
+
+namespace kvpress {
+
+// Bounds of the pages of one stream; one thread's state.
+template <class Dot>
+class BoundWorker {
+  using T = typename Dot::Key;
+  using Query = typename Dot::Query;
+
+ public:
+  static constexpr int kRows = kChunk;  // of one task
+
+  explicit BoundWorker(const Scores& p)
+      : p_(p),
+        stride_(round_up(p.channels, kQueryPad)),
+        whole_(p.queries * p.channels),
+        part_(p.queries * p.channels),
+        positive_(p.queries * stride_),
+        negative_(p.queries * stride_),
+        highs_(p.queries * kScoreStride),
+        lows_(p.queries * kScoreStride) {}
+
+  // Score up to kRows pages of a stream, from its `first` on.
+  void score(int64_t stream, int64_t first) {
+    load_queries(stream);
+    const int64_t left = p_.counts[stream] - first, row = p_.starts[stream] + first;
+    const int count = int(std::min<int64_t>(kRows, left));
+    product(p_.high, row, count, left, positive_, highs_);
+    product(p_.low, row, count, left, negative_, lows_);
+    for (int t = 0; t < count; t += kLanes) {
+      F best = set1(-INFINITY);
+      for (int64_t m = 0; m < p_.queries; ++m)
+        best = max(best, add(load(highs_ + m * kScoreStride + t), load(lows_ + m * kScoreStride + t)));
+      store(highs_ + t, best);
+    }
+    std::copy_n(static_cast<float*>(highs_), count, p_.out + stream * p_.most + first);
+  }
+
+ private:
+  // max(q low, q high) = max(q, 0) high + min(q, 0) low for every channel.
+  void load_queries(int64_t stream) {
+    const int64_t count = p_.queries * p_.channels;
+    Elements(p_.q, p_.query_dtype).read(stream * count, count, whole_);
+    for (int64_t i = 0; i < count; ++i) part_[i] = std::max(whole_[i], 0.f);
+    pad_queries(part_, p_.queries, p_.channels, static_cast<Query*>(positive_), stride_);
+    for (int64_t i = 0; i < count; ++i) part_[i] = std::min(whole_[i], 0.f);
+    pad_queries(part_, p_.queries, p_.channels, static_cast<Query*>(negative_), stride_);
+  }
+
+  void product(const void* data, int64_t first, int count, int64_t left, const Query* queries, float* scores) const {
+    const T* base = static_cast<const T*>(data) + first * p_.stride;
+    score_rows<Dot>([&](int t) { return base + t * p_.stride; }, count, queries, stride_, int(p_.queries),
+                    int(p_.channels), scores, [&](int t) {
+                      if (t + kAhead < left) prefetch_row(base + (t + kAhead) * p_.stride, p_.channels * sizeof(T));
+                    });
+  }
+
+  const Scores& p_;
+  const int stride_;
+  Buffer<float> whole_, part_;
+  Buffer<Query> positive_, negative_;
+  Buffer<float> highs_, lows_;
+};
+
+// Scores of labels, which are too short for a sum across lanes per product; one thread's state. `Labels` knows how they
+// are stored: begin(stream), load(row, size), product(m, sums).
+template <class Labels>
+class LabelWorker {
+ public:
+  static constexpr int kRows = 4096;  // so that neighbouring rows, which are short, are read by one thread
+
+  explicit LabelWorker(const Scores& p) : p_(p), labels_(p) {}
+
+  // Score up to kRows rows of a stream, from its `first` on.
+  void score(int64_t stream, int64_t first) {
+    if (stream != stream_) labels_.begin(stream_ = stream);
+    const int64_t end = std::min(p_.counts[stream], first + kRows);
+    for (int64_t at = first; at < end; at += kTileRows)
+      score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), p_.out + stream * p_.most + at);
+  }
+
+ private:
+  void score_tile(int64_t row, int size, float* out) {
+    labels_.load(row, size);
+    F best[kTileVectors];
+    for (F& x : best) x = set1(-INFINITY);
+    for_query_tiles(int(p_.queries), [&](auto tile, int m) KVPRESS_INLINE_LAMBDA {
+      F sums[tile][kTileVectors];
+      labels_.product(m, sums);
+      for (const auto& query : sums)
+        for (int v = 0; v < kTileVectors; ++v) best[v] = max(best[v], query[v]);
+    });
+    float scores[kTileRows];
+    for (int v = 0; v < kTileVectors; ++v) store(scores + v * kLanes, best[v]);
+    std::copy_n(scores, size, out);
+  }
+
+  const Scores& p_;
+  Labels labels_;
+  int64_t stream_ = -1;
+};
+
+template <class Product>
+class PlainLabels {
+  using Unit = typename Product::Unit;
+
+ public:
+  explicit PlainLabels(const Scores& p)
+      : p_(p),
+        depth_(tile_depth<Product>(p.channels)),
+        transpose_(p.channels),
+        tile_(tile_size<Product>(p.channels)),
+        queries_(p.queries * depth_) {}
+
+  void begin(int64_t stream) {
+    const Elements from(p_.q, p_.query_dtype);
+    for (int64_t m = 0; m < p_.queries; ++m)
+      Product::pack(from, (stream * p_.queries + m) * p_.channels, p_.channels, queries_ + m * depth_);
+  }
+
+  void load(int64_t row, int size) {
+    transpose_.load(Elements(p_.high, p_.dtype), row * p_.stride, p_.stride, size, tile_);
+  }
+
+  template <int kQueries>
+  KVPRESS_INLINE void product(int m, F (&sums)[kQueries][kTileVectors]) const {
+    tile_product<Product>(tile_, queries_ + m * depth_, depth_, sums);
+  }
+
+ private:
+  const Scores& p_;
+  const int depth_;
+  Transpose<Product> transpose_;
+  Buffer<Unit> tile_, queries_;
+};
+
+// Returns -1, or the number of a stream that makes the problem invalid.
+template <class Worker>
+int score_all(const Scores& p) {
+  std::vector<std::pair<int64_t, int64_t>> tasks;
+  for (int64_t n = 0; n < p.streams; ++n) {
+    if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
+    for (int64_t at = 0; at < p.counts[n]; at += Worker::kRows) tasks.emplace_back(n, at);
+    std::fill_n(p.out + n * p.most + p.counts[n], p.most - p.counts[n], -INFINITY);
+  }
+  parallel(int64_t(tasks.size()), p.threads, [&] {
+    return [&, worker = std::make_shared<Worker>(p)](int64_t i) { worker->score(tasks[i].first, tasks[i].second); };
+  });
+  return -1;
+}
+
+}  // namespace kvpress

@@ -1,0 +1,269 @@
+"""The operators: each checks its contract, then runs the compiled kernel of the device, or plain torch where there is none.
+
+Nothing below imports this module; a back end is imported where it is first used, so that triton is needed on a GPU only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels.attention import contract as attention
+from kvpress.kernels.attention import cpu as attention_cpu
+from kvpress.kernels.attention import reference as attention_reference
+from kvpress.kernels.counting import count
+from kvpress.kernels.cpu import launch
+from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.operand import Listed, Options, Ranges, Rows, Where
+from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.mass import contract as mass
+from kvpress.kernels.mass import cpu as mass_cpu
+from kvpress.kernels.mass import reference as mass_reference
+from kvpress.kernels.quantisation import contract as quantisation
+from kvpress.kernels.quantisation import cpu as quantisation_cpu
+from kvpress.kernels.quantisation import reference as quantisation_reference
+from kvpress.kernels.scores import contract as scoring
+from kvpress.kernels.scores import cpu as scoring_cpu
+from kvpress.kernels.scores import reference as scoring_reference
+from kvpress.kernels.selection import contract as selection
+from kvpress.kernels.selection import cpu as selection_cpu
+from kvpress.kernels.selection import reference as selection_reference
+from kvpress.kernels.triton import device
+
+MOST_QUERIES = 64
+"""Query rows per stream past which a matrix product on decoded blocks is faster than a decode kernel."""
+
+
+def serves(queries: Tensor, storage: Tensor) -> bool:
+    """Whether a compiled operator should attend from `queries [N, M, D]` to pairs kept in `storage`."""
+    return queries.shape[1] <= MOST_QUERIES and (launch.available(storage) or device.available(storage))
+
+
+def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+    """Attend each stream to its rows, as `kvpress.kernels.attention.contract` says.
+
+    Args:
+        q: queries [N, M, D]; float32, bfloat16 or float16. After their rotary embedding, whether or not the keys are.
+        rows: keys and values in one format; of the dtypes of q where they are dense.
+        where: all rows of each stream, or listed ones, which exclude a causal mask.
+        options: scale, softcap, causal mask and sinks.
+
+    Returns:
+        Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
+
+    Raises:
+        ValueError: for shapes, dtypes and sizes that do not belong together, and on a CPU for rows that are not stored.
+        TypeError: for keys and values in different formats.
+    """
+    attention.check(q, rows, where, options)
+    if rows.key_basis is not None:
+        q = rows.key_basis.enter(q, where.stream)
+    name = f"{rows.keys.name}_{'select' if isinstance(where, Listed) else 'decode'}"
+    if launch.available(rows.keys.storage):
+        count(name)
+        out, lse = attention_cpu.decode(q, rows, where, options)
+    elif device.available(rows.keys.storage):
+        from kvpress.kernels.attention import triton as attention_triton
+
+        count(name)
+        out, lse = attention_triton.decode(q, rows, where, options)
+    else:
+        out, lse = attention_reference.decode(q, rows, where, options)
+    if rows.value_basis is not None:
+        out = rows.value_basis.leave(out, where.stream)
+    return attention.with_sinks(out, lse, options.sinks)
+
+
+def column_mass(
+    q: Tensor,
+    rows: Rows,
+    where: Ranges,
+    options: Options,
+    *,
+    lse: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    power: int = 1,
+) -> Tensor:
+    """Sum the softmax weights, or their squares, that each stored row gets from all queries of its stream.
+
+    Args:
+        q: queries [N, M, D]; float32, bfloat16 or float16.
+        rows: dense keys of the same dtypes, and log-weights.
+        where: rows of each stream, which must not overlap.
+        options: scale, softcap, causal mask and sinks.
+        lse: log-sum-exp of every query over all it attends to, float32 [N, M], without sinks beside it; computed over the
+            stream when None.
+        query_weight: factor of the softmax weights of every query, float32 [N, M], not negative; 1 by default.
+        power: 1 for the sum, 2 for the sum of squares.
+
+    Returns:
+        Float32 [R].
+    """
+    if power not in (1, 2):
+        raise ValueError(f"power must be 1 or 2, got {power}")
+    return _receive("column_mass", q, rows, where, options, "sum" if power == 1 else "squares", lse, query_weight)
+
+
+def column_max(
+    q: Tensor,
+    rows: Rows,
+    where: Ranges,
+    options: Options,
+    *,
+    lse: Tensor | None = None,
+    query_weight: Tensor | None = None,
+) -> Tensor:
+    """Return the largest softmax weight that each stored row gets, float32 [R]; arguments as in `column_mass`."""
+    return _receive("column_max", q, rows, where, options, "max", lse, query_weight)
+
+
+def _receive(
+    name: str,
+    q: Tensor,
+    rows: Rows,
+    where: Ranges,
+    options: Options,
+    statistic: mass.Statistic,
+    lse: Tensor | None,
+    query_weight: Tensor | None,
+) -> Tensor:
+    mass.check(q, rows, where, options, lse, query_weight)
+    if device.available(rows.keys.storage):  # before the check that would wait for the device
+        from kvpress.kernels.mass import triton as mass_triton
+
+        count(name)
+        return mass_triton.receive(q, rows, where, options, statistic, lse, query_weight)
+    mass.check_apart(where)
+    if launch.available(rows.keys.storage):
+        count(name)
+        return mass_cpu.receive(q, rows, where, options, statistic, lse, query_weight)
+    return mass_reference.receive(q, rows, where, options, statistic, lse, query_weight)
+
+
+def page_bounds(q: Tensor, low: Tensor, high: Tensor, where: Ranges, *, capacity: int | None = None) -> Tensor:
+    """Bound ``q . k`` from above over the keys of each page, maximum over the queries of a stream.
+
+    Args:
+        q: queries [N, M, D]; float32, bfloat16 or float16.
+        low: channel-wise minimum of the keys of each page [P, D]; float32, bfloat16 or float16.
+        high: channel-wise maximum, as low.
+        where: pages of each stream.
+        capacity: most pages that a stream can have; without it, finding out waits for the device.
+
+    Returns:
+        Float32 [N, capacity], -inf past the end of a stream.
+    """
+    scoring.check_bounds(q, low, high, where)
+    return _score("page_bounds", q, Dense(low), Dense(high), where, "max", capacity)
+
+
+def label_scores(
+    q: Tensor, labels: Dense | Packed, where: Ranges, *, reduce: str = "max", capacity: int | None = None
+) -> Tensor:
+    """Score every row by the product of its label with the queries of its stream, on the label's channels only.
+
+    Sums are float32. Queries are rounded to 16 bits for quantised labels on the CPU: with up to 128 channels, their scores
+    are exact to ``2**-15 * max|q| * sum over d of (code[d] * scale + |zero|)``, where q are all queries of the stream, or
+    their sum.
+
+    Args:
+        q: queries on those channels [N, M, r]; float32, bfloat16 or float16.
+        labels: labels [R, r] of the same dtypes, or codes of 1, 2, 4 or 8 bits with ``group = (1, r)``.
+        where: rows of each stream.
+        reduce: "max" or "sum" over the queries of a stream.
+        capacity: most rows that a stream can have; without it, finding out waits for the device.
+
+    Returns:
+        Float32 [N, capacity], -inf past the end of a stream.
+    """
+    scoring.check_labels(q, labels, where, reduce)
+    return _score("label_scores", q, None, labels, where, reduce, capacity)
+
+
+def _score(
+    name: str,
+    q: Tensor,
+    low: Dense | None,
+    high: Dense | Packed,
+    where: Ranges,
+    reduce: str,
+    capacity: int | None,
+) -> Tensor:
+    capacity = scoring.capacity_of(where, capacity)
+    if device.available(high.storage):  # before the check that would wait for the device
+        from kvpress.kernels.scores import triton as scoring_triton
+
+        count(name)
+        return scoring_triton.score(q, low, high, where, reduce, capacity)
+    scoring.check_capacity(where, capacity)
+    if launch.available(high.storage):
+        count(name)
+        return scoring_cpu.score(q, low, high, where, reduce, capacity)
+    return scoring_reference.score(q, low, high, where, reduce, capacity)
+
+
+def top_rows(
+    scores: Tensor, where: Ranges, k: int, *, first: int = 0, last: int = 0, most: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """List the k rows of each stream with the largest scores, in ascending order.
+
+    Args:
+        scores: score of each row of a stream, float32 [N, capacity]; rows may be strided, elements of a row may not.
+        where: rows of each stream, at most capacity.
+        k: how many rows to choose, at least 1.
+        first: how many rows at the start of a stream are chosen whatever their score.
+        last: the same at the end of a stream; first and last are part of k.
+        most: how many rows to choose of each stream where they differ, int64 [N], from first + last to k.
+
+    Returns:
+        Row numbers ``starts[n] + i``, int32 [N, min(k, capacity)], 0 past the chosen ones, and how many were chosen in each
+        stream, int64 [N].
+    """
+    selection.check(scores, where, k, first, last, most)
+    if launch.available(scores):
+        count("top_rows")
+        return selection_cpu.choose(scores, where, k, first, last, most)
+    return selection_reference.choose(scores, where, k, first, last, most)
+
+
+def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:
+    """Quantise rows in groups of (rows, channels); the last group of rows may be shorter.
+
+    Scales and zeros are float16, which carries more digits than bfloat16, or float32 where rows decode to float32 or reach
+    `WIDEST`.
+
+    Args:
+        x: rows [R, D]; float32, bfloat16 or float16; rows may be strided, elements of a row may not.
+        bits: bits per code: 1, 2, 3, 4 or 8.
+        group: rows and channels (gr, gc) that share a scale.
+        dtype: what the rows will be decoded to, the dtype of x by default.
+
+    Returns:
+        Codes uint8 [R, D * bits / 8], scale and zero [ceil(R / gr), D / gc].
+
+    Raises:
+        ValueError: for values that are not finite.
+    """
+    quantisation.check(x, bits, group)
+    parameters = torch.float32 if (dtype or x.dtype) == torch.float32 else torch.float16
+    packed, largest = _encode(x, bits, group, parameters)
+    size = float(largest)
+    if not math.isfinite(size):
+        raise ValueError("cannot quantise keys or values with infinite entries; use a wider model dtype")
+    if size >= quantisation.WIDEST and parameters == torch.float16:
+        packed, _ = _encode(x, bits, group, torch.float32)
+    return packed
+
+
+def _encode(x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dtype) -> tuple[Packed, Tensor]:
+    if launch.available(x):
+        count("quantise")
+        return quantisation_cpu.encode(x, bits, group, parameters)
+    if device.available(x):
+        from kvpress.kernels.quantisation import triton as quantisation_triton
+
+        count("quantise")
+        return quantisation_triton.encode(x, bits, group, parameters)
+    return quantisation_reference.encode(x, bits, group, parameters)

@@ -1,0 +1,60 @@
+"""Keys or values as the model computed them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels import checks
+
+Field: TypeAlias = Tensor | float | None
+"""One field of a C structure: a tensor stands for its address, None for a null pointer or a zero."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Number of each dtype, the enumeration of ``cpu/problem.h``."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One side of a cache: rows [R, D]; float32, bfloat16 or float16. Rows may be strided, elements of a row may not."""
+
+    data: Tensor
+
+    name: ClassVar[str] = "dense"
+
+    @property
+    def storage(self) -> Tensor:
+        """The tensor of R rows, whose device runs the kernels."""
+        return self.data
+
+    @property
+    def channels(self) -> int:
+        """Channels D of a row."""
+        return self.data.shape[1]
+
+    def read(self, rows: Tensor, stream: int = 0) -> Tensor:
+        """Float32 [S, D] of the given rows [S]."""
+        return self.data[rows].float()
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that is stored."""
+        return (self.data,)
+
+    def check(self, name: str, rows: int, channels: int | str = "Dv") -> None:
+        """Refuse data of another shape or dtype; `channels` are those of the queries, if they must be."""
+        checks.shape(name, self.data, (rows, channels), *checks.FLOATS)
+        checks.rows_layout(name, self.data)
+
+    def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
+        """Refuse streams whose rows name something that is not stored; dense rows name nothing."""
+
+    def fields(self) -> tuple[Field, ...]:
+        """``Rows`` of cpu/problem.h."""
+        data = self.data
+        return (data, None, None, None, data.shape[1], data.stride(0), DTYPES[data.dtype], *_UNUSED)
+
+
+_UNUSED = (0,) * 15

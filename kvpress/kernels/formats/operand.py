@@ -1,0 +1,221 @@
+"""What kernels take: `Rows` that are stored, which of them each stream attends to, and `Options` of the logits.
+
+A stream is one batch row and one key-value head; its queries are the query heads of the group times the new tokens.
+A ragged cache passes the offsets of its segments; a rectangular window [B, H, capacity, D] is viewed as
+[B * H * capacity, D] with ``starts = n * capacity`` plus the left padding.
+
+    N streams, M = G * Q query rows (row ``g * Q + t``), R stored rows, D key and Dv value channels
+
+    q [N, M, D]      keys [R, D]      values [R, Dv]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels import checks
+from kvpress.kernels.formats.basis import Basis
+from kvpress.kernels.formats.coded import Coded
+from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.packed import Packed
+
+Side: TypeAlias = Dense | Packed | Coded
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stored pairs of keys and values, both in the same format.
+
+    Args:
+        keys: [R, D] in their format.
+        values: [R, Dv].
+        log_weight: added to the logit of each row, float32 [R]: log n for a row that stands for n equal ones.
+        key_basis: basis that keys are stored in.
+        value_basis: basis that values are stored in.
+    """
+
+    keys: Side
+    values: Side
+    log_weight: Tensor | None = None
+    key_basis: Basis | None = None
+    value_basis: Basis | None = None
+
+    @property
+    def count(self) -> int:
+        """Number R of stored rows."""
+        return self.keys.storage.shape[0]
+
+    def check(self, q: Tensor) -> None:
+        """Refuse rows that do not fit queries [N, M, D], or each other."""
+        keys, values, rows = self.keys, self.values, self.count
+        if type(keys) is not type(values):
+            raise TypeError(f"keys and values must have one format, got {keys.name} keys and {values.name} values")
+        keys.check("keys", rows, q.shape[2])
+        values.check("values", rows)
+        if isinstance(keys, Dense) and keys.data.dtype != values.storage.dtype:
+            raise ValueError(f"values must be {keys.data.dtype} like keys, got {values.storage.dtype}")
+        if isinstance(keys, Coded) and isinstance(values, Coded):
+            if values.book.shape[0] != keys.book.shape[0]:
+                books = keys.book.shape[0]
+                raise ValueError(f"values.book must hold {books} books like keys.book, got {values.book.shape[0]}")
+            if values.rotary is not None:
+                raise ValueError("values.rotary must be None: only keys are rotated by their positions")
+        checks.same_device(q, *keys.tensors(), *values.tensors(), self.log_weight)
+        if self.log_weight is not None:
+            checks.shape("log_weight", self.log_weight, (rows,), torch.float32)
+        for name, side, basis in (("key_basis", keys, self.key_basis), ("value_basis", values, self.value_basis)):
+            if basis is not None:
+                basis.check(name, side.channels)
+                checks.same_device(q, *basis.tensors())
+
+    def check_streams(self, stream: Tensor | None, streams: int) -> None:
+        """Refuse a stream index, or a number of streams, that operands with an entry per stream do not fit."""
+        operands: list[tuple[str, Tensor]] = []
+        for name, basis in (("key_basis", self.key_basis), ("value_basis", self.value_basis)):
+            if basis is not None and basis.scale is not None:
+                operands.append((f"{name}.scale", basis.scale))
+        if isinstance(self.keys, Coded) and self.keys.rotary is not None:
+            operands.append(("keys.rotary.shift", self.keys.rotary.shift))
+        if stream is None:
+            for name, operand in operands:
+                checks.shape(name, operand, (streams, *operand.shape[1:]), operand.dtype)
+        elif not stream.is_cuda and len(stream):  # a check on another device would wait for it
+            most = min((len(operand) for _, operand in operands), default=2**31)
+            low, high = int(stream.min()), int(stream.max())
+            if low < 0 or high >= most:
+                raise ValueError(f"stream must be in [0, {most}), got {low} .. {high}")
+
+    def check_stored(self, listed: list[Tensor], streams: list[int]) -> None:
+        """Refuse streams whose rows, int64 [S] each, refer to something that is not stored."""
+        self.keys.check_stored("keys", listed, streams)
+        self.values.check_stored("values", listed, streams)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Each stream attends to the rows ``starts[n] .. starts[n] + lengths[n]``.
+
+    Args:
+        starts: int64 [N].
+        lengths: int64 [N].
+        stream: which stream's books, scales and shifts each one uses, int64 [N]; its own number by default.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    stream: Tensor | None = None
+
+    def check(self, q: Tensor) -> None:
+        """Refuse other shapes and devices than those of queries [N, M, D]."""
+        checks.shape("starts", self.starts, (q.shape[0],), torch.int64)
+        checks.shape("lengths", self.lengths, (q.shape[0],), torch.int64)
+        _check_index(self.stream, q)
+        checks.same_device(q, self.starts, self.lengths)
+
+    def check_stored(self, rows: int) -> None:
+        """Refuse streams that leave the storage."""
+        for n, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
+            if start < 0 or length < 0 or start + length > rows:
+                raise ValueError(f"stream {n} must lie in the {rows} stored rows, got {start} .. {start + length}")
+
+    def numbers(self) -> list[Tensor]:
+        """Row numbers of each stream, int64."""
+        pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return [torch.arange(start, start + length, device=self.starts.device) for start, length in pairs]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Each stream attends to the first ``counts[n]`` of the rows listed for it; entries past them are not read.
+
+    Args:
+        rows: row numbers, int32 or int64 [N, K].
+        counts: int64 [N].
+        stream: which stream's books, scales and shifts each one uses, int64 [N]; its own number by default.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    stream: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many rows each stream attends to, int64 [N]."""
+        return self.counts
+
+    def check(self, q: Tensor) -> None:
+        """Refuse other shapes and devices than those of queries [N, M, D]."""
+        checks.shape("rows", self.rows, (q.shape[0], "K"), torch.int32, torch.int64)
+        checks.shape("counts", self.counts, (q.shape[0],), torch.int64)
+        _check_index(self.stream, q)
+        checks.same_device(q, self.rows, self.counts)
+
+    def check_stored(self, rows: int) -> None:
+        """Refuse counts above K and listed rows that are not stored."""
+        width = self.rows.shape[1]
+        for n, count in enumerate(self.counts.tolist()):
+            if not 0 <= count <= width:
+                raise ValueError(f"counts[{n}] must be in [0, {width}], got {count}")
+            used = self.rows[n, :count]
+            if count and (int(used.min()) < 0 or int(used.max()) >= rows):
+                raise ValueError(f"rows[{n}] must be in [0, {rows}), got {int(used.min())} .. {int(used.max())}")
+
+    def numbers(self) -> list[Tensor]:
+        """Row numbers of each stream, int64."""
+        return [row[:count].long() for row, count in zip(self.rows, self.counts.tolist(), strict=True)]
+
+
+Where: TypeAlias = Ranges | Listed
+
+
+def _check_index(stream: Tensor | None, q: Tensor) -> None:
+    if stream is not None:
+        checks.shape("stream", stream, (q.shape[0],), torch.int64)
+        checks.same_device(q, stream)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How logits come from products: ``softcap(scale * q . k)``, and what else the softmax sees.
+
+    Args:
+        scale: factor of the products.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        causal: number Q of new tokens, the last Q rows of every stream: row m of q sees the first
+            ``lengths[n] - Q + m % Q + 1`` rows. 0 lets every query see every row.
+        sinks: logits without a value that take part in the softmax, float32 [N, M].
+    """
+
+    scale: float
+    softcap: float | None = None
+    causal: int = 0
+    sinks: Tensor | None = None
+
+    def check(self, q: Tensor) -> None:
+        """Refuse options that do not fit queries [N, M, D]."""
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
+        if self.causal < 0 or (self.causal and q.shape[1] % self.causal):
+            raise ValueError(f"causal must be 0 or divide the {q.shape[1]} query rows, got {self.causal}")
+        if self.sinks is not None:
+            checks.shape("sinks", self.sinks, tuple(q.shape[:2]), torch.float32)
+            checks.same_device(q, self.sinks)
+
+    def logits(self, products: Tensor, log_weight: Tensor | None, queries: Tensor) -> Tensor:
+        """Float32 logits of products [S, T] of some query rows, int64 [S], with the T rows of a stream.
+
+        `log_weight` [T] is that of these rows. A query has minus infinity where it does not see a row.
+        """
+        logits, length = products * self.scale, products.shape[1]
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if log_weight is not None:
+            logits = logits + log_weight
+        if self.causal:
+            limit = length - self.causal + queries % self.causal + 1
+            logits = logits.masked_fill(torch.arange(length, device=queries.device) >= limit[:, None], float("-inf"))
+        return logits

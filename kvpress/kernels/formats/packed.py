@@ -1,0 +1,117 @@
+"""Uniformly quantised rows: packed integers with a scale and a zero per group.
+
+Codes are laid out as in `kvpress.kernels.formats.packing`. Scale and zero belong to groups of (gr, gc) rows and channels,
+usually (32, 1) for keys and (1, 32) for values:
+
+    value[r, c] = code[r, c] * scale[r // gr, c // gc] + zero[r // gr, c // gc]      scale, zero [ceil(R / gr), D / gc]
+
+``row_group`` replaces ``r // gr`` wherever gr > 1: rows that survived an eviction keep the group they were coded with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels import checks
+from kvpress.kernels.formats.correction import NOTHING, Correction
+from kvpress.kernels.formats.dense import DTYPES, Field
+from kvpress.kernels.formats.packing import BITS, row_step, unpack
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One side of a quantised cache.
+
+    Args:
+        codes: uint8 [R, D * bits / 8].
+        scale: float16 or float32 [ceil(R / gr), D / gc] for ``group = (gr, gc)``.
+        zero: as scale.
+        bits: bits per code: 1, 2, 3, 4 or 8.
+        group: rows and channels that share a scale.
+        row_group: group of each row where it is not ``r // gr``, int32 [R].
+        correction: terms added to the decoded rows.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group: tuple[int, int]
+    row_group: Tensor | None = None
+    correction: Correction | None = None
+
+    name: ClassVar[str] = "packed"
+
+    @property
+    def storage(self) -> Tensor:
+        """The tensor of R rows, whose device runs the kernels."""
+        return self.codes
+
+    @property
+    def channels(self) -> int:
+        """Channels D of a decoded row."""
+        return self.scale.shape[1] * self.group[1]
+
+    def read(self, rows: Tensor, stream: int = 0) -> Tensor:
+        """Float32 [S, D] of the given rows [S], corrected."""
+        group = rows // self.group[0]
+        if self.row_group is not None and self.group[0] > 1:
+            group = self.row_group[rows].long()
+        scale, zero = (x[group].float().repeat_interleave(self.group[1], dim=-1) for x in (self.scale, self.zero))
+        values = unpack(self.codes[rows], self.bits).float() * scale + zero
+        return values if self.correction is None else values + self.correction.dense(rows, self.channels)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that is stored."""
+        terms = () if self.correction is None else self.correction.tensors()
+        return (self.codes, self.scale, self.zero, self.row_group, *terms)
+
+    def check(self, name: str, rows: int, channels: int | None = None) -> None:
+        """Refuse codes, scales and zeros that do not belong together; `channels` are those of the queries, if they must be."""
+        if self.bits not in BITS:
+            raise ValueError(f"{name}.bits must be one of {BITS}, got {self.bits}")
+        if channels is None:
+            channels = self.codes.shape[-1] * 8 // self.bits
+        if channels % row_step(self.bits):
+            step = row_step(self.bits)
+            raise ValueError(f"{name} must have a multiple of {step} channels for {self.bits} bits, got {channels}")
+        group_rows, group_channels = self.group
+        if group_rows < 1 or group_channels < 1 or channels % group_channels:
+            raise ValueError(
+                f"{name}.group must be (rows >= 1, a divisor of {channels} channels), got {tuple(self.group)}"
+            )
+        checks.shape(f"{name}.codes", self.codes, (rows, channels * self.bits // 8), torch.uint8)
+        groups: int | str = -(-rows // group_rows)
+        if self.row_group is not None:
+            checks.shape(f"{name}.row_group", self.row_group, (rows,), torch.int32)
+            checks.contiguous(f"{name}.row_group", self.row_group)
+            groups = "G" if group_rows > 1 else groups
+        checks.shape(f"{name}.scale", self.scale, (groups, channels // group_channels), torch.float16, torch.float32)
+        checks.shape(f"{name}.zero", self.zero, tuple(self.scale.shape), self.scale.dtype)
+        checks.contiguous(f"{name}.codes", self.codes)
+        checks.contiguous(f"{name}.scale", self.scale)
+        checks.contiguous(f"{name}.zero", self.zero)
+        if self.correction is not None:
+            self.correction.check(f"{name}.correction", rows, channels)
+
+    def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
+        """Refuse streams whose rows name groups or corrections that are not stored."""
+        groups = self.scale.shape[0]
+        for n, rows in enumerate(listed if self.row_group is not None and self.group[0] > 1 else []):
+            used = self.row_group[rows]  # type: ignore[index]
+            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < groups:
+                raise ValueError(f"stream {n} refers to groups outside the {groups} stored ones of {name}")
+        if self.correction is not None:
+            self.correction.check_stored(f"{name}.correction", listed, self.channels)
+
+    def fields(self) -> tuple[Field, ...]:
+        """``Rows`` of cpu/problem.h."""
+        scale, (group_rows, group_channels) = self.scale, self.group
+        shape = (scale.shape[1] * group_channels, self.codes.shape[1], DTYPES[scale.dtype], self.bits)
+        correction = NOTHING if self.correction is None else self.correction.fields()
+        where = (self.codes, scale, self.zero, self.row_group)
+        return (*where, *shape, group_rows, group_channels, scale.shape[0], *correction)

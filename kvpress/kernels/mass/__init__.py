@@ -1,0 +1,1 @@
+"""What stored rows receive from the attention of many queries."""

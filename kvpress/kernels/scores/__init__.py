@@ -1,0 +1,1 @@
+"""Scores that tell which stored rows are worth reading."""

@@ -1,0 +1,56 @@
+"""Page bounds and label scores in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels.cpu import launch
+from kvpress.kernels.formats.dense import DTYPES, Dense
+from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.formats.packed import Packed
+
+
+def score(
+    q: Tensor,
+    low: Dense | None,
+    high: Dense | Packed,
+    where: Ranges,
+    reduce: str,
+    capacity: int,
+    level: str | None = None,
+) -> Tensor:
+    """Run the kernel on checked arguments; without `low`, `high` holds labels."""
+    if reduce == "sum":  # of products: the product of the sum
+        q = q.float().sum(1, keepdim=True)
+    stored, (scale, zero, bits) = high.storage, (None, None, 0)
+    if isinstance(high, Packed):
+        scale, zero, bits = high.scale, high.zero, high.bits
+    streams, queries, channels = q.shape
+    out = torch.empty(streams, capacity)
+    stream = launch.run(
+        "scores.cpp",
+        "kvpress_labels" if low is None else "kvpress_bounds",
+        q.contiguous(),
+        None if low is None else low.data,
+        stored,
+        scale,
+        zero,
+        where.starts.contiguous(),
+        where.lengths.contiguous(),
+        out,
+        len(stored),
+        streams,
+        queries,
+        channels,
+        stored.stride(0),
+        DTYPES[stored.dtype if scale is None else scale.dtype],
+        DTYPES[q.dtype],
+        bits,
+        capacity,
+        torch.get_num_threads(),
+        level=level,
+    )
+    if stream >= 0:
+        raise ValueError(f"stream {stream} refers to rows outside the {len(stored)} stored rows")
+    return out

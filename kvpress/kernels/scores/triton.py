@@ -1,0 +1,125 @@
+"""Scores of pages and labels in Triton.
+
+One program holds a block of rows and meets all queries of its stream, so rows are read once and the result needs no merge.
+There is no loop over rows to prefetch in: a block is small, and many programs in flight hide its latency. Products of
+16-bit rows run on tensor cores with float32 sums, with queries rounded to the dtype of the rows, as `dense` does; codes are
+float16, and their scale and zero enter the sum:  q . (c * s + z) = s * (q . c) + z * sum(q).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.triton import codes
+from kvpress.kernels.triton.device import on_device
+from kvpress.kernels.triton.grid import padded
+
+TILE_BYTES = 16 * 1024
+"""What one program reads."""
+
+WARPS, STAGES = 4, 1
+
+
+@triton.jit(do_not_specialize=["M", "width"])
+def _kernel(
+    Q, LOW, HIGH, SCALE, ZERO, STARTS, COUNTS, OUT, stride, M, width,
+    REDUCE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Elements of HIGH are channels, or with BITS the bytes of codes, of 8 // BITS parts each."""
+    PARTS: tl.constexpr = 8 // BITS if BITS > 0 else 1
+    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    count = tl.load(COUNTS + n).to(tl.int32)
+    i = tl.program_id(1) * BN + tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    live, live_d = i < count, d < D // PARTS
+    row = tl.load(STARTS + n) + i
+    at = row[None, :] * stride + d[:, None]
+    high = tl.load(HIGH + at, mask=live[None, :] & live_d[:, None], other=0)
+    if LOW is not None:
+        low = tl.load(LOW + at, mask=live[None, :] & live_d[:, None], other=0)
+    if BITS > 0:
+        scale = tl.load(SCALE + row, mask=live, other=0.0).to(tl.float32)
+        zero = tl.load(ZERO + row, mask=live, other=0.0).to(tl.float32)
+    out = tl.full([BN], -float("inf") if REDUCE == "max" else 0.0, tl.float32)
+    queries = tl.where(tl.program_id(1) * BN < count, M, 0)  # blocks past the end of the stream have nothing to do
+    for first in tl.range(0, queries, BM):
+        m = first + tl.arange(0, BM)
+        live_m = m < M
+        scores = tl.zeros([BM, BN], tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        for p in tl.static_range(PARTS):
+            channel = p * (D // PARTS) + d
+            mask = live_m[:, None] & live_d[None, :]
+            q = tl.load(Q + (n * M + m[:, None]) * D + channel[None, :], mask=mask, other=0.0)
+            if BITS > 0:
+                code = codes.unpack(high, high, d[:, None], p, D, BITS)
+                q = q.to(tl.float16)
+                scores = tl.dot(q, code, scores)
+                total += tl.sum(q.to(tl.float32), 1)
+            elif LOW is None:
+                scores = tl.dot(q.to(high.dtype), high, scores, input_precision="ieee")
+            else:
+                # max(q low, q high) = max(q, 0) high + min(q, 0) low for every channel
+                q = q.to(tl.float32)
+                scores = tl.dot(tl.maximum(q, 0.0).to(high.dtype), high, scores, input_precision="ieee")
+                scores = tl.dot(tl.minimum(q, 0.0).to(low.dtype), low, scores, input_precision="ieee")
+        if BITS > 0:
+            scores = scores * scale[None, :] + total[:, None] * zero[None, :]
+        if REDUCE == "max":
+            out = tl.maximum(out, tl.max(tl.where(live_m[:, None], scores, -float("inf")), 0))
+        else:
+            out += tl.sum(scores, 0)
+    tl.store(OUT + n * width + i, tl.where(live, out, -float("inf")), mask=i < width)
+
+
+@on_device
+def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, reduce: str, capacity: int) -> Tensor:
+    """Run the kernel on checked arguments; rows past the capacity are not scored."""
+    streams, queries, D = q.shape
+    packed = high if isinstance(high, Packed) else None
+    rows = high.storage
+    row_width = rows.shape[1]
+    block = block_rows(row_width, rows.element_size() * (1 if low is None else 2))
+    out = q.new_empty(streams, capacity, dtype=torch.float32)
+    if out.numel():
+        _kernel[(streams, -(-capacity // block))](
+            q.contiguous(),
+            None if low is None else low.data,
+            rows,
+            None if packed is None else packed.scale,
+            None if packed is None else packed.zero,
+            where.starts.contiguous(),
+            where.lengths.contiguous(),
+            out,
+            rows.stride(0),
+            queries,
+            capacity,
+            reduce,
+            D,
+            0 if packed is None else packed.bits,
+            padded(row_width),
+            min(64, padded(queries)),
+            block,
+            num_warps=WARPS,
+            num_stages=STAGES,
+            maxnreg=registers(D),
+        )
+    return out
+
+
+def block_rows(row_width: int, element_bytes: int) -> int:
+    """Rows of one program, for so many elements of so many bytes."""
+    return min(256, max(16, TILE_BYTES // (padded(row_width) * element_bytes)))
+
+
+def registers(channels: int) -> int | None:
+    """Registers per thread for so many channels: ptxas would spill from small tiles to run more of them."""
+    return 128 if channels <= 128 else None

@@ -1,0 +1,1 @@
+"""Numbers of the rows with the largest scores."""

@@ -1,0 +1,42 @@
+"""The rows with the largest scores in plain torch; never waits for a GPU, where it is the only back end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.selection.contract import MOST_ROWS, refusal
+
+
+def choose(
+    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, most: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Row numbers int32 [N, min(k, capacity)] and counts int64 [N]; the arguments are those of `kvpress.kernels.top_rows`."""
+    if scores.device.type == "cpu":  # a check on another device would wait for it
+        _check_streams(scores.shape[1], where, k, first + last, most)
+    capacity = scores.shape[1]
+    place, end = torch.arange(capacity, device=scores.device), where.lengths[:, None]
+    bits = (scores + 0.0).view(torch.int32)  # without negative zeros
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(scores.isnan(), -(2**31))
+    # No two are equal, because which of them topk takes is not defined.
+    unique = order.long() * 2**32 + place.flip(0)
+    unique = unique.masked_fill((place < first) | (place >= end - last), torch.iinfo(torch.int64).max)
+    unique = unique.masked_fill(place >= end, torch.iinfo(torch.int64).min)
+    chosen = unique.topk(min(k, capacity), dim=1, sorted=most is not None).indices
+    counts = where.lengths.clamp(max=chosen.shape[1])
+    if most is not None:
+        counts = torch.minimum(counts, most)
+        chosen = chosen.masked_fill(place[: chosen.shape[1]] >= counts[:, None], capacity)
+    chosen = chosen.masked_fill(chosen >= end, capacity).sort(dim=1).values
+    rows = (where.starts[:, None] + chosen).masked_fill(chosen >= end, 0)
+    return rows.int(), counts
+
+
+def _check_streams(capacity: int, where: Ranges, k: int, forced: int, most: Tensor | None) -> None:
+    starts, lengths = where.starts, where.lengths
+    bad = (starts < 0) | (lengths < 0) | (lengths > capacity) | (starts + lengths > MOST_ROWS)
+    if most is not None:
+        bad |= (most < lengths.clamp(max=forced)) | (torch.minimum(most, lengths) > k)
+    if bad.any():
+        raise refusal(int(bad.int().argmax()), capacity, most)

@@ -1,0 +1,1 @@
+"""What presses see of a model that reads: calls of layers, stored pairs, whole passes, and observers that remember."""

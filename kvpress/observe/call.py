@@ -1,0 +1,118 @@
+"""One forward pass of one attention layer, as it is handed to observers, scorers, codecs and selectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.cache.attention import Logits
+from kvpress.cache.chosen import Selection
+from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.store import KVStore
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass
+class LayerCall:
+    """One forward pass of one attention layer.
+
+    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens,
+    None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
+    ran. `read` is what each new token read of the sealed segments (`kvpress.cache.chosen`), None for all of them. `layer`
+    counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
+    that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
+    that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
+    chunks is read; 0 for other passes.
+    """
+
+    module: nn.Module
+    store: KVStore
+    layer: int
+    layers: int
+    kwargs: dict[str, Any]
+    hidden_states: Tensor
+    seen_before: int
+    prompt_end: int = 0
+    depth: int = 0
+    depths: int = 1
+    phase: Phase = "prefill"
+    queries: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits: Logits = field(default_factory=lambda: Logits(1.0))
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    lse: Tensor | None = None
+    read: Selection = None
+    attentions: Tensor | None = None
+    apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def sealing(self) -> Sealing:
+        """What a codec may look at when it encodes what this layer holds."""
+        rotation = Rotation(self.angles, str(getattr(self.module, "layer_type", None)), type(self.module).__name__)
+        return Sealing(
+            heads=self.store.heads,
+            generated=self.phase == "decode",
+            seen=self.store.seen,
+            mask=self.mask,
+            rotation=rotation if self.rotates else None,
+            shared=self.shared,
+        )
+
+    @property
+    def whole_lse(self) -> Tensor:
+        """Log-sum-exp of the pass over all parts; attention over sealed pairs always leaves it."""
+        if self.lse is None:
+            raise ValueError("the model's own attention ran, which returns no log-sum-exp")
+        return self.lse
+
+    @property
+    def rotates(self) -> bool:
+        """Whether this layer turns keys and queries by their positions; some models have layers that do not."""
+        return bool(getattr(self.module, "use_rope", True))
+
+    def unrotated(self, vectors: Tensor) -> Tensor:
+        """Return vectors of this pass's tokens as they were before the rotary embedding."""
+        cos, sin = self.kwargs.get("position_embeddings") or (None, None)
+        if cos is None or sin is None or not self.rotates:
+            return vectors
+        return self.unrotate(vectors, cos, sin)
+
+    def unrotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo the rotation of `vectors [B, heads, n, D]` by `cos` and `sin [B, n, d]`, in float32.
+
+        Exact for cos and sin that carry a factor (YaRN) or were rounded to 16 bits.
+        """
+        cos, sin = cos.float(), sin.float()
+        square = cos**2 + sin**2
+        return self.rotate(vectors.float(), cos / square, -sin / square)
+
+    def rotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `vectors [B, heads, n, D]` with the model's own rotary function; linear in `cos` and `sin [B, n, d]`."""
+        if self.apply_rotary is None:
+            raise NotImplementedError(
+                f"{type(self.module).__name__} has no `apply_rotary_pos_emb`: methods that need keys or queries before "
+                "the rotary embedding are not available for this model"
+            )
+        return self.apply_rotary(vectors, cos, sin)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `(cos, sin)`, each `[B, n, d]`, of this layer's rotary embedding at `positions [B, n]`."""
+        if self.rotary_angles is None:
+            raise NotImplementedError(f"found no rotary embedding beside {type(self.module).__name__}")
+        return self.rotary_angles(positions)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Softmax over the last axis of `scores [N, G, n, T]`, with the layer's learned attention sinks if any."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks.float().view(1, self.store.heads, -1, 1).expand(self.store.batch, -1, -1, -1)
+        sinks = sinks.reshape(scores.shape[0], scores.shape[1], 1, 1).expand(-1, -1, scores.shape[2], 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]

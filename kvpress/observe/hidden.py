@@ -1,0 +1,28 @@
+"""Observer of the attention's input, for presses that score from hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer
+
+
+class HiddenStates(Observer):
+    """The attention input of the newest `size` tokens, and of a whole prompt where `prompt` says so: `states [B, n, hidden]`.
+
+    Kept only for presses that compute their score from hidden states, as presses written for NVIDIA kvpress may.
+    """
+
+    held = ("states",)
+
+    def __init__(self, size: int, prompt: bool) -> None:
+        self.size, self.prompt = size, prompt
+        self.states: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        old = None if self.states is None else self.states
+        self.states = call.hidden_states if old is None else torch.cat([old, call.hidden_states], dim=1)
+        if call.phase == "decode" or not self.prompt:
+            self.states = self.states[:, -self.size :].clone()

@@ -1,0 +1,175 @@
+"""Observers of the attention that stored pairs receive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.cache import attention
+from kvpress.cache.attention import group_queries
+from kvpress.cache.window import left_padding
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, hashed
+
+
+class AttentionMass(Observer):
+    """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
+
+    Summed over the query heads of the group; `queries` counts the tokens whose attention was added. No matrix of queries x
+    keys is ever held: queries are taken in blocks. Every query multiplies what earlier ones gave by `decay`, so that a query
+    counts decay ** (number of later queries).
+    """
+
+    def __init__(self, decay: float = 1.0) -> None:
+        self.queries = 0
+        self.decay = decay
+        self.sides = ("mass",) if decay == 1 else (f"mass decayed by {decay}",)
+
+    def observe(self, call: LayerCall) -> None:
+        (name,), store, length = self.sides, call.store, call.queries.shape[2]
+        self.queries += length
+        # A token on its own is never padding.
+        real = None if call.mask is None or length == 1 else call.mask[:, -length:].to(call.queries.device)
+        weights = self._weights(call, real)
+        device = call.queries.device
+        fade = torch.full((1,), self.decay**length, device=device) if real is None else self.decay ** real.sum(dim=1)
+        for segment in store.sealed:
+            row = segment.layout.stream_of_row // store.heads if len(fade) > 1 else slice(None)
+            # w * exp(x - lse) = exp(x - (lse - log w)); a pass over sealed pairs always leaves its log-sum-exp.
+            lse = call.whole_lse if weights is None else call.whole_lse - weights.log()
+            received = segment.mass(group_queries(call.queries, store.heads), call.logits, lse)
+            segment.side[name] = segment.side_array(name) * fade[row] + received
+        window = store.window
+        mass = self._window_mass(call, weights)
+        window.side[name] = mass + window.side[name] * fade[:, None, None] if name in window.side else mass
+
+    def _weights(self, call: LayerCall, real: Tensor | None) -> Tensor | None:
+        """How much every query counts, `[N, G * n]`: decay ** (later real queries of the pass), 0 for padding; None for 1."""
+        length, streams = call.queries.shape[2], call.store.batch * call.store.heads
+        if real is None and self.decay == 1:
+            return None
+        if real is None:
+            later = torch.arange(length - 1, -1, -1, device=call.queries.device)
+            weights = (self.decay**later).expand(call.store.batch, -1)
+        else:
+            weights = self.decay ** (real.flip(1).cumsum(dim=1).flip(1) - 1) * real
+        per_head = call.queries.shape[1]
+        return weights[:, None].expand(-1, per_head, -1).reshape(streams, -1)
+
+    def _window_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
+        window = call.store.window
+        real = None if call.mask is None else call.mask[:, window.first : window.first + window.length]
+        pads = None if real is None else left_padding(real)
+        if (real is None or pads is not None) and kernels.available(window.keys):
+            return self._flat_mass(call, pads, weights)
+        return self._blocked_mass(call, weights)
+
+    def _flat_mass(self, call: LayerCall, pads: Tensor | None, weights: Tensor | None) -> Tensor:
+        """The window as flat rows; padding is not part of a stream."""
+        store, window, length = call.store, call.store.window, call.queries.shape[2]
+        sinks = None
+        if call.lse is None and call.sinks is not None:
+            sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
+        mass = kernels.column_mass(
+            group_queries(call.queries, store.heads),
+            window.rows(),
+            kernels.Ranges(*window.streams(pads)),
+            kernels.Options(call.logits.scale, call.logits.softcap, length, sinks),
+            lse=call.lse,
+            query_weight=weights,
+        )
+        return mass.view(store.batch, store.heads, -1)[..., : window.length]
+
+    def _blocked_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
+        window, length = call.store.window, call.queries.shape[2]
+        streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
+        block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
+        received = torch.zeros(streams, window.length, device=call.queries.device)
+        keys = window.filled_keys.flatten(0, 1)
+        real = None if call.mask is None else call.mask.to(received.device)
+        newest = window.length - length
+        shape = (streams, groups, length)
+        lse = None if call.lse is None else call.lse.view(shape)
+        counts = None if weights is None else weights.view(shape)
+        for start in range(0, length, block):
+            rows = slice(start, start + block)
+            part = call.queries[:, :, rows]
+            count = part.shape[2]
+            scores = call.logits(group_queries(part, call.store.heads), keys).view(streams, groups, count, -1)
+            at = torch.arange(newest + start, newest + start + count, device=keys.device)
+            visible = torch.arange(window.length, device=keys.device) <= at[:, None]
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if real is not None:
+                seen = real[:, window.first : window.first + window.length]
+                seen = seen.repeat_interleave(call.store.heads, dim=0)
+                scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
+            paid = call.softmax(scores) if lse is None else torch.exp(scores - lse[:, :, rows, None])
+            paid = paid.nan_to_num_(0.0)  # of padding, which sees nothing
+            received += (paid if counts is None else paid * counts[:, :, rows, None]).sum(dim=(1, 2))
+        return received.view(call.store.batch, call.store.heads, -1)
+
+
+class ProbeAttention(Observer):
+    """Attention that the pairs in the window receive from probe queries: side arrays `saliency` and `probes`, float32.
+
+    `saliency` sums the weights over the query heads of the group, `probes` counts the probes that could see the pair. Of the n
+    tokens of a prompt, `share / 2` are probes because they are the newest and `share / 2` by a hash of their position, so
+    that a row's probes depend neither on its batch nor on the chunks it is read in; single tokens always are.
+    """
+
+    sides = ("saliency", "probes")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.start = self.end = 0
+
+    def observe(self, call: LayerCall) -> None:
+        window, length = call.store.window, call.queries.shape[2]
+        end = max(call.seen_before + length, call.prompt_end)
+        if end != self.end:
+            self.start, self.end = call.seen_before, end
+        for name in self.sides:
+            if name not in window.side:
+                window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=window.keys.device)
+        if call.mask is None or length == 1:
+            self._add(call, slice(0, call.store.batch), self._probes(call.seen_before, length))
+            return
+        real = call.mask.sum(dim=1), call.mask[:, -length:].sum(dim=1)
+        for row, (seen, new) in enumerate(zip(*(part.tolist() for part in real), strict=True)):
+            if new:
+                pads = call.store.seen - seen
+                self._add(call, slice(row, row + 1), length - new + self._probes(seen - new, new, pads))
+
+    def _probes(self, before: int, tokens: int, pads: int = 0) -> Tensor:
+        """Indexes of the probes among `tokens` new ones after `before` others, ascending, in a row with so many pads."""
+        order = torch.arange(tokens)
+        if self.share == 1:
+            return order
+        whole = self.end - max(self.start, pads)
+        recent = before + order >= self.end - pads - max(1, round(self.share / 2 * whole))
+        return (recent | (hashed(before + order) < self.share / 2)).nonzero().flatten()
+
+    def _add(self, call: LayerCall, rows: slice, probes: Tensor) -> None:
+        """Add the attention of the probes, indexes into this pass, in some batch rows."""
+        window, device = call.store.window, call.queries.device
+        keys = window.filled_keys[rows]
+        batch, heads, length, _ = keys.shape
+        at = probes.to(device) + length - call.queries.shape[2]
+        known = None if call.lse is None else call.lse.view(call.store.batch, heads, -1, call.queries.shape[2])[rows]
+        block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
+        for part in torch.arange(len(probes)).split(block) if len(probes) else ():
+            newest, chosen = at[part], probes[part].to(device)
+            queries = call.queries[rows][:, :, chosen].reshape(batch, heads, -1, call.queries.shape[-1])
+            scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
+            visible = (torch.arange(length, device=device) <= newest[:, None]).expand(batch, -1, -1)
+            if call.mask is not None:
+                real = call.mask[rows, window.first : window.first + length].to(device)
+                visible = visible & real[:, None]
+            scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+            lse = scores.logsumexp(-1) if known is None else known[..., chosen]
+            if known is None and call.sinks is not None:
+                lse = torch.logaddexp(lse, call.sinks.float().view(1, heads, -1, 1).to(device))
+            weights = torch.exp(scores - lse[..., None])
+            window.side["saliency"][rows] += weights.sum(dim=(2, 3))
+            window.side["probes"][rows] += visible.sum(dim=1)[:, None]

@@ -1,0 +1,86 @@
+"""What presses watch while a model reads: observers, one per layer of a cache.
+
+An observer sees the queries of every forward pass as the attention function got them, which is exact for every model
+(fused projections, query norms, any rotary embedding) and costs no second projection. Scorers read observers when
+they score; all of their state lives in the cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.observe.call import LayerCall
+
+
+@dataclass(frozen=True, init=False)
+class Wanted:
+    """A wish for an observer: its class and the arguments that it is made with.
+
+    Equal wishes are served by one observer; different arguments are different wishes.
+    """
+
+    kind: type[Any]
+    arguments: tuple[Any, ...]
+
+    def __init__(self, kind: type[Any], *arguments: Any) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "arguments", arguments)
+
+    def make(self) -> Any:
+        """Return a new observer."""
+        return self.kind(*self.arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wanted:
+        """A wish says what is wanted, and nothing of a request."""
+        return self
+
+
+class Observer(ABC):
+    """State of one layer that grows with every forward pass.
+
+    `sides` names the per-pair arrays that it records, which move with the pairs: two observers of different arguments have
+    different names. `held` are its own tensors `[B, ...]`, None while there is nothing to hold.
+    """
+
+    sides: tuple[str, ...] = ()
+    held: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def observe(self, call: LayerCall) -> None:
+        """Take in one forward pass, after its attention."""
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors held, for the memory report."""
+        return [tensor for name in self.held if (tensor := getattr(self, name)) is not None]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given batch rows, in that order."""
+        self._replace(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the state to a device."""
+        self._replace(lambda tensor: tensor.to(device))
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in self.held:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, change(tensor))
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest tokens; refused where that cannot be undone."""
+        if tokens:
+            raise NotImplementedError(f"{type(self).__name__} cannot take back tokens; copy the cache before them")
+
+
+def hashed(numbers: Tensor) -> Tensor:
+    """Spread non-negative integers over [0, 1), the same ones to the same place."""
+    mixed = (numbers * 0x9E3779B1) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 13)).double() / 2**32

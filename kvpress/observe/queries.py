@@ -1,0 +1,113 @@
+"""Observers of queries: the newest ones, and their moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvpress.cache import attention
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer
+
+
+class RecentQueries(Observer):
+    """The newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+
+    held = ("queries",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.queries: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        new = call.queries[:, :, -self.size :]
+        if self.queries is not None and new.shape[2] < self.size:
+            new = torch.cat([self.queries[:, :, new.shape[2] - self.size :], new], dim=2)
+        # A copy of the tail: a view would keep the queries of the whole prompt alive.
+        self.queries = new.clone(memory_format=torch.contiguous_format)
+
+    def crop(self, tokens: int) -> None:
+        if tokens and self.queries is not None:
+            self.queries = self.queries[:, :, : max(0, self.queries.shape[2] - tokens)]
+
+
+class QueryStats(Observer):
+    """Mean and covariance of the queries before rotation, per query head, over all real tokens but the first `skip`.
+
+    Running moments, float32: `count [B]`, `mean [B, Hq, D]` and `spread [B, Hq, D, D]`, the sum of centred products.
+    Centred, because the mean of queries is often far larger than their deviation.
+    """
+
+    held = ("count", "mean", "spread")
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.count: Tensor | None = None
+        self.mean: Tensor | None = None
+        self.spread: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
+        for part in passes(call, block):
+            new = _moments(part.unrotated(part.queries.float()), self._counted(part))
+            self.count, self.mean, self.spread = _pool(self.tensors(), new) if self.tensors() else new
+
+    def _counted(self, call: LayerCall) -> Tensor:
+        """Mark the queries of a pass that count, float32 `[B, n]`."""
+        batch, _, length, _ = call.queries.shape
+        device = call.queries.device
+        if call.mask is None:
+            order = torch.arange(call.seen_before, call.seen_before + length, device=device)
+            return (order >= self.skip).float().expand(batch, -1)
+        real = call.mask.to(device)
+        return (real & (real.cumsum(dim=1) > self.skip))[:, -length:].float()
+
+    def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of the given batch rows."""
+        if self.count is None:
+            raise ValueError("no queries have been observed yet")
+        count, mean, spread = (tensor[rows] for tensor in self.tensors())
+        return mean, spread / count.clamp_min(1.0)[:, None, None, None]
+
+
+def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
+    """Cut a pass into passes of at most `size` tokens, for observers that need queries turned back or in float32."""
+    length = call.queries.shape[2]
+    if length <= size:
+        yield call
+        return
+    embeddings = call.kwargs.get("position_embeddings")
+    for start in range(0, length, size):
+        tokens = slice(start, min(start + size, length))
+        kwargs = dict(call.kwargs)
+        if embeddings is not None:
+            kwargs["position_embeddings"] = tuple(part[:, tokens] for part in embeddings)
+        seen = call.seen_before + tokens.stop
+        yield replace(
+            call,
+            queries=call.queries[:, :, tokens],
+            kwargs=kwargs,
+            seen_before=call.seen_before + start,
+            mask=None if call.mask is None else call.mask[:, :seen],
+        )
+
+
+def _moments(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and summed centred products of `vectors [B, Hq, n, D]` under `weights [B, n]` of 0 and 1."""
+    count, weights = weights.sum(dim=1), weights[:, None, :, None]
+    mean = (vectors * weights).sum(dim=2) / count.clamp_min(1.0)[:, None, None]
+    centred = (vectors - mean[:, :, None]) * weights
+    return count, mean, centred.transpose(-1, -2) @ centred
+
+
+def _pool(old: Sequence[Tensor], new: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of two disjoint sets as one."""
+    count = old[0] + new[0]
+    share = (new[0] / count.clamp_min(1.0))[:, None, None]
+    step = new[1] - old[1]
+    mean = old[1] + share * step
+    between = (old[0][:, None, None] * share)[..., None] * step[..., :, None] * step[..., None, :]
+    return count, mean, old[2] + new[2] + between

@@ -1,0 +1,106 @@
+"""Budgets for layers by how widely, and how changeably, the newest tokens look at the older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvpress.core.recipe import Allocator, Scored
+from kvpress.core.registry import Exemption, register
+from kvpress.observe.view import View
+from kvpress.presses.snapkv import SnapKVPress
+
+
+@register(
+    "cake",
+    "budget",
+    "Qin et al., 2025, arXiv:2503.12491",
+    example="cake:0.5",
+    cases=("cake:0.5,window_size=4", "cake:0.6,window_size=6,tau1=1.6,tau2=0.4"),
+    exempt=(Exemption("pairs per layer", "attention shares out the budget among layers; replayed from eager weights"),),
+)
+@dataclass
+class CAKEPress(SnapKVPress):
+    """SnapKV with budgets that follow the attention of each layer, and scores that value attention that shifts.
+
+        a           = attention of the last w queries i, the window, on the older tokens t
+        budget - w  ~ (-sum_{h, i, t} a log a) ** (1 / tau1) * (sum_{h, t} var_i a) ** (1 / tau2)      of a layer
+        score[h, t] = mean over the group of avg_pool(mean_i a + gamma * var_i a)
+
+    Layers whose attention is dispersed and shifts get more, tempered by `tau1` and `tau2`; what one cannot hold goes to the
+    others, and the total is met exactly. `gamma` weighs the shift of a token, `window_size` is w.
+
+    Paper: Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, 2025, arXiv:2503.12491.
+    Differs from the paper: layers are cut once all have been read, and not in a cascade, which holds less while it reads and
+    ends with the same pairs but for rounding; what a layer cannot hold is shared out by preference, in the authors' code
+    evenly; generated tokens are kept, unless inside `DecodingPress`.
+    """
+
+    window_size: int = 32
+    gamma: float = 200.0
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.gamma >= 0:
+            raise ValueError(f"gamma must be >= 0, got {self.gamma}")
+        if not (self.tau1 > 0 and self.tau2 > 0):
+            raise ValueError(f"tau1 and tau2 must be > 0, got {self.tau1} and {self.tau2}")
+
+    @property
+    def allocator(self) -> Allocator:
+        return ByPreference(self, scope="cache")
+
+    def _head_score(self, view: View, width: int) -> Tensor:
+        weights, shift = self._older(view, width)
+        value = weights.mean(dim=2) + self.gamma * shift
+        return avg_pool1d(value, self.kernel_size, 1, self.kernel_size // 2).mean(dim=1, keepdim=True)
+
+    def _older(self, head: View, width: int) -> tuple[Tensor, Tensor]:
+        """Attention `[b, G, w, n - width]` on what is older than the window, and its variance over w."""
+        weights = head.attention(head.newest_queries(*self.wants))[:, 0, ..., : head.length - width]
+        return weights, weights.var(dim=2, correction=min(1, weights.shape[2] - 1))
+
+    def preference(self, view: View, width: int) -> Tensor:
+        """How much the layer of a row wants to keep, a number in float64."""
+        sums = []
+        for head in view.per_head():
+            weights, shift = self._older(head, width)
+            sums.append(torch.stack([part.sum(dtype=torch.float64) for part in (torch.special.entr(weights), shift)]))
+        dispersion, shift = torch.stack(sums).sum(dim=0)
+        return dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
+
+
+@dataclass(frozen=True)
+class ByPreference(Allocator):
+    """Shares out the pairs of a row among its layers; a head that has a length of its own counts as a layer."""
+
+    press: CAKEPress
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        windows = [min(self.press.window_size, each.view.length) for each in scored]
+        if mean * len(scored) <= sum(windows):
+            return [mean] * len(scored)
+        wanted = [self.press.preference(each.view, width).cpu() for each, width in zip(scored, windows, strict=True)]
+        room = [each.view.length - width for each, width in zip(scored, windows, strict=True)]
+        shares = share_out(mean * len(scored) - sum(windows), torch.stack(wanted), torch.tensor(room))
+        return [width + share for width, share in zip(windows, shares, strict=True)]
+
+    def within_layers(self) -> Allocator:
+        return Allocator()
+
+
+def share_out(total: int, wanted: Tensor, room: Tensor) -> list[int]:
+    """Share out `total` in proportion to what is `wanted`, within the room, by largest remainder."""
+    total, wanted, part = min(total, int(room.sum())), wanted.clamp_min(1e-300), torch.zeros_like(wanted)
+    for _ in range(len(room) + 1):  # every time but the last fills up another one
+        free = part < room
+        part = torch.where(free, wanted * ((total - room[~free].sum()) / wanted[free].sum()), room)
+    given = part.long()
+    rest = (part - given).argsort(descending=True, stable=True)[: total - int(given.sum())]
+    return given.index_add(0, rest, torch.ones_like(rest)).tolist()

@@ -1,0 +1,81 @@
+"""Lazy layers, whose newest tokens look at little but the first and the recent ones, keep only these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpress.core.checks import check_count
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
+from kvpress.core.registry import Exemption, register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.presses.streaming_heads import SinksAndNewest
+
+
+@register(
+    "simlayerkv",
+    "budget",
+    "Zhang et al., 2024, arXiv:2410.13846",
+    example="simlayerkv:0.9,n_recent=128",
+    cases=("simlayerkv:0.4,n_recent=12", "simlayerkv:0.3,n_last=3,n_recent=12,n_initial=2"),
+    exempt=(Exemption("pairs per layer", "what a layer keeps depends on its attention; replayed from eager weights"),),
+)
+@dataclass
+class SimLayerKVPress(BasePress):
+    """Cut lazy layers down to the first `n_initial` and the newest `n_recent` tokens; the others keep everything.
+
+        lazy = mean over the last n_last queries i of all heads of sum over these tokens t of softmax(q_i . k)[t] > threshold
+
+    A layer is lazy above `lazy_threshold`; at 1 none is. `n_last` is the number of queries that decide, after a prompt.
+
+    Paper: Zhang et al., SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction, 2024, arXiv:2410.13846.
+    Differs from the paper: every row of a batch decides for itself, instead of one mean for all; the last queries of the
+    prompt decide, where the authors' code waits for the first generated token.
+    """
+
+    lazy_threshold: float = 1.0
+    n_last: int = 1
+    n_recent: int = 1024
+    n_initial: int = 4
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        if not 0 <= self.lazy_threshold <= 1:
+            raise ValueError(f"lazy_threshold must be in [0, 1], got {self.lazy_threshold}")
+        for name, least in (("n_last", 1), ("n_recent", 1), ("n_initial", 0)):
+            check_count(name, getattr(self, name), least)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        queries = Wanted(RecentQueries, self.n_last)
+        layers = LazyLayers(self.lazy_threshold, self.n_recent, queries)
+        return Recipe((Eviction(SinksAndNewest(self.n_initial, (queries,)), allocator=layers, fixed=True),))
+
+
+@dataclass(frozen=True)
+class LazyLayers(Allocator):
+    """Leaves lazy layers the sinks that `SinksAndNewest` prefers and `recent` tokens, and the others everything."""
+
+    threshold: float
+    recent: int
+    queries: Wanted
+
+    decides = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        views, paid = [each.view for each in scored], []
+        near = [each.scores >= each.view.seen - self.recent for each in scored]
+        for view, inside in zip(views, near, strict=True):
+            weights = view.attention(view.newest_queries(self.queries))
+            paid.append((weights * inside[:, :, None, None]).sum(dim=-1).mean(dim=(2, 3)))
+        lazy = torch.cat(paid, dim=1).mean(dim=1).clamp_max(1) > self.threshold
+        if not bool(lazy.any()):
+            return [view.length for view in views]
+        return [torch.where(lazy[:, None], inside.sum(dim=2), inside.shape[2]) for inside in near]

@@ -1,0 +1,102 @@
+"""TurboQuant: one scalar book for all channels, because rotated vectors all look Gaussian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, Segment
+from kvpress.core.registry import register
+from kvpress.kernels import pack
+from kvpress.quant.bits import Bits
+from kvpress.quant.codebook import CodedRows, CodedSegment
+from kvpress.quant.press import QuantisingPress
+
+
+@register("turboquant", "quantise", "Zandieh et al., 2025, arXiv:2504.19874", example="turboquant:bits=3")
+@dataclass
+class TurboQuantPress(QuantisingPress):
+    """Rotate keys and values at random, and store every channel as the nearest of `2**bits` levels beside one norm per vector.
+
+        y = sqrt(D) * x R / |x|,   code[d] = argmin_e |y[d] - level[e]|,   x' = |x| * (level[code] / |level[code]|) R^T
+
+    R is a random orthogonal matrix of each layer, one for keys and one for values, drawn from `seed`. It makes channels nearly
+    unit Gaussian, so the levels are those of least error for that distribution (Lloyd-Max) and nothing is calibrated. |x| /
+    |level[code]| is stored in 16 bits.
+
+    Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
+    Differs from the paper: decoded vectors get their norm back; of its two variants only the one for the mean squared error is
+    here, without a QJL sketch of the errors; all channels have the same bits. The newest `residual_length` pairs, up to 31
+    more, and the first `sinks` stay dense.
+    """
+
+    bits: Bits = 4
+    residual_length: int = 128
+    skip_layers: tuple[int, ...] = ()
+    sinks: int = 0
+    seed: int = 0
+
+    def layer_codec(self, layer: int) -> RotatedCodec:
+        return RotatedCodec(self.layer_bits().at(layer), 1000 * self.seed + 2 * layer, self.residual_length, self.sinks)
+
+
+@dataclass
+class RotatedCodec(Codec):
+    """Codes keys rotated by the matrix of `seed` and values by that of the next seed; see `TurboQuantPress`."""
+
+    bits: tuple[int, int]
+    seed: int
+    residual: int
+    sinks: int = 0
+    group: int = 32
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        sides = segment.keys, segment.values
+        bases = [rotation(side.shape[1], self.seed + i, side.device) for i, side in enumerate(sides)]
+        keys, values = map(encode, sides, bases, self.bits)
+        return CodedSegment(keys, values, segment.layout, segment.keys.dtype, None, *bases)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        return dim * sum(self.bits) / 8 + 4
+
+    def table_bytes(self, dim: int) -> int:
+        return 8 * dim**2 + sum(4 * 2**bits for bits in set(self.bits))
+
+
+def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
+    """Code rows `[R, D]` in a basis `[D, D]` by the nearest levels, in blocks whose float32 copies are small."""
+    book, codes, scales = levels(bits, vectors.device), [], []
+    edges, length = (book[0, 0, 1:, 0] + book[0, 0, :-1, 0]) / 2, vectors.shape[1] ** 0.5
+    for part in vectors.split(BLOCK_ROWS):
+        rotated = part.detach().float() @ basis
+        norm = rotated.norm(dim=1, keepdim=True)
+        nearest = torch.bucketize(rotated * (length / norm.clamp_min(1e-30)), edges)
+        codes.append(pack(nearest, bits))
+        scales.append(norm[:, 0] / book.flatten()[nearest].norm(dim=1))
+    # No norm of a float16 model is too large for float16, nor any other for bfloat16.
+    dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
+    return CodedRows(torch.cat(codes), book, bits, torch.cat(scales).to(dtype))
+
+
+@cache  # segments can be joined where they hold the same objects
+@torch.inference_mode(False)
+def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
+    """Return an orthogonal matrix, float32 [D, D], drawn evenly from all."""
+    q, r = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    return (q * r.diagonal().sign()).float().to(device)
+
+
+@cache
+@torch.inference_mode(False)
+def levels(bits: int, device: torch.device) -> Tensor:
+    """Return the levels that quantise a unit Gaussian with the least mean squared error, float32 [1, 1, E, 1]."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
+    level = 3**0.5 * normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    for _ in range(1000):  # each level moves to the mean of what it stands for
+        edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
+        level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
+    return level.float().view(1, 1, -1, 1).to(device)

@@ -1,0 +1,120 @@
+"""SparQ: the channels in which a query is large tell which pairs are worth reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.attention import Logits, Partial, merge
+from kvpress.cache.chosen import Chosen, Selection, for_tokens
+from kvpress.cache.segment import Segment
+from kvpress.core.checks import check_count
+from kvpress.core.registry import register
+from kvpress.core.selector import Budget, Selector, spans_of
+from kvpress.observe.call import LayerCall
+from kvpress.sparse.base import SelectorPress
+
+LIMITS = torch.finfo(torch.float32)
+BLOCK = 2**22
+"""Elements of keys that are copied at a time; larger blocks are slow to get from a system."""
+
+
+@register("sparq", "select", "Ribar et al., 2023, arXiv:2312.04985", example="sparq:budget=256")
+@dataclass
+class SparQPress(SelectorPress):
+    """Read the `budget` pairs with the largest attention weights, as the `channels` largest channels of a query show them.
+
+        share = softmax(scale * sqrt(|q|_1 / |q_r|_1) * q_r . k_r)      o = alpha * o_read + (1 - alpha) * mean(values)
+
+    q_r are the r = `channels` channels, at most all, with the largest sum of |q| over the query heads of a group; alpha is the
+    share of what is read, 1 without `mean_value`. Keys are stored twice, the second time channel by channel and unquantised,
+    every head as long as the longest of its layer: a step reads r channels of all keys.
+
+    Paper: Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, 2023, arXiv:2312.04985.
+    Differs from the paper: shares and mean are those of the sealed pairs. The newest pairs, not sealed yet, are read besides:
+    they are the local window, which `n_recent` widens. Query heads of a group read the pairs with the largest summed shares.
+    """
+
+    budget: float = 128
+    channels: int = 32
+    mean_value: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        check_count("channels", self.channels)
+
+    def selector_at(self, layer: int) -> SparQSelector:
+        return SparQSelector(self.limits, self.channels, self.mean_value)
+
+
+@dataclass(frozen=True)
+class Shared(Chosen):
+    """What is read of a segment, and its estimated `share [Q * N, G]` of the attention to all sealed pairs."""
+
+    share: Tensor
+
+
+class SparQSelector(Selector):
+    """Selects pairs by a few channels of their keys; see `SparQPress`."""
+
+    def __init__(self, budget: Budget, channels: int, mean_value: bool) -> None:
+        self.budget, self.channels, self.mean_value = budget, channels, mean_value
+        self.score_bytes += 4 * channels
+
+    def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
+        return pairs * dim * dtype.itemsize
+
+    def prepare(self, segment: Segment) -> None:
+        """Keep keys `[N, D, longest]`, and what a query of zeros attends to: the mean of the values, log of their number."""
+        if "sparq" in segment.index:
+            return
+        layout, none = segment.layout, segment.read(slice(0, 0))[0]
+        keys = none.new_zeros(layout.streams, none.shape[1], layout.longest)
+        for block in segment.blocks():
+            at = block.rows.start - layout.offsets[block.streams.start]
+            keys[block.streams, :, at : at + block.keys.shape[1]] = block.keys.mT
+        segment.index["sparq"] = keys, segment.attend(none.new_zeros(layout.streams, 1, none.shape[1]), Logits(1.0))
+
+    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
+        segments, size = call.store.segments, queries.float().abs()
+        channels = size.sum(1).topk(min(self.channels, queries.shape[2])).indices
+        index = channels[:, None].expand(-1, queries.shape[1], -1)
+        factor = size.sum(2, keepdim=True) / size.gather(2, index).sum(2, keepdim=True).clamp_min(LIMITS.tiny)
+        few = queries.gather(2, index) * factor.sqrt()
+        logits = [self._logits(call, segment, few, channels) for segment in segments]
+        total = torch.cat(logits, dim=2).logsumexp(2, keepdim=True).clamp_min(LIMITS.min)
+        best = self.budget.best([(part - total).logsumexp(1) for part in logits], [part.layout for part in segments])
+        if best is None:
+            return None
+        chosen: list[Chosen] = []
+        for segment, part, found in zip(segments, best, logits, strict=True):
+            real = torch.arange(part.rows.shape[1], device=part.rows.device) < part.counts[:, None]
+            ranks = (part.rows - spans_of(segment.layout, part.rows)[0][:, None]) * real
+            shares = (found.gather(2, ranks[:, None].expand(-1, found.shape[1], -1)) - total).exp()
+            chosen.append(Shared(part.rows, part.counts, (shares * real[:, None]).sum(2)))
+        return [chosen]
+
+    def _logits(self, call: LayerCall, segment: Segment, few: Tensor, channels: Tensor) -> Tensor:
+        """Estimated logits `[q * N, G, longest]`, -inf past the end of a stream."""
+        self.prepare(segment)
+        (keys, _), layout = segment.index["sparq"], segment.layout
+        rows = torch.arange(len(few), device=few.device)[:, None] % layout.streams * keys.shape[1] + channels
+        step, keys = max(1, BLOCK // (rows.shape[1] * layout.longest)), keys.flatten(0, 1)
+        found = torch.cat([
+            call.logits(asked, keys.index_select(0, part.flatten()).unflatten(0, part.shape).mT)
+            for asked, part in zip(few.split(step), rows.split(step), strict=True)
+        ])  # fmt: skip
+        weight = torch.zeros(layout.total, device=few.device) if segment.log_weight is None else segment.log_weight
+        return found.add_(for_tokens(layout.pad(weight, -torch.inf), len(few) // layout.streams)[:, None])
+
+    def attend_to(self, call: LayerCall, queries: Tensor, selection: Selection) -> list[Partial]:
+        parts = super().attend_to(call, queries, selection)
+        if selection is None or not self.mean_value:
+            return parts
+        share = torch.stack([part.share for part in selection[0] if isinstance(part, Shared)]).sum(0)
+        rest = ((1 - share).clamp_min(0) / share.clamp_min(LIMITS.tiny)).log()
+        mean, _ = merge([segment.index["sparq"][1] for segment in call.store.segments])
+        mean = for_tokens(mean, len(queries) // len(mean)).expand(-1, queries.shape[1], -1)
+        return [*parts, (mean, merge(parts)[1] + rest)]

@@ -1,0 +1,135 @@
+"""The figures of each press, as tables, exported records, plots and heat maps."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.report.export import to_csv, to_parquet
+from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_png, frontier_svg
+from kvpress_eval.report.table import print_table, records, to_markdown
+from kvpress_eval.results.read import read_run
+from kvpress_eval.results.summary import PressSummary, summarise
+from kvpress_eval.run.runner import RunResult, run
+from matplotlib import image
+from pyarrow import parquet
+from rich.console import Console
+
+from tests.eval.reports import ATTACK, page
+
+
+@pytest.fixture
+def summaries(finished: tuple[RunConfig, RunResult]) -> list[PressSummary]:
+    return summarise(finished[1].cells)
+
+
+def test_press_names_are_escaped_in_plots() -> None:
+    assert "<script" not in frontier_svg([Point("<script>", 50, 90, 80, 95)], MEMORY)
+
+
+def test_a_missing_result_is_never_a_number(finished: tuple[RunConfig, RunResult], tmp_path: Path) -> None:
+    results = read_run(finished[0].out)
+    failure = {"status": "oom", "message": "out of memory", "details": ""}
+    cells = [replace(cell, rows=[], failure=failure) if cell.press != "none" else cell for cell in results.cells]
+    none, half = summarise(sorted(cells, key=lambda cell: (cell.press, cell.task)))
+    assert none.accuracy is not None
+    assert (half.accuracy, half.p_value, half.bytes, half.factor, half.milliseconds_per_token) == (None,) * 5
+    assert half.tasks == {"niah_single": None, "vt": None}
+    assert half.problems == ("niah_single 256: oom: out of memory", "vt 256: oom: out of memory")
+    line = next(line for line in to_markdown([none, half]).splitlines() if line.startswith("| random"))
+    assert set(line.split("|")[2:-1]) == {" - "}
+    assert "oom: out of memory" in page(replace(results, cells=cells))
+    (tmp_path / "empty.png").write_bytes(frontier_png([half]))
+
+
+def test_summaries_compare_with_none(summaries: list[PressSummary]) -> None:
+    none, half = summaries
+    assert none.difference is none.p_value is None
+    assert none.accuracy is not None
+    assert half.accuracy is not None
+    assert half.difference is not None
+    assert half.difference.mean == pytest.approx(half.accuracy.mean - none.accuracy.mean)
+    assert half.factor == pytest.approx(2, abs=0.3)
+    assert half.end_factor is not None
+    assert 1 < half.end_factor < 2
+    assert none.samples == half.samples == 6
+
+
+def test_tables(summaries: list[PressSummary]) -> None:
+    for width in (80, 120):
+        console = Console(file=io.StringIO(), width=width)
+        print_table(summaries, console)
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert any(line.startswith("random:0.5") for line in lines)
+    assert to_markdown(summaries).count("\n| ") == 3
+    table = list(csv.DictReader(io.StringIO(to_csv(records(summaries)).decode())))
+    assert [line["press"] for line in table] == ["none", "random:0.5"]
+    assert float(table[1]["factor"]) == summaries[1].factor
+
+
+def test_records_of_any_kind_become_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    mixed: Sequence[dict[str, Any]] = [
+        {"a": 1, "b": ["x", ATTACK]},
+        {"c": None, "a": 1.5, "d": "text"},
+        {"d": {"e": 1}},
+    ]
+    path.write_bytes(to_parquet(mixed))
+    found = parquet.read_table(path).to_pylist()
+    assert [row["a"] for row in found] == [1, 1.5, None]
+    assert [row["d"] for row in found] == [None, '"text"', '{"e": 1}']
+    assert found[0]["b"][0] == "x"
+    assert next(csv.DictReader(io.StringIO(to_csv(mixed).decode())))["b"].startswith('["x"')
+
+
+def test_the_frontier_is_what_nothing_beats() -> None:
+    points = [Point(name, cost, accuracy, 0, 0) for name, cost, accuracy in (
+        ("full", 100, 90), ("beaten", 60, 50), ("half", 50, 80), ("worse half", 50, 70), ("tiny", 10, 20),
+    )]  # fmt: skip
+    assert [point.label for point in frontier(points)] == ["tiny", "half", "full"]
+
+
+def test_png(summaries: list[PressSummary], tmp_path: Path) -> None:
+    path = tmp_path / "frontier.png"
+    path.write_bytes(frontier_png(summaries))
+    assert image.imread(path).shape[:2] == (750, 1950)
+
+
+def test_a_grid_of_depths_and_lengths_is_a_heat_map(tmp_path: Path) -> None:
+    config = RunConfig(
+        presses=("none", "streaming_llm:0.5"),
+        tasks=("niah_single", "cwe"),
+        lengths=(128, 256),
+        depths=(0.1, 1.0),
+        samples=2,
+        threads=1,
+        out=tmp_path,
+    )
+    result = run(config, Console(file=io.StringIO()))
+    none, recent = summarise(result.cells)
+    assert none.grid == {("niah_single", n, depth): 1.0 for n in (128, 256) for depth in (0.1, 1.0)}
+    assert recent.grid["niah_single", 256, 1.0] == 1
+    assert recent.grid["niah_single", 256, 0.1] == 0
+    assert recent.samples == 2 * (4 + 2)
+    assert set(recent.lengths) == {128, 256}
+    _, line = records([none, recent])
+    assert line["niah_single 256, depth 0.1"] == 0
+    assert line["niah_single 256, depth 1"] == 1
+    assert line["length 256"] == recent.lengths[256]
+    results = read_run(tmp_path)
+    text = page(results)
+    section = text[text.index("Accuracy by depth and length") : text.rindex("What was kept")]
+    assert section.count("<caption>") == 2
+    assert section.count('<td style="--v:') == 8
+    assert "Accuracy by length" in text
+    lost = replace(results, cells=[replace(cell, rows=[]) for cell in results.cells])
+    assert "Accuracy by depth and length" in page(lost)
+    assert set(summarise(lost.cells)[0].grid.values()) == {None}

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from kvpress_eval.results.stats import PERMUTATIONS, holm, mean_interval, paired_difference, paired_p_value
+from scipy import stats as scipy_stats
+
+
+def test_agrees_with_scipy() -> None:
+    scores = np.random.default_rng(1).integers(2, size=80).astype(float)
+    ours = mean_interval([scores.tolist()])
+    theirs = scipy_stats.bootstrap((scores,), np.mean, method="percentile", n_resamples=5000, rng=0)
+    assert ours.mean == scores.mean()
+    assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.02)
+    assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
+
+
+def test_golden_values() -> None:
+    estimate = mean_interval([[1.0] * 30 + [0.0] * 10, [0.5] * 20 + [1.0] * 20])
+    assert estimate.mean == 0.75
+    assert (estimate.low, estimate.high) == pytest.approx((0.675, 0.825), abs=0.013)
+    assert mean_interval([[1.0] * 30 + [0.0] * 10]) == mean_interval([[1.0] * 30 + [0.0] * 10])
+
+
+@pytest.mark.parametrize("n", [1, 10, 300])
+def test_all_right_or_all_wrong_is_the_exact_binomial_bound(n: int) -> None:
+    right, wrong = mean_interval([[1.0] * n]), mean_interval([[0.0] * n])
+    bound = scipy_stats.binomtest(n, n).proportion_ci(0.95, method="exact")
+    assert (right.mean, right.high) == (1.0, 1.0)
+    assert right.low == pytest.approx(bound.low)
+    assert (wrong.mean, wrong.low) == (0.0, 0.0)
+    assert wrong.high == pytest.approx(1 - bound.low)
+
+
+def test_one_sample_says_nothing() -> None:
+    estimate = mean_interval([[0.5]])
+    assert (estimate.mean, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
+
+
+def test_groups_without_spread_are_resampled_together() -> None:
+    estimate = mean_interval([[1.0] * 8, [0.0] * 8])
+    assert estimate.mean == 0.5
+    assert estimate.low < 0.4 < 0.6 < estimate.high
+
+
+def test_every_group_counts_alike() -> None:
+    assert mean_interval([[1.0, 0.0], [1.0] * 98 + [0.0] * 2]).mean == pytest.approx(0.74)
+
+
+def test_pairing_removes_what_is_common() -> None:
+    base = np.random.default_rng(0).integers(2, size=100).astype(float)
+    worse = base.copy()
+    worse[np.flatnonzero(base)[:5]] = 0
+    estimate = paired_difference([list(zip(worse.tolist(), base.tolist(), strict=True))])
+    assert estimate.mean == pytest.approx(-0.05)
+    assert estimate.high < 0
+    assert estimate.high - estimate.low < 0.1
+    same = paired_difference([[(1.0, 1.0), (0.0, 0.0)]])
+    assert (same.mean, same.low, same.high) == (0, 0, 0)
+
+
+def test_p_values_count_all_exchanges() -> None:
+    """All ways to exchange the pairs of two groups of different size, one by one."""
+    groups = [[(1.0, 0.0), (0.5, 0.25), (1.0, 1.0)], [(0.0, 1.0), (1.0, 0.5), (1.0, 0.0), (1.0, 0.25)]]
+    weighted = [(ours - theirs) / len(group) for group in groups for ours, theirs in group]
+    sums = [abs(np.dot(signs, weighted)) for signs in product((-1, 1), repeat=len(weighted))]
+    expected = np.mean([found >= abs(sum(weighted)) - 1e-12 for found in sums])
+    assert paired_p_value(groups) == pytest.approx(expected)
+
+
+def test_p_values_of_many_pairs() -> None:
+    rng = np.random.default_rng(0)
+    worse = [(float(rng.random() < 0.3), 1.0) for _ in range(50)]
+    assert paired_p_value([worse]) == pytest.approx(1 / PERMUTATIONS, abs=2 / PERMUTATIONS)
+    signs = rng.integers(2, size=100)
+    even = [(float(up), float(1 - up)) for up in signs]
+    exact = scipy_stats.binomtest(int(signs.sum()), len(signs)).pvalue
+    assert paired_p_value([even]) == pytest.approx(exact, abs=0.02)
+
+
+def test_p_values_agree_with_scipy() -> None:
+    rng = np.random.default_rng(3)
+    for pairs in (8, 60):
+        ours, theirs = rng.random(pairs), rng.random(pairs) + 0.1
+        expected = scipy_stats.permutation_test(
+            (ours, theirs), lambda x, y: np.mean(x - y), permutation_type="samples", rng=0
+        ).pvalue
+        got = paired_p_value([list(zip(ours.tolist(), theirs.tolist(), strict=True))])
+        assert got == pytest.approx(expected, abs=1e-12 if pairs == 8 else 0.01)
+
+
+def test_few_pairs_prove_nothing() -> None:
+    assert paired_p_value([[(1.0, 1.0), (0.0, 0.0)]]) == 1
+    assert paired_p_value([[(0.0, 1.0), (1.0, 1.0)]]) == 1
+    assert paired_p_value([[(0.0, 1.0)] * 3]) == 0.25
+
+
+def test_holm_agrees_with_the_definition() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1, 1]
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []
+
+
+def test_intervals_do_not_depend_on_the_order() -> None:
+    groups = [[1.0, 0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0, 1.0]]
+    turned = [group[::-1] for group in groups[::-1]]
+    found, again = mean_interval(groups), mean_interval(turned)
+    assert (found.low, found.high) == (again.low, again.high)
+    pairs = [[(score, 0.25) for score in group] for group in groups]
+    again = paired_difference([part[::-1] for part in pairs[::-1]])
+    assert (again.low, again.high) == (paired_difference(pairs).low, paired_difference(pairs).high)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.tasks.catalogue import expand_tasks
+from kvpress_eval.tasks.kinds.files import read_file, split_source
+
+from tests.eval.jsonl import write_lines
+
+
+def row(task: str, length: int, answer: str) -> dict[str, object]:
+    return {
+        "task": task,
+        "length": length,
+        "context": f" The code for tiger is {answer}.",
+        "question": "\nWhat is the code for tiger?",
+        "answer_prefix": "The code for tiger is",
+        "answer": answer,
+    }
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    rows = [row("single", 512, "4837"), row("single", 1024, "1122"), row("mk4", 512, "0412")]
+    return write_lines(tmp_path / "rows.jsonl", *rows)
+
+
+def test_rows_become_samples(rows_file: Path) -> None:
+    file = read_file(rows_file)
+    assert file.tasks([]) == ["single", "mk4"]
+    (sample,) = file.select("single", 1024)
+    assert sample.id == "single-1024-0"
+    assert sample.query.answers == ("1122",)
+    assert [sample.context[start:end] for start, end in sample.spans] == ["1122"]
+
+
+def test_gzip_reads_the_same(rows_file: Path) -> None:
+    packed = rows_file.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(rows_file.read_bytes()))
+    assert read_file(packed).samples == read_file(rows_file).samples
+
+
+def test_a_run_takes_the_lengths_and_tasks_it_asks_for(rows_file: Path) -> None:
+    def expand(source: str, *lengths: int) -> list[tuple[str, int]]:
+        sources = expand_tasks(RunConfig(tasks=(source,), lengths=lengths))
+        return [(item.task, item.length) for item in sources]
+
+    assert expand(f"file:{rows_file}", 512, 1024) == [("single", 512), ("single", 1024), ("mk4", 512)]
+    assert expand(f"file:{rows_file}#mk4", 512) == [("mk4", 512)]
+    with pytest.raises(ConfigError, match="it has 512, 1024"):
+        expand(f"file:{rows_file}", 2048)
+    with pytest.raises(ConfigError, match="unknown task 'mk5': did you mean mk4"):
+        expand(f"file:{rows_file}#mk5", 512)
+
+
+def test_split_source() -> None:
+    assert split_source("file:a/b.jsonl#x+y") == (Path("a/b.jsonl"), ["x", "y"])
+
+
+def test_a_missing_file_says_where_to_place_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"place it at {tmp_path}/none.jsonl"):
+        read_file(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", "[]", "{}", '{"task": 1}', json.dumps(row("a", 1, "x") | {"length": "1"})]
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row("single", 512, "4837")) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: not a task row"):
+        read_file(path)
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}")[:-4])
+    with pytest.raises(DataError, match="cannot read"):
+        read_file(path)

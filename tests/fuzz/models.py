@@ -1,0 +1,86 @@
+"""Tiny random models to draw from, and the files that some methods need about a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.models import ALTERNATING, COMMON, full_layers, tokens
+from tests.models import FAMILIES as SETTINGS
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SETTINGS["llama"],
+    "qwen3": SETTINGS["qwen3"],
+    "ministral": {"sliding_window": 8, "layer_types": ALTERNATING},
+    "gemma3_text": SETTINGS["gemma3_text"],
+    "phi3": SETTINGS["phi3"],
+    "stablelm": {"partial_rotary_factor": 0.5, "head_dim": 16},
+    # All experts answer every token: a router that chooses between nearly equal ones makes a jump of a rounding error.
+    "gpt_oss": {**SETTINGS["gpt_oss"], "num_experts_per_tok": 4},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EAGER_ONLY = {"gpt_oss"}
+
+
+@cache
+def model_of(family: str, dtype: str) -> Any:
+    """A random model in evaluation mode."""
+    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
+    torch.manual_seed(0)
+    implementation = "eager" if family in EAGER_ONLY else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "norm" in name:
+            # Normalised keys of equal weights would all be equally long, and rounding would choose between them.
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model.eval().to(DTYPES[dtype])
+
+
+def growing(family: str) -> int:
+    """Number of layers that attend to everything, and so are compressed."""
+    return len(full_layers(model_of(family, "float32")))
+
+
+def _calibration(method: str, **settings: Any) -> Callable[[str, Path], None]:
+    def make(family: str, path: Path) -> None:
+        from kvpress.calibrate import METHODS, calibrate
+
+        calibrate(model_of(family, "float32"), tokens(4, 100, seed=50), METHODS[method](**settings), path)
+
+    return make
+
+
+def _table(family: str, path: Path) -> None:
+    layers = COMMON["num_hidden_layers"]
+    rows = torch.rand(layers, COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(3))
+    path.write_text("\n".join("\t".join(f"{value:.3f}" for value in row) for row in rows.tolist()))
+
+
+FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
+    "table": ("heads.tsv", _table),
+    "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
+    "channels": ("channels.safetensors", _calibration("double_sparsity")),
+    "statistics": ("statistics.safetensors", _calibration("expected_attention")),
+}
+"""What a spec writes in braces: the name of a file, and how it is made for a family."""
+
+
+@cache
+def path_of(name: str, family: str) -> str:
+    """Make a file of `FILES` for a family, once in a process."""
+    filename, make = FILES[name]
+    path = Path(mkdtemp()) / filename
+    with torch.random.fork_rng(), torch.enable_grad():
+        make(family, path)
+    return str(path)

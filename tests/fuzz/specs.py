@@ -1,0 +1,349 @@
+"""Specs drawn from the registry: every registered press, with settings that fit prompts of some dozens of tokens.
+
+A press is a tree, the plain data of `kvpress.press_to_dict`: its name, and what differs from the defaults. The registry says
+which place a method takes: by its role, and by whether its class holds another press. Settings are chosen by the name of a
+field, so a new method with known fields is drawn from the day it is registered.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal
+
+import kvpress
+from tests.fuzz.models import FILES, growing, path_of
+
+Tree = dict[str, Any]
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "compression_ratio": (0.25, 0.5),
+    "head_compression_ratio": (0.5,),
+    "compression_ratios": ((0.25, 0.5, 0.75), (0.5, 0.25, 0.5)),
+    "window_size": (4, 8),
+    "kernel_size": (3, 5),
+    "n_sink": (2, 4),
+    "sink_size": (2,),
+    "recent_size": (6, 9),
+    "sink_size_start": (2,),
+    "sink_size_end": (2,),
+    "n_future_positions": (16, 64),
+    "chunk_size": (8, 16),
+    "chunk_length": (7, 16),
+    "block_size": (5, 16),
+    "sketch_dimension": (8, 16),
+    "beta": (4, 20),
+    "seed": (3,),
+    "repeat_prompt": ("",),
+    "recent_ratio": (0.25, 0.5),
+    "interval": (3, 4),
+    "decay": (None, 0.9),
+    "alpha_safeguard": (0.2, 0.0),
+    "first_stage_ratio": (0.5,),
+    "compression_interval": (3, 5),
+    "target_size": (14, 20),
+    "target_ratio": (None, None, 0.5),
+    "hidden_states_buffer_size": (16,),
+    "merge_budget": (4, 32),
+    "lazy_threshold": (0.05, 0.2),
+    "n_last": (1, 3),
+    "n_recent": (6, 12),
+    "n_initial": (2,),
+    "bits": (2, 4, 8),
+    "low_bits": (2,),
+    "group_size": (4, 8),
+    "residual_length": (4, 8),
+    "buffer_length": (4,),
+    "sinks": (0, 2),
+    "rank": (2,),
+    "generated_rank": (1, 2),
+    "probe_ratio": (0.25, 1),
+    "page_size": (4,),
+    "correction": (0, 0, 3),
+    # Files of `tests.fuzz.models`, written in braces.
+    "stats_folder": ("{statistics}",),
+    "table": ("{table}",),
+}
+"""What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
+OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("cq", "bits"): (4,),
+    ("cq", "coupled"): (2,),
+    ("cq", "calibration"): ("{books}",),
+    ("adaquant", "bits"): ((4, 2), (8, 4)),
+    ("double_sparsity", "calibration"): ("{channels}",),
+    ("double_sparsity", "skip_layers"): (0,),
+    ("double_sparsity", "budget"): (12, 0.25),
+    ("quest", "skip_layers"): (0,),
+    ("quest", "budget"): (12, 0.25),
+    ("sparq", "budget"): (12, 0.25),
+    ("sparq", "channels"): (4, 8),
+    ("tidal_decode", "skip_layers"): (0,),
+    ("tidal_decode", "budget"): (12, 0.25),
+    ("duo_attention", "table"): (None,),
+    ("duo_attention", "on_the_fly_scoring"): (True,),
+}
+"""The same where one name means different things, or a method alone needs something."""
+EVERYTHING = 4096
+"""A budget, a target or a residual that no conversation here exceeds."""
+KEEP_ALL: dict[str, Any] = {
+    "compression_ratio": 0.0,
+    "head_compression_ratio": 0.0,
+    "compression_ratios": 0.0,
+    "budget": EVERYTHING,
+    "target_size": EVERYTHING,
+    "target_ratio": None,
+    "lazy_threshold": 1.0,
+    "residual_length": EVERYTHING,
+}
+"""Settings, by field, with which a press keeps every pair as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A registered press: the place it takes in a spec, and its fields with the values that each may have."""
+
+    name: str
+    place: Literal["scorer", "wrapper", "codec", "selector", "structure"]
+    choices: dict[str, tuple[Any, ...]]
+    holds: str = ""
+    """The field that holds the press inside."""
+
+
+def _place(entry: Any, holds: str) -> Any:
+    if entry.role in ("quantise", "select"):
+        return {"quantise": "codec", "select": "selector"}[entry.role]
+    if entry.role not in ("evict", "budget"):
+        return "structure"
+    return "wrapper" if holds else "scorer"
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """Every registered press by name; what tests register themselves is left out."""
+    found = {}
+    for entry in kvpress.list_presses():
+        if not entry.press.__module__.startswith("kvpress."):
+            continue
+        fields = [field for field in dataclasses.fields(entry.press) if field.init]
+        holds = next((f.name for f in fields if "Press" in str(f.type) and "list" not in str(f.type)), "")
+        choices = {field.name: OF_METHOD.get((entry.name, field.name), _values(field)) for field in fields}
+        choices = {name: values for name, values in choices.items() if values}
+        found[entry.name] = Method(entry.name, _place(entry, holds), choices, holds)
+    return found
+
+
+def _values(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    if field.name in VALUES:
+        return VALUES[field.name]
+    if str(field.type) == "bool":
+        return field.default, field.default, not field.default
+    choices = re.search(r"Literal\[(.*)\]$", str(field.type))
+    return (field.default, *ast.literal_eval(f"({choices[1]},)")) if choices else ()
+
+
+def names(place: str) -> list[str]:
+    """Names of the methods that take a place in a spec."""
+    return [method.name for method in methods().values() if method.place == place]
+
+
+def intervals() -> list[str]:
+    """Names of the structures that evict by one press, again and again while tokens are generated."""
+    return [name for name in names("structure") if methods()[name].holds == "base_press"]
+
+
+def schedules() -> list[str]:
+    """When a press evicts, and how it is told how much."""
+    return ["ratio", "budget", "after another", *intervals(), "prefill_decoding"]
+
+
+# -- text and trees ----------------------------------------------------------------------------------------------------
+
+
+def resolved(spec: str, family: str) -> str:
+    """Put the files of a family in the place of the names in braces."""
+    return re.sub(r"\{(\w+)\}", lambda match: path_of(match[1], family), spec)
+
+
+def tree_of(spec: str, family: str = "llama") -> Tree:
+    """Read a spec for a family: with its files, and as many ratios as it has layers that grow."""
+    tree = kvpress.press_to_dict(kvpress.get_press(resolved(spec, family)))
+    for part in inside(tree):
+        if "compression_ratios" in part:
+            part["compression_ratios"] = part["compression_ratios"][: growing(family)]
+    return tree
+
+
+def text_of(tree: Tree) -> str:
+    """Write a tree as a spec."""
+    text = kvpress.to_spec(kvpress.press_from_dict(tree))
+    for name in FILES:
+        text = text.replace(path_of(name, "llama"), f"{{{name}}}")
+    return text
+
+
+def parts_of(tree: Tree) -> list[Tree]:
+    """Return the presses that are composed with `+`."""
+    return tree["presses"] if tree["name"] == "composed" else [tree]
+
+
+def composed(parts: list[Tree]) -> Tree:
+    """Compose presses with `+`."""
+    return parts[0] if len(parts) == 1 else {"name": "composed", "presses": parts}
+
+
+def inside(tree: Tree) -> Iterator[Tree]:
+    """Every press of a tree, itself first."""
+    yield tree
+    for value in tree.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                yield from inside(part)
+
+
+def place_of(tree: Tree) -> str:
+    """Return the place that a tree's outermost press takes."""
+    return methods()[tree["name"]].place
+
+
+def _entry(tree: Tree) -> Any:
+    return next(entry for entry in kvpress.list_presses() if entry.name == tree["name"])
+
+
+def fields_of(tree: Tree) -> set[str]:
+    """Names of the settings that a press has."""
+    return {field.name for field in dataclasses.fields(_entry(tree).press)}
+
+
+def setting(tree: Tree, field: str) -> Any:
+    """Return a setting of a press, its default where the tree does not say."""
+    item = next((f for f in dataclasses.fields(_entry(tree).press) if f.name == field), None)
+    return tree.get(field, None if item is None else item.default)
+
+
+def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> Tree:
+    """Set fields wherever in a tree a class has them; with `place` only in presses that take it."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list):
+            return [value(part) for part in item]
+        return changed(item, settings, place) if isinstance(item, dict) else item
+
+    found = {name: value(item) for name, item in tree.items()}
+    if place in (None, place_of(tree)):
+        fields = fields_of(tree)
+        if "compression_ratio" in fields and "budget" not in tree:
+            fields -= {"budget"}  # a press takes one of them
+        for name in fields & set(settings):
+            if name == "compression_ratios":
+                found[name] = [settings[name]] * len(tree[name])
+            else:
+                found[name] = settings[name]
+    return found
+
+
+def keeps_all(tree: Tree) -> Tree:
+    """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
+    return changed(tree, KEEP_ALL)
+
+
+def selects_all(tree: Tree) -> Tree:
+    """The same spec, with a selector that may read everything."""
+    return changed(tree, {"budget": EVERYTHING}, "selector")
+
+
+def without(tree: Tree, place: str) -> Tree:
+    """The same spec without its codec or its selector; `none` if nothing is left."""
+    return composed([part for part in parts_of(tree) if place_of(part) != place] or [{"name": "none"}])
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def seeded(seed: int) -> random.Random:
+    """What everything is drawn from."""
+    return random.Random(seed)  # noqa: S311 - nothing is secret here
+
+
+def settings_for(name: str, rng: random.Random, inner: bool = False) -> Tree:
+    """Draw settings of one method; `inner` presses of a schedule or of per-layer ratios keep their own ratio at 0."""
+    method = methods()[name]
+    drawn: Tree = {}
+    for field, values in method.choices.items():
+        value = rng.choice(values)
+        if value is not None and not (inner and field in ("compression_ratio", "compression_ratios")):
+            drawn[field] = value
+    if drawn.get("normalize") != "decay":
+        drawn.pop("decay", None)
+    elif "decay" not in drawn:
+        drawn["decay"] = 0.9
+    return {"name": name, **drawn}
+
+
+def evicting(scorer: str, wrapper: str | None, outer: str | None, schedule: str, rng: random.Random) -> list[Tree]:
+    """Draw the evicting part of a spec: one scorer, up to two wrappers and a schedule."""
+    inner = schedule in (*intervals(), "prefill_decoding") or "per_layer_compression" in (wrapper, outer)
+    tree = settings_for(scorer, rng, inner)
+    if schedule == "budget" and "compression_ratio" in tree:
+        del tree["compression_ratio"]
+        tree["budget"] = rng.choice((18, 30))
+    for name in (wrapper, outer):
+        if name is not None:
+            tree = {**settings_for(name, rng, inner and name != "per_layer_compression"), methods()[name].holds: tree}
+            if name == "per_layer_compression":
+                tree["compression_ratios"] = rng.choice(VALUES["compression_ratios"])
+    if schedule == "after another":
+        return [settings_for(rng.choice(BEFORE), rng), tree]
+    if schedule in intervals():
+        tree = {**settings_for(schedule, rng), "base_press": tree}
+    if schedule == "prefill_decoding":
+        tree = {**settings_for("decoding", rng), "base_press": tree}
+        before = settings_for(rng.choice(BEFORE), rng)
+        tree = {"name": "prefill_decoding", "prefilling_press": before, "decoding_press": tree}
+    return [tree]
+
+
+BEFORE = ("knorm", "snapkv", "expected_attention", "tova")
+"""What evicts first, where two presses do."""
+
+
+def is_spec(trees: list[Tree]) -> bool:
+    """Whether the presses can be composed; what is refused, and in which words, is tested elsewhere."""
+    try:
+        kvpress.press_from_dict(resolved_tree(composed(trees)))
+    except (TypeError, ValueError):
+        return False
+    # Keys that were turned to other positions cannot be turned again once they are sealed: refused in the second turn.
+    sealed = any(place_of(tree) in ("codec", "selector") for tree in trees)
+    return not (
+        sealed and any(part["name"] == "key_rerotation" or part.get("reindex") for t in trees for part in inside(t))
+    )
+
+
+def resolved_tree(tree: Tree, family: str = "llama") -> Tree:
+    """Put the files of a family in the place of the names in braces."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, dict):
+            return resolved_tree(item, family)
+        if isinstance(item, list):
+            return [value(part) for part in item]
+        return resolved(item, family) if isinstance(item, str) else item
+
+    return {name: value(item) for name, item in tree.items()}
+
+
+def draw(
+    scorer: str | None, wrapper: str | None, outer: str | None, schedule: str, codec: str | None, selector: str | None,
+    rng: random.Random,
+) -> str | None:  # fmt: skip
+    """Draw a spec of these methods, None where they cannot be composed."""
+    for _ in range(8):
+        trees = [] if scorer is None else evicting(scorer, wrapper, outer, schedule, rng)
+        trees += [settings_for(name, rng) for name in (codec, selector) if name is not None]
+        if is_spec(trees or [{"name": "none"}]):
+            return text_of(resolved_tree(composed(trees or [{"name": "none"}])))
+    return None

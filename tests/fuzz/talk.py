@@ -1,0 +1,177 @@
+"""Conversations in which nothing is left to chance: every generated token is written in a script, and logits are recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor
+
+import kvpress
+from tests.fuzz.cases import ROWS, Case
+from tests.fuzz.models import DTYPES, model_of
+from tests.fuzz.specs import Tree
+from tests.models import COMMON, VOCAB, grow, tokens
+
+STEPS = 7
+"""Tokens that are generated in the first turn; one fewer is read."""
+LATER = ((5, 5), (1, 4))
+"""Of later turns: tokens of the question, and generated ones."""
+
+
+def random_scores(seed: int, steps: int, count: int) -> Tensor:
+    return torch.randn(steps, count, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+class Script(LogitsProcessor):
+    """Records what the model says, and answers with `scores [steps, rows, vocab]` instead, which make beams cross."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+        self.heard: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        del input_ids
+        self.heard.append(scores.clone())
+        return self.scores[len(self.heard) - 1].to(scores)
+
+
+@dataclass
+class Turn:
+    """What one turn added: logits `[steps, rows, vocab]`, and then what the cache held; with how many tokens it began."""
+
+    logits: Tensor
+    positions: list[list[list[Tensor]]]
+    new: int
+    steps: int
+    evicts: bool
+
+
+@dataclass
+class Talk:
+    """A conversation under way: `rows` of the case's batch, a press or none."""
+
+    case: Case
+    press: Any
+    rows: tuple[int, ...]
+    chunk: int
+    cache: Any = None
+    sequence: Tensor | None = None
+    mask: Tensor | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def model(self) -> Any:
+        return model_of(self.case.family, self.case.dtype)
+
+    @property
+    def plan(self) -> list[tuple[int, int, bool]]:
+        """Tokens of the user, tokens that are generated, and whether the press acts after a prompt, of every turn."""
+        lengths = ROWS[self.case.rows]
+        first = (max(lengths[row] for row in self.rows), STEPS, True)
+        later = 1 if self.case.turns == "reading" else int(self.case.turns) - 1
+        return [first, *((*turn, self.case.turns != "reading") for turn in LATER[:later])]
+
+    def prompt(self) -> tuple[Tensor, Tensor | None]:
+        """The first prompt and its mask; without padding there is none."""
+        lengths = [ROWS[self.case.rows][row] for row in self.rows]
+        longest = max(lengths)
+        ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for at, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            ids[at, longest - length :] = tokens(1, length, 1000 * self.case.seed + row)[0]
+            mask[at, longest - length :] = 1
+        return ids, None if bool(mask.all()) else mask
+
+    def turn(self) -> Turn:
+        """Take the next turn of the plan."""
+        number = len(self.turns)
+        question, steps, evicts = self.plan[number]
+        beams = self.case.beams if number == len(self.plan) - 1 else 1
+        if self.sequence is None:
+            self.sequence, self.mask = self.prompt()
+            self.cache = DynamicCache(config=self.model.config)
+        else:
+            asked = [tokens(1, question, 1000 * self.case.seed + 10 * number + row) for row in self.rows]
+            self.sequence = torch.cat([self.sequence, torch.cat(asked)], dim=1)
+            self.mask = grow(self.mask, self.sequence.shape[1] - self.mask.shape[1]) if self.mask is not None else None
+        seen = self.cache.get_seq_length() if number else 0
+        if seen and beams > 1:
+            self.cache.batch_repeat_interleave(beams)
+        scores = [random_scores(1000 * self.case.seed + 10 * number + row, steps, beams) for row in self.rows]
+        script = Script(torch.cat(scores, dim=1))
+        new = self.sequence.shape[1] - seen
+        mask = torch.ones_like(self.sequence) if self.mask is None and number else self.mask
+        with self.block(evicts):
+            self.sequence = self.model.generate(
+                self.sequence,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                max_new_tokens=steps,
+                num_beams=beams,
+                do_sample=False,
+                prefill_chunk_size=self.chunk or None,
+                logits_processor=[script],
+            )
+        held = [] if self.press is None else kvpress.kept_positions(self.cache)
+        self.turns.append(Turn(torch.stack(script.heard), held, new, steps, evicts))
+        return self.turns[-1]
+
+    def block(self, evicts: bool) -> AbstractContextManager[Any]:
+        if self.press is None:
+            return nullcontext()
+        return self.press(self.model) if evicts else kvpress.reading(self.model, self.press)
+
+    def copy(self) -> Talk:
+        """A conversation that goes on from here with a copy of the cache."""
+        twin = copy.copy(self)
+        twin.cache, twin.turns = copy.deepcopy(self.cache), list(self.turns)
+        return twin
+
+
+def talk(
+    case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int | None = None, noise: int | None = None
+) -> Talk:
+    """Hold the conversation of a case: under the press of a tree or none, with some of its rows, with noise on its input."""
+    found = begin(case, tree, rows, chunk)
+    with noisy(case, noise):
+        while len(found.turns) < len(found.plan):
+            found.turn()
+    return found
+
+
+def begin(case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int | None = None) -> Talk:
+    """A conversation before its first turn."""
+    torch.manual_seed(case.seed)
+    press = None if tree is None else kvpress.press_from_dict(tree)
+    every = tuple(range(len(ROWS[case.rows])))
+    return Talk(case, press, rows or every, case.chunk if chunk is None else chunk)
+
+
+@contextmanager
+def noisy(case: Case, seed: int | None) -> Iterator[None]:
+    """Change every embedded token by as much as rounding changes the stream that goes through the layers.
+
+    Two sums per layer are rounded to the dtype, by up to half a unit in the last place each; here all of it comes at once.
+    """
+    if seed is None:
+        yield
+        return
+    size = COMMON["num_hidden_layers"] * torch.finfo(DTYPES[case.dtype]).eps
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(module: Any, args: Any, output: Tensor) -> Tensor:
+        del module, args
+        signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
+        return (output.double() * (1 + size * signs)).to(output.dtype)
+
+    handle = model_of(case.family, case.dtype).get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()

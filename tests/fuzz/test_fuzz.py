@@ -1,0 +1,105 @@
+"""Every case of CI, and that they reach every method."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import kvpress
+from tests.fuzz import specs
+from tests.fuzz.__main__ import report
+from tests.fuzz.cases import COUNT, Case, ci_cases, dimensions, random_cases, reaches
+from tests.fuzz.models import DTYPES, FAMILIES
+from tests.fuzz.properties import refused, run
+from tests.fuzz.shrink import shrunk
+from tests.fuzz.talk import talk
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def test_everything_holds(number: int) -> None:
+    """What fails here is printed with the command that repeats it; that command makes the case smaller, too."""
+    case = ci_cases()[number]
+    if faults := run(case):
+        pytest.fail("\n".join(report(case, fault) for fault in faults), pytrace=False)
+
+
+def test_every_method_is_drawn() -> None:
+    """A method that is missing here needs values for its settings in `tests/fuzz/specs.py`."""
+    drawn = set().union(*map(reaches, ci_cases()))
+    assert set(specs.methods()) - drawn <= {"none"}
+
+
+ALONE = {
+    "prefill_decoding": "prefill_decoding(knorm:0.5)",
+    "composed": "knorm:0.5 + tova:0.5",
+}
+
+
+def settings_of(name: str) -> str:
+    """A spec in which one method works by itself."""
+    method = specs.methods()[name]
+    tree: dict[str, Any] = {"name": name, **{field: values[0] for field, values in method.choices.items()}}
+    if method.holds:
+        # Scores of snapkv fall with the distance, so that choosing by chunk, head or value makes a difference.
+        tree[method.holds] = {"name": "snapkv", "window_size": 4}
+        if method.place == "wrapper":
+            tree[method.holds]["compression_ratio"] = 0.5
+    tree = {field: value for field, value in tree.items() if value is not None}
+    return specs.text_of(specs.resolved_tree(tree))
+
+
+@pytest.mark.parametrize("name", [name for name in specs.methods() if name != "none"])
+def test_every_method_acts_on_these_prompts(name: str) -> None:
+    """Settings that are too large for short prompts would let every property hold."""
+    case = Case(ALONE[name] if name in ALONE else settings_of(name), rows="one", turns="2")
+    found, stock = (talk(case, tree) for tree in (specs.tree_of(case.spec), None))
+    assert not all(torch.allclose(a.logits, b.logits, atol=1e-3) for a, b in zip(found.turns, stock.turns, strict=True))
+
+
+def test_few_cases_are_refused() -> None:
+    """What a press refuses before any work proves nothing."""
+    words = []
+    for case in ci_cases():
+        with contextlib.suppress(RuntimeError):  # of the case itself
+            words += [f"{case}: {said}" for said in [refused(case)] if said]
+    assert len(words) <= COUNT // 20, "\n".join(words)
+
+
+def test_values_of_every_dimension_meet() -> None:
+    named: dict[str, list[Any]] = {"family": list(FAMILIES), "dtype": list(DTYPES)}
+    named |= {name: dimensions()[name] for name in ("rows", "chunk", "turns", "beams", "check")}
+    impossible = {("rows", "one", "check", "alone"), ("chunk", 0, "check", "chunks"), ("turns", "1", "check", "copy")}
+    for (one, ones), (two, twos) in itertools.combinations(named.items(), 2):
+        met = {(getattr(case, one), getattr(case, two)) for case in ci_cases()}
+        missing = {(one, a, two, b) for a, b in set(itertools.product(ones, twos)) - met}
+        assert missing <= impossible
+
+
+def test_a_case_is_read_back_and_drawn_again() -> None:
+    for case in ci_cases()[::20]:
+        assert Case.parse(str(case)) == case
+    assert list(itertools.islice(random_cases(5), 3)) == list(itertools.islice(random_cases(5), 3))
+    assert Case.parse("knorm:0.5") == Case("knorm:0.5")
+
+
+def test_a_fault_is_found_named_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a row are scored together with its neighbours', as a careless scorer would."""
+    scores = kvpress.KnormPress.scores
+
+    def careless(self: Any, view: Any) -> torch.Tensor:
+        found = scores(self, view)
+        return found if len(found) == 1 else found.roll(1, dims=2)
+
+    case = Case("adakv(knorm:0.5)", "qwen3", rows="even", turns="2", check="alone")
+    assert run(case) == []
+    monkeypatch.setattr(kvpress.KnormPress, "scores", careless)
+    (fault,) = run(case)
+    assert fault.kind == "alone"
+    small = shrunk(case, fault.kind)
+    assert small == dataclasses.replace(case, spec="knorm:compression_ratio=0.5", family="llama", turns="1")
+    assert f"python -m tests.fuzz '{small}'" in report(small, fault)

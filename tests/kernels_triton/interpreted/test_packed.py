@@ -1,0 +1,167 @@
+"""Decode on packed codes in Triton against float32 attention over the decoded rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.kernels import Listed, Options, Rows, Where
+from kvpress.kernels.attention import reference
+from kvpress.kernels.attention.triton import decode
+from tests.kernels.builders import correction, quantise, streams
+from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
+
+FOLDED, SHARED = (32, 1), (1, 32)
+
+
+def check(q: Tensor, rows: Rows, where: Where, options: Options | None = None) -> None:
+    options = options or Options(0.1)
+    rounded = lowest_precision(q, rows, where, 0.1, torch.float16)
+    plain_out, _ = reference.decode(q, replace(rows, log_weight=None), where, Options(0.1))
+    expected = reference.decode(q, rows, where, options)
+    assert_close(decode(q, rows, where, options), expected, expected[0] + rounded - plain_out)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "value_dim", "queries", "key_group", "value_group", "scales"),
+    [
+        (4, 64, 64, 4, FOLDED, SHARED, torch.float16),
+        (4, 80, 80, 1, (16, 1), (1, 16), torch.float16),
+        (4, 128, 128, 12, FOLDED, SHARED, torch.float32),
+        (2, 128, 64, 4, (64, 1), SHARED, torch.float16),
+        (2, 96, 96, 3, FOLDED, (1, 24), torch.float16),
+        (3, 128, 80, 4, FOLDED, (1, 16), torch.float16),
+        (1, 64, 128, 4, FOLDED, SHARED, torch.float16),
+        (8, 128, 128, 1, SHARED, SHARED, torch.float16),
+        (4, 128, 128, 4, (1, 128), (1, 128), torch.float32),
+        (4, 64, 64, 4, (5, 4), FOLDED, torch.float32),
+        (8, 192, 128, 1, FOLDED, SHARED, torch.float16),
+        (4, 256, 256, 1, (128, 1), SHARED, torch.float16),
+    ],
+)
+def test_matches_reference(
+    bits: int,
+    dim: int,
+    value_dim: int,
+    queries: int,
+    key_group: tuple[int, int],
+    value_group: tuple[int, int],
+    scales: torch.dtype,
+) -> None:
+    s = streams(LENGTHS, queries, dim, torch.bfloat16)  # queries are only loaded and widened, which is exact
+    keys, _ = quantise(torch.randn(s.rows, dim), bits, key_group, scales)
+    values, _ = quantise(torch.randn(s.rows, value_dim), bits, value_group, scales)
+    check(s.q, Rows(keys, values), s.where)
+
+
+@pytest.mark.parametrize("options", [{"causal": 3}, {"softcap": 4.0}])
+def test_options(options: dict[str, Any]) -> None:
+    s = streams([*LENGTHS, 2], 6, 64)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 2, SHARED)
+    for log_weight in (None, torch.randn(s.rows)):
+        check(s.q, Rows(keys, values, log_weight), s.where, Options(0.1, **options))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("value_group", [SHARED, FOLDED])
+def test_select_and_row_groups(mapped: bool, value_group: tuple[int, int]) -> None:
+    s = streams([100] * 4, 4, 64)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, value_group)
+    if mapped:
+        keys, values = (
+            replace(side, row_group=torch.randint(0, len(side.scale), (s.rows,), dtype=torch.int32))
+            for side in (keys, values)
+        )
+    counts = torch.tensor([0, 70, 1, 33])
+    rows = torch.stack([torch.randperm(s.rows)[:70] for _ in counts])
+    rows[torch.arange(70) >= counts[:, None]] = 2**31
+    for where in (Listed(rows, counts), s.where):
+        check(s.q, Rows(keys, values, torch.randn(s.rows)), where)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "queries", "rank", "density", "chunk_rows", "key_group", "dtype"),
+    [
+        (64, 64, 4, 2, 0.02, 3, FOLDED, torch.float16),
+        (80, 96, 1, 4, 0.0, 200, FOLDED, torch.float16),
+        (128, 80, 3, 0, 0.3, 37, SHARED, torch.float16),
+        (96, 64, 16, 16, 0.05, 20, FOLDED, torch.float32),
+        (64, 192, 2, 1, 0.02, 64, (1, 64), torch.float32),
+        (64, 256, 5, 7, 0.02, 90, FOLDED, torch.float16),
+    ],
+)
+def test_corrections(
+    dim: int,
+    value_dim: int,
+    queries: int,
+    rank: int,
+    density: float,
+    chunk_rows: int,
+    key_group: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    s = streams(LENGTHS, queries, dim, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, dim), 2, key_group)
+    values, _ = quantise(torch.randn(s.rows, value_dim), 4, (1, 16))
+    keys = replace(keys, correction=correction(s.rows, dim, rank, density, chunk_rows, dtype)[0])
+    values = replace(values, correction=correction(s.rows, value_dim, rank, density, chunk_rows + 5, dtype)[0])
+    check(s.q, Rows(keys, values), s.where)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_corrections_of_one_side_with_every_option(side: str) -> None:
+    s = streams([*LENGTHS, 2], 6, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 2, SHARED)
+    rows = Rows(keys, values, torch.randn(s.rows))
+    rows = replace(rows, **{side: replace(getattr(rows, side), correction=correction(s.rows, 64, 2, 0.05)[0])})
+    check(s.q, rows, s.where, Options(0.1, softcap=4.0, causal=3))
+
+
+def test_corrections_of_listed_rows() -> None:
+    s = streams([100] * 4, 4, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, SHARED)
+    keys, values = (replace(side, correction=correction(s.rows, 64, 3, 0.05)[0]) for side in (keys, values))
+    counts = torch.tensor([0, 70, 1, 33])
+    rows = torch.stack([torch.randperm(s.rows)[:70] for _ in counts])
+    rows[torch.arange(70) >= counts[:, None]] = 2**31
+    check(s.q, Rows(keys, values), Listed(rows, counts))
+
+
+def test_large_low_rank_terms_do_not_overflow() -> None:
+    s = streams([60], 2, 64, torch.float16)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, SHARED)
+    terms, _ = correction(s.rows, 64, 2, 0.0)
+    assert terms.factor is not None
+    assert terms.basis is not None
+    large = replace(terms, factor=terms.factor / 10000, basis=terms.basis * 10000)
+    check(s.q, Rows(replace(keys, correction=large), replace(values, correction=large)), s.where)
+
+
+def test_scales_of_rows_outside_the_streams_are_not_read() -> None:
+    s = streams([17, 40], 2, 64)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, (1, 64))
+    values, _ = quantise(torch.randn(s.rows, 64), 4, (1, 64))
+    for side in (keys, values):
+        side.scale[s.unused()] = float("nan")
+    args = (s.q, Rows(keys, values), s.where, Options(0.1))
+    expected = reference.decode(*args)
+    assert_close(decode(*args), expected, expected[0] * (1 + 1e-3))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_large_and_small_keys_neither_overflow_nor_vanish(size: float) -> None:
+    s = streams([60], 2, 64)
+    keys, _ = quantise(torch.randn(s.rows, 64) * size, 4, FOLDED)
+    values, _ = quantise(torch.randn(s.rows, 64), 4, SHARED)
+    args = (s.q, Rows(keys, values), s.where, Options(0.1 / size))
+    expected = reference.decode(*args)
+    assert_close(decode(*args), expected, expected[0] * (1 + 1e-3))

@@ -1,0 +1,306 @@
+"""SparQ: what is read, the mean value of the rest, and the second copy of the keys."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.cache import attention
+from kvpress.cache.attention import Logits, group_queries, merge
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.store import KVStore
+from kvpress.hf.models import facts_of
+from kvpress.plan import Geometry, plan
+from kvpress.sparse.sparq import Shared, SparQPress
+from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
+from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
+
+SPEC = "sparq:budget={budget},channels=8"
+PLAIN = SPEC + ",mean_value=false"
+every_storage = pytest.mark.parametrize("storage", STORAGE)
+padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+
+DIM, GROUPS, HEADS = 16, 3, 2
+LENGTHS = [[40, 0, 25, 33], [7, 12, 3, 20]]
+
+
+def segment(lengths: list[int], seed: int) -> DenseSegment:
+    layout = Layout(lengths)
+    keys, values = torch.randn(2, layout.total, DIM, generator=torch.Generator().manual_seed(seed))
+    return DenseSegment(keys, values, layout, first=[0] * len(lengths))
+
+
+def call_of(segments: list[Any], queries: Tensor, softcap: float | None = None) -> Any:
+    """A pass of `queries [B, Hq, Q, D]` on these segments."""
+    store = SimpleNamespace(segments=segments, batch=len(queries), heads=HEADS)
+    return SimpleNamespace(store=store, logits=Logits(0.3, softcap), queries=queries)
+
+
+def by_hand(
+    segments: list[DenseSegment], n: int, q: Tensor, channels: int, budget: int, mean: bool, softcap: float | None
+) -> tuple[Tensor, set[int]]:
+    """SparQ for the query heads `q [G, D]` of stream n in double precision: the output, and the ranks of what is read."""
+    q = q.double()
+    rows = [part.layout.rows(n) for part in segments]
+    keys = torch.cat([part.keys[own] for part, own in zip(segments, rows, strict=True)]).double()
+    values = torch.cat([part.values[own] for part, own in zip(segments, rows, strict=True)]).double()
+    weights = [
+        torch.zeros(part.layout.lengths[n]) if part.log_weight is None else part.log_weight[own]
+        for part, own in zip(segments, rows, strict=True)
+    ]
+    weight = torch.cat(weights).double()
+
+    def softmax(products: Tensor, scale: Tensor | float) -> Tensor:
+        logits = products * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return torch.softmax(logits + weight, dim=-1)
+
+    largest = q.abs().sum(0).argsort(descending=True)[:channels]
+    few = q[:, largest]
+    # The paper divides by sqrt(D * |q_r|_1 / |q|_1); the scale of the layer stands for 1 / sqrt(D).
+    factor = (q.abs().sum(1, keepdim=True) / few.abs().sum(1, keepdim=True)).sqrt()
+    shares = softmax(few @ keys[:, largest].T, 0.3 * factor)
+    read = shares.sum(0).argsort(descending=True)[:budget]
+    exact = softmax(q @ keys.T, 0.3)[:, read]
+    out = (exact / exact.sum(-1, keepdim=True)) @ values[read]
+    if mean and budget < len(keys):
+        alpha = shares[:, read].sum(-1, keepdim=True)
+        out = alpha * out + (1 - alpha) * (weight.exp() @ values / weight.exp().sum())
+    return out, set(read.tolist())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("channels", "budget"), [(4, 10), (DIM, 5), (40, 16), (1, 1)])
+def test_the_formula_in_double_precision(
+    channels: int, budget: int, softcap: float | None, mean: bool, weighted: bool
+) -> None:
+    segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    for seed, part in enumerate(segments if weighted else []):
+        part.log_weight = torch.randn(part.layout.total, generator=torch.Generator().manual_seed(9 + seed))
+    queries = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
+    call = call_of(segments, queries, softcap)
+    rows = group_queries(queries, HEADS)
+    selector = SparQPress(budget, channels, mean).selector_at(0)
+    out, lse = merge(selector.attend(call, rows))
+    assert torch.isfinite(lse).all()
+    for n in range(4):
+        expected, read = by_hand(segments, n, rows[n], channels, budget, mean, softcap)
+        torch.testing.assert_close(out[n].double(), expected, atol=1e-5, rtol=1e-5)
+        chosen, found = zip(segments, call.read[0], strict=True), set()
+        for i, (part, own) in enumerate(chosen):
+            ranks = own.rows[n, : own.counts[n]].long() - part.layout.offsets[n]
+            found |= set((ranks + i * LENGTHS[0][n]).tolist())
+        assert found == read
+
+
+def test_all_channels_find_the_best_pairs_of_one_query() -> None:
+    part, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    call = call_of([part], queries)
+    SparQPress(7, DIM, False).selector_at(0).attend(call, queries[0])
+    for n in range(2):
+        best = (part.keys[part.layout.rows(n)] @ queries[0, n, 0]).topk(7).indices + 60 * n
+        assert set(call.read[0][0].rows[n].tolist()) == set(best.tolist())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e4])
+def test_extreme_queries_stay_finite(size: float) -> None:
+    segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    queries = size * torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
+    selector = SparQPress(6, 4).selector_at(0)
+    for part in merge(selector.attend(call_of(segments, queries), group_queries(queries, HEADS))):
+        assert torch.isfinite(part).all()
+
+
+def test_streams_without_sealed_pairs_add_nothing() -> None:
+    queries = torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
+    out, lse = merge(SparQPress(6, 4).selector_at(0).attend(call_of([segment([0, 30], 0)], queries), queries[0]))
+    assert not out[0].any()
+    assert lse[0].isneginf().all()
+    assert torch.isfinite(out).all()
+
+
+def test_what_is_forced_is_read() -> None:
+    part, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    call = call_of([part], queries)
+    SparQPress(16, 4, n_sink=3, n_recent=8).selector_at(0).attend(call, queries[0])
+    for n in range(2):
+        assert {60 * n, 60 * n + 2, *range(60 * n + 52, 60 * n + 60)} <= set(call.read[0][0].rows[n].tolist())
+
+
+# -- inside a model ----------------------------------------------------------------------------------------------------
+
+
+@every_storage
+@padded_or_not
+def test_a_budget_of_everything_is_exact(storage: str, padded: bool) -> None:
+    press = build(SPEC, 512, storage)
+    for new in (tokens(2, 1, seed=8), tokens(2, 5, seed=8)):
+        whole = step(*prefilled(press, padded), kvpress.NonePress(), new)
+        torch.testing.assert_close(step(*prefilled(press, padded), press, new), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=["mean", "plain"])
+@every_storage
+def test_a_padded_row_decodes_as_if_it_were_alone(storage: str, spec: str) -> None:
+    press = build(spec, 32, storage)
+    model, cache, mask = prefilled(press, padded=True)
+    together = step(model, cache, mask, press)
+    for row, length in enumerate((300, 190)):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(tokens(1, length, seed=row), past_key_values=cache)
+        alone = step(model, cache, None, press, tokens(2, 1, seed=8)[row : row + 1])
+        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", ["one block", "many blocks"])
+@pytest.mark.parametrize("segments", ["one segment", "several segments"])
+@every_storage
+@padded_or_not
+def test_several_new_tokens_equal_one_by_one(
+    padded: bool, storage: str, segments: str, blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press, new = build(SPEC, 32, storage), tokens(2, 5, seed=8)
+    if segments == "several segments":
+        monkeypatch.setattr(KVStore, "_join_tail", lambda store: None)
+    model, cache, mask = prefilled(press, padded)
+    if segments == "several segments":
+        step(model, cache, mask, press, tokens(2, 100, seed=3))
+        mask = grow(mask, 100)
+    if blocks == "many blocks":
+        monkeypatch.setattr(attention, "BLOCK_BYTES", 2**16)
+    twin, apart = copy.deepcopy(cache), []
+    together = step(model, cache, mask, press, new)
+    for t in range(5):
+        apart.append(step(model, twin, mask, press, new[:, t : t + 1]))
+        mask = grow(mask, 1)
+    torch.testing.assert_close(together, torch.cat(apart, dim=1), atol=1e-4, rtol=1e-4)
+
+
+@every_storage
+def test_taking_tokens_back_and_reordering_rows_restore_what_is_read(storage: str) -> None:
+    press = build(SPEC, 32, storage)
+    model, cache, _ = prefilled(press, padded=False)
+    expected = step(model, copy.deepcopy(cache), None, press)
+    for seed in range(3):
+        step(model, cache, None, press, tokens(2, 1, seed=20 + seed))
+    cache.crop(-3)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    found = step(model, cache, None, press, tokens(2, 1, seed=8).flip(0))
+    torch.testing.assert_close(found.flip(0), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_groups_of_every_size(groups: int) -> None:
+    model = grouped_model(groups)
+    assert torch.isfinite(step(*prefilled(build(SPEC, 32, model=model), True, model), build(SPEC, 32))).all()
+    whole = build(SPEC, 512, model=model)
+    exact = step(*prefilled(whole, True, model), kvpress.NonePress())
+    torch.testing.assert_close(step(*prefilled(whole, True, model), whole), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
+def test_the_mean_value_leaves_no_family_worse_off(family: str) -> None:
+    """With one channel and a few pairs, what is not read holds much of the attention."""
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = padded_batch([300, 260, 190])
+    errors = dict.fromkeys(("mean", "plain"), 0.0)
+    for name in errors:
+        press = SparQPress(8, 4, name == "mean")
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
+        assert all(cache.layers[i].store.segments for i in full_layers(model))
+        for seed in range(8):
+            logits = []
+            for reader in (kvpress.NonePress(), press):
+                grown = grow(mask, 1)
+                with kvpress.reading(model, reader):
+                    at = position_ids(grown, 1)
+                    new = tokens(3, 1, seed=seed)
+                    logits.append(
+                        model(new, attention_mask=grown, past_key_values=copy.deepcopy(cache), position_ids=at).logits
+                    )
+            assert torch.isfinite(logits[1]).all()
+            errors[name] += float((logits[1] - logits[0]).square().sum())
+    assert errors["mean"] < 1.02 * errors["plain"]
+
+
+def index_of(segment: Segment) -> list[Tensor]:
+    keys, (mean, lse) = segment.index["sparq"]
+    return [keys, mean, lse]
+
+
+@pytest.mark.parametrize("storage", ["dense", "packed"])
+def test_the_index_is_the_same_whether_grown_or_built_at_once(storage: str) -> None:
+    press = build(SPEC, 64, storage)
+    model, cache, _ = prefilled(press, padded=False, lengths=(150, 150))
+    for seed in range(100):
+        step(model, cache, None, press, tokens(2, 1, seed=seed))
+    selector = press.recipe(facts_of(model)).selector_at(0)
+    for layer in cache.layers:
+        for part in layer.store.segments:
+            held, part.index = index_of(part), {}
+            selector.prepare(part)
+            for ours, theirs in zip(held, index_of(part), strict=True):
+                assert torch.equal(ours, theirs)
+            keys, values = part.read(slice(None))
+            assert torch.equal(held[0].mT.flatten(0, 1), keys)
+            mean = values.unflatten(0, (part.layout.streams, -1)).mean(1)
+            torch.testing.assert_close(held[1][:, 0], mean, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                held[2], torch.full_like(held[2], math.log(part.layout.longest)), atol=1e-4, rtol=0
+            )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["sparq", "sparq:channels=16,mean_value=false", "snapkv:0.5 + sparq", "kivi:bits=4 + sparq", "turboquant + sparq"],
+)
+def test_the_plan_counts_the_second_copy_of_the_keys(spec: str) -> None:
+    model, press = kvpress.load_model("reference")[0], kvpress.get_press(spec)
+    ids = torch.randint(3, model.config.vocab_size, (2, 1024), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    report = kvpress.memory_report(cache)
+    segments = [part for layer in cache.layers for part in layer.store.segments]
+    expected = sum(part.layout.total for part in segments) * model.config.head_dim * model.dtype.itemsize
+    assert sum(index_of(part)[0].nbytes for part in segments) == expected
+    assert plan(press, Geometry.of(model.config), 1024, 2).total_bytes == pytest.approx(report.total_bytes, rel=0.01)
+
+
+def test_what_was_chosen_names_its_share_and_what_is_recorded_does_not() -> None:
+    segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    queries = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
+    chosen = SparQPress(6, 4).selector_at(0).choose(call_of(segments, queries), group_queries(queries, HEADS))
+    assert chosen is not None
+    shares = torch.stack([part.share for part in chosen[0] if isinstance(part, Shared)])
+    assert shares.shape == (2, 4, GROUPS)
+    assert (shares >= 0).all()
+    assert (shares.sum(0) <= 1 + 1e-6).all()
+
+
+def test_bad_arguments_are_named() -> None:
+    for arguments, message in (
+        ({"channels": 0}, "channels must be >= 1, got 0"),
+        ({"budget": 0}, "budget must be >= 1, got 0"),
+        ({"budget": 1.5}, r"a fraction in \(0, 1\), got 1.5"),
+        ({"budget": 8, "n_recent": 9}, "budget must be >= 9, got 8"),
+        ({"n_sink": -1}, "n_sink must be >= 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SparQPress(**arguments)
+    with pytest.raises(ValueError, match="one selector"):
+        kvpress.get_press("sparq + quest:budget=64")
