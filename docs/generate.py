@@ -10,12 +10,13 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from kvpress_eval.console import app
 
 import kvpress
+from kvpress.core.checks import Range, allowed
 from kvpress.core.press import BasePress, ComposedPress, Wrapping
 from kvpress.core.registry import Entry
 
@@ -85,7 +86,7 @@ def press_page(entry: Entry) -> str:
         *(_linked(text, entry) for text in about if text),
     ]
     if _parameters(entry.press):
-        parts += ["## Arguments", _table(("argument", "default", "meaning"), _arguments(entry))]
+        parts += ["## Arguments", _table(("argument", "default", "allowed", "meaning"), _arguments(entry))]
     if entry.paper or doc.differs != "Nothing.":
         parts += ["## Differs from the paper", _linked(doc.differs, entry)]
     if entry.refuses:
@@ -258,16 +259,26 @@ def _parameters(press: type[Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(press).parameters.values())
 
 
-def _arguments(entry: Entry) -> list[tuple[str, str, str]]:
-    rows: list[tuple[str, str, str]] = []
+def _arguments(entry: Entry) -> list[tuple[str, str, str, str]]:
+    rows: list[tuple[str, str, str, str]] = []
+    choices = allowed(entry.press)
     told: dict[str, str] = {}
     for item in _parameters(entry.press):
         default = "required" if item.default is item.empty else _code(repr(item.default))
         keyword = ", keyword only" if item.kind is item.KEYWORD_ONLY else ""
         about = meaning(entry.press, item.name)
-        rows.append((_code(item.name), default + keyword, f"see {_code(told[about])}" if about in told else about))
+        known = f"see {_code(told[about])}" if about in told else about
+        rows.append((_code(item.name), default + keyword, _allowed(choices.get(item.name, ())), known))
         told.setdefault(about, item.name)
     return rows
+
+
+def _allowed(choices: tuple[Any, ...]) -> str:
+    """What an argument may be, as far as its type says."""
+    words = [str(choice) for choice in choices if isinstance(choice, Range)]
+    words += [_code(repr(word)) for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+    words += [_code(word) for word in ("True", "False") if choices == (bool,)]
+    return ", ".join([*words, *([_code("None")] if words and type(None) in choices else [])])
 
 
 def _option(option: Any) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.run import Settings
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
@@ -31,7 +31,7 @@ class CoupledSettings(Settings):
     coupled: tuple[int, int] = (4, 4)
     bits: tuple[int, int] = (8, 8)
     fisher: bool = True
-    iterations: int = 100
+    iterations: Count = 100
     seed: int = 0
 
     method: ClassVar[str] = METHOD
@@ -46,7 +46,7 @@ class CoupledSettings(Settings):
         return 2 * SINKS + 1
 
     def check(self, model: ModelFacts) -> None:
-        check_count("iterations", self.iterations)
+        check_fields(self)
         for layer in model.layers:
             check_coupling(layer.head_dim, self.coupled, self.bits)
 

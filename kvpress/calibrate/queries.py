@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpress.calibrate.run import Settings
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.observe.queries import QueryStats
 from kvpress.presses.expected_attention_stats import METHOD
@@ -21,7 +21,7 @@ class QuerySettings(Settings):
     A layer gives `mean [Hq, D]` and `covariance [Hq, D, D]`, float32, for `expected_attention_stats`.
     """
 
-    n_sink: int = 4
+    n_sink: Size = 4
 
     method: ClassVar[str] = METHOD
 
@@ -31,7 +31,7 @@ class QuerySettings(Settings):
 
     def check(self, model: ModelFacts) -> None:
         del model
-        check_count("n_sink", self.n_sink, least=0)
+        check_fields(self)
 
     def observer(self) -> QueryStats:
         return QueryStats(self.n_sink)

@@ -183,7 +183,7 @@ class Cut:
     def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
         """Choose the pairs of a view that stay, `counts` of the older ones, and what takes their place; None keeps all."""
         mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
-        if counts is not None and not (isinstance(counts, int) and counts >= older.view.length):
+        if counts is not None and _fewer(counts, older.view.length):
             self.everything = False
             mask[..., : older.view.length] = self.step.scorer.choose(older, counts)
             rewritten = None if self.step.rewrite is None else self.step.rewrite(view, mask)
@@ -236,6 +236,11 @@ class Cut:
                         per_pair[name][rows] = array[at][marked].float()
         log_weight = per_pair.pop("log_weight", None)
         self.store.replace_dense(keys, values, log_weight, per_pair)
+
+
+def _fewer(counts: int | Tensor, length: int) -> bool:
+    """Whether some head keeps fewer pairs than it holds."""
+    return counts < length if isinstance(counts, int) else bool((counts < length).any())
 
 
 def close_gaps(view: View, mask: Tensor) -> Rewritten | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.core.checks import check_count, check_ratio
+from kvpress.core.checks import Count, Ratio, check_fields
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer, merge, top
@@ -26,6 +26,9 @@ class BasePress:
     written for NVIDIA kvpress override `compress`, or `score` of a `ScorerPress`.
     """
 
+    def __post_init__(self) -> None:
+        self.validate()
+
     @property
     def last_cache(self) -> Any:
         """The cache of the last `with` block, for callers of `generate` that do not get it back."""
@@ -33,6 +36,7 @@ class BasePress:
 
     def validate(self) -> None:
         """Check the configuration; called at construction and again when a `with` block is entered."""
+        check_fields(self)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         """Describe the press, for a model where one is given.
@@ -105,6 +109,7 @@ class ComposedPress(BasePress):
         self.validate()
 
     def validate(self) -> None:
+        super().validate()
         if not self.presses:
             raise ValueError("presses must hold at least one press, got an empty list")
         for press in self.presses:
@@ -135,21 +140,16 @@ class BudgetPress(BasePress):
     per head instead, whatever the length.
     """
 
-    compression_ratio: float = 0.0
-    budget: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.validate()
+    compression_ratio: Ratio = 0.0
+    budget: Count | None = field(default=None, kw_only=True)
 
     def validate(self) -> None:
-        check_ratio("compression_ratio", self.compression_ratio)
-        if self.budget is not None:
-            check_count("budget", self.budget)
-            if self.compression_ratio:
-                raise ValueError(
-                    f"give either compression_ratio or budget, got compression_ratio={self.compression_ratio} and "
-                    f"budget={self.budget}"
-                )
+        super().validate()
+        if self.budget is not None and self.compression_ratio:
+            raise ValueError(
+                f"give either compression_ratio or budget, got compression_ratio={self.compression_ratio} and "
+                f"budget={self.budget}"
+            )
 
     @property
     def protected(self) -> int:
@@ -250,15 +250,13 @@ class ScoredByArguments(ByScore):
 class Wrapping(BasePress):
     """A press around another one that scores, `inner`: its recipe is the inner one with the parts replaced that `wrap` says."""
 
-    def __post_init__(self) -> None:
-        self.validate()
-
     @property
     def inner(self) -> BasePress:
         """The press inside."""
         raise NotImplementedError(f"{type(self).__name__} must override `inner`")
 
     def validate(self) -> None:
+        super().validate()
         if not isinstance(self.inner, BasePress):
             raise TypeError(f"{self._asks}, got {type(self.inner).__name__}")
         self.inner.validate()

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kvpress.core.checks import Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Allocator, Eviction, Scored, top
@@ -35,12 +36,7 @@ class AdaKVPress(WrapperPress):
     """
 
     press: BasePress
-    alpha_safeguard: float = 0.20
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 <= self.alpha_safeguard <= 1:
-            raise ValueError(f"alpha_safeguard must be in [0, 1], got {self.alpha_safeguard}")
+    alpha_safeguard: Share = 0.20
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
 from kvpress.core.recipe import Eviction, Scored
@@ -40,11 +40,7 @@ class BlockPress(WrapperPress):
     """
 
     press: BasePress
-    block_size: int = 128
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("block_size", self.block_size)
+    block_size: Count = 128
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_even(step)

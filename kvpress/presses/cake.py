@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvpress.core.checks import Count, NotNegative, Positive
 from kvpress.core.recipe import Allocator, Scored
 from kvpress.core.registry import Exemption, register
 from kvpress.observe.view import View
@@ -40,17 +41,10 @@ class CAKEPress(SnapKVPress):
     evenly; generated tokens are kept, unless inside `DecodingPress`.
     """
 
-    window_size: int = 32
-    gamma: float = 200.0
-    tau1: float = 1.0
-    tau2: float = 1.0
-
-    def validate(self) -> None:
-        super().validate()
-        if not self.gamma >= 0:
-            raise ValueError(f"gamma must be >= 0, got {self.gamma}")
-        if not (self.tau1 > 0 and self.tau2 > 0):
-            raise ValueError(f"tau1 and tau2 must be > 0, got {self.tau1} and {self.tau2}")
+    window_size: Count = 32
+    gamma: NotNegative = 200.0
+    tau1: Positive = 1.0
+    tau2: Positive = 1.0
 
     @property
     def allocator(self) -> Allocator:

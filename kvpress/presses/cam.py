@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Eviction, Recipe, Rewritten
 from kvpress.core.registry import Refusal, register
@@ -44,11 +44,7 @@ class CAMPress(DecodingPress):
     with the prompt, heads choose on their own, and the first time all that the prompt has too much is merged.
     """
 
-    merge_budget: int = 32
-
-    def validate(self) -> None:
-        check_count("merge_budget", self.merge_budget)
-        super().validate()
+    merge_budget: Count = 32
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         found = super().recipe(model)

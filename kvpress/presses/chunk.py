@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
 from kvpress.core.recipe import Eviction, Scored
@@ -40,11 +40,7 @@ class ChunkPress(WrapperPress):
     """
 
     press: BasePress
-    chunk_length: int = 1024
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("chunk_length", self.chunk_length)
+    chunk_length: Count = 1024
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_even(step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, NotNegative, Size
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
@@ -40,20 +40,11 @@ class CompactorPress(ScorerPress):
     attention term.
     """
 
-    sink_size_start: int = 8
-    sink_size_end: int = 4
-    chunk_size: int = 256
-    sketch_dimension: int = 48
-    blending: float | None = None
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("sink_size_start", self.sink_size_start, least=0)
-        check_count("sink_size_end", self.sink_size_end, least=0)
-        check_count("chunk_size", self.chunk_size)
-        check_count("sketch_dimension", self.sketch_dimension)
-        if self.blending is not None and not self.blending >= 0:
-            raise ValueError(f"blending must be >= 0 or None, got {self.blending}")
+    sink_size_start: Size = 8
+    sink_size_end: Size = 4
+    chunk_size: Count = 256
+    sketch_dimension: Count = 48
+    blending: NotNegative | None = None
 
     @property
     def protected(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache import attention
+from kvpress.core.checks import NotNegative, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
 from kvpress.core.recipe import Eviction, Scored, top
@@ -48,12 +49,8 @@ class CriticalKVPress(WrapperPress):
     """
 
     press: BasePress
-    epsilon: float = 1e-4
-    first_stage_ratio: float = 0.5
-
-    def validate(self) -> None:
-        super().validate()
-        check_stages(self.epsilon, self.first_stage_ratio)
+    epsilon: NotNegative = 1e-4
+    first_stage_ratio: Share = 0.5
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
@@ -80,12 +77,8 @@ class CriticalAdaKVPress(AdaKVPress):
     Differs from the paper: as `AdaKVPress` and `CriticalKVPress`.
     """
 
-    epsilon: float = 1e-4
-    first_stage_ratio: float = 0.5
-
-    def validate(self) -> None:
-        super().validate()
-        check_stages(self.epsilon, self.first_stage_ratio)
+    epsilon: NotNegative = 1e-4
+    first_stage_ratio: Share = 0.5
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         shared = super().wrap(step, model)
@@ -151,11 +144,3 @@ def check_outputs(model: ModelFacts | None) -> None:
     for layer in () if model is None else model.layers:
         if layer.module is not None and output_weight(layer.module) is None:
             raise no_output(layer.module)
-
-
-def check_stages(epsilon: float, first_stage_ratio: float) -> None:
-    """Check the two settings of the stages."""
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon must be >= 0, got {epsilon}")
-    if not 0 <= first_stage_ratio <= 1:
-        raise ValueError(f"first_stage_ratio must be in [0, 1], got {first_stage_ratio}")

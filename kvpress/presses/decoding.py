@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvpress.core.checks import check_count, check_ratio
+from kvpress.core.checks import Count, Ratio
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Amount, Eviction, Recipe, Schedule
@@ -35,22 +35,14 @@ class DecodingPress(Wrapping):
     """
 
     base_press: BasePress
-    compression_interval: int = 512
-    target_size: int = 2048
-    hidden_states_buffer_size: int = 256
-    target_ratio: float | None = None
+    compression_interval: Count = 512
+    target_size: Count = 2048
+    hidden_states_buffer_size: Count = 256
+    target_ratio: Ratio | None = None
 
     @property
     def inner(self) -> BasePress:
         return self.base_press
-
-    def validate(self) -> None:
-        check_count("compression_interval", self.compression_interval)
-        check_count("target_size", self.target_size)
-        check_count("hidden_states_buffer_size", self.hidden_states_buffer_size)
-        if self.target_ratio is not None:
-            check_ratio("target_ratio", self.target_ratio)
-        super().validate()
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         if step.prepare is not None:
@@ -91,10 +83,8 @@ class PrefillDecodingPress(BasePress):
     prefilling_press: BasePress | None = None
     decoding_press: BasePress | None = None
 
-    def __post_init__(self) -> None:
-        self.validate()
-
     def validate(self) -> None:
+        super().validate()
         for press in (self.prefilling_press, self.decoding_press):
             if press is not None:
                 press.validate()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache import attention
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, NotNegative, Size
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -42,18 +42,11 @@ class ExpectedAttentionPress(ScorerPress):
     rotary layout are exact; futures start at the true next position, after evictions too. A logit soft cap is ignored.
     """
 
-    n_future_positions: int = 512
-    n_sink: int = 4
+    n_future_positions: Count = 512
+    n_sink: Size = 4
     use_covariance: bool = True
     use_vnorm: bool = True
-    epsilon: float = 0.0
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("n_future_positions", self.n_future_positions)
-        check_count("n_sink", self.n_sink, least=0)
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon must be >= 0, got {self.epsilon}")
+    epsilon: NotNegative = 0.0
 
     @property
     def protected(self) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Range, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe, Schedule
@@ -47,24 +47,17 @@ class H2OPress(ScorerPress):
     attention before the first eviction, as in the authors' code.
     """
 
-    recent_ratio: float = 0.5
-    interval: int = 1
+    recent_ratio: Share = 0.5
+    interval: Count = 1
     normalize: Literal["none", "count", "decay"] = "none"
-    decay: float | None = None
+    decay: Annotated[float, Range(0, 1, above=True)] | None = None
 
     def validate(self) -> None:
         super().validate()
-        check_count("interval", self.interval)
-        if not 0 <= self.recent_ratio <= 1:
-            raise ValueError(f"recent_ratio must be in [0, 1], got {self.recent_ratio}")
-        if self.normalize not in ("none", "count", "decay"):
-            raise ValueError(f"normalize must be 'none', 'count' or 'decay', got {self.normalize!r}")
         if (self.normalize == "decay") != (self.decay is not None):
             raise ValueError(
                 f"decay goes with normalize='decay', and with that only; got normalize={self.normalize!r}, decay={self.decay}"
             )
-        if self.decay is not None and not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
 
     @property
     def protected(self) -> int:

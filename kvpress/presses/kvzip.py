@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
 from kvpress.cache.streams import Stored, real_slots
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
 from kvpress.core.recipe import ByScore, Eviction, PassHook, Recipe
@@ -66,7 +66,7 @@ class KVzipPress(BudgetPress):
     """
 
     layerwise: bool = False
-    n_sink: int = 4
+    n_sink: Size = 4
     kvzip_plus_normalization: bool = False
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
     tokenizer: InitVar[Any] = field(default=None, kw_only=True)
@@ -77,7 +77,6 @@ class KVzipPress(BudgetPress):
 
     def validate(self) -> None:
         super().validate()
-        check_count("n_sink", self.n_sink, least=0)
         if not isinstance(self.repeat_prompt, str):
             raise TypeError(f"repeat_prompt must be text, got {self.repeat_prompt!r}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.view import View
@@ -43,11 +43,7 @@ class LeverageScorePress(ScorerPress):
     standardised, which would change no choice among the pairs of a head.
     """
 
-    sketch_dimension: int = 48
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("sketch_dimension", self.sketch_dimension)
+    sketch_dimension: Count = 48
 
     def scores(self, view: View) -> Tensor:
         """Return leverages in [0, 1], `[b, h, n]`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvpress.cache import attention
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
@@ -41,11 +41,7 @@ class NonCausalAttnPress(ScorerPress):
     standardised, which would change no choice among the pairs of a head.
     """
 
-    chunk_size: int = 256
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("chunk_size", self.chunk_size)
+    chunk_size: Count = 256
 
     @property
     def wants(self) -> tuple[Wanted, ...]:

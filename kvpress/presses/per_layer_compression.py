@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from kvpress.core.checks import check_ratio
+from kvpress.core.checks import RATIO
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Eviction
@@ -48,7 +48,7 @@ class PerLayerCompressionPress(Wrapping):
         if not self.compression_ratios:
             raise ValueError("compression_ratios must hold one ratio per layer, got none")
         for layer, ratio in enumerate(self.compression_ratios):
-            check_ratio(f"compression_ratios[{layer}]", ratio)
+            RATIO.check(f"compression_ratios[{layer}]", ratio)
         super().validate()
 
     @property

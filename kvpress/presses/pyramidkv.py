@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.recipe import Allocator, Scored
 from kvpress.core.registry import Exemption, register
 from kvpress.observe.view import View
@@ -35,11 +35,7 @@ class PyramidKVPress(SnapKVPress):
     prompt, all layers get the mean. In later turns a layer that holds fewer pairs than its share keeps what it holds.
     """
 
-    beta: int = 20
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("beta", self.beta)
+    beta: Count = 20
 
     @property
     def allocator(self) -> Allocator:

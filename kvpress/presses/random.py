@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.view import View
@@ -24,12 +24,7 @@ class RandomPress(ScorerPress):
     Differs from the paper: nothing.
     """
 
-    seed: int | None = None
-
-    def validate(self) -> None:
-        super().validate()
-        if self.seed is not None:
-            check_count("seed", self.seed, least=0)
+    seed: Size | None = None
 
     def scores(self, view: View) -> Tensor:
         """Return uniform numbers `[b, h, n]`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Share, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
@@ -39,19 +39,10 @@ class SimLayerKVPress(BasePress):
     prompt decide, where the authors' code waits for the first generated token.
     """
 
-    lazy_threshold: float = 1.0
-    n_last: int = 1
-    n_recent: int = 1024
-    n_initial: int = 4
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        if not 0 <= self.lazy_threshold <= 1:
-            raise ValueError(f"lazy_threshold must be in [0, 1], got {self.lazy_threshold}")
-        for name, least in (("n_last", 1), ("n_recent", 1), ("n_initial", 0)):
-            check_count(name, getattr(self, name), least)
+    lazy_threshold: Share = 1.0
+    n_last: Count = 1
+    n_recent: Count = 1024
+    n_initial: Size = 4
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         queries = Wanted(RecentQueries, self.n_last)
@@ -70,12 +61,9 @@ class LazyLayers(Allocator):
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        views, paid = [each.view for each in scored], []
-        near = [each.scores >= each.view.seen - self.recent for each in scored]
-        for view, inside in zip(views, near, strict=True):
-            weights = view.attention(view.newest_queries(self.queries))
+        near, paid = [each.scores >= each.view.seen - self.recent for each in scored], []
+        for each, inside in zip(scored, near, strict=True):
+            weights = each.view.attention(each.view.newest_queries(self.queries))
             paid.append((weights * inside[:, :, None, None]).sum(dim=-1).mean(dim=(2, 3)))
         lazy = torch.cat(paid, dim=1).mean(dim=1).clamp_max(1) > self.threshold
-        if not bool(lazy.any()):
-            return [view.length for view in views]
         return [torch.where(lazy[:, None], inside.sum(dim=2), inside.shape[2]) for inside in near]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -33,13 +33,11 @@ class SnapKVPress(ScorerPress):
     Differs from the paper: query heads of a group share one choice, the mean of their scores, because they share keys.
     """
 
-    window_size: int = 64
-    kernel_size: int = 5
+    window_size: Count = 64
+    kernel_size: Count = 5
 
     def validate(self) -> None:
         super().validate()
-        check_count("window_size", self.window_size)
-        check_count("kernel_size", self.kernel_size)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Share, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Allocator, ByScore, Eviction, PassHook, Recipe, Schedule, Scored
@@ -38,30 +38,19 @@ class StreamingHeadsPress(BasePress):
     sizes: ClassVar[tuple[int, int]]
     """Sinks and recent tokens of the method."""
 
-    head_compression_ratio: float = 0.0
+    head_compression_ratio: Share = 0.0
     table: str | None = field(default=None, kw_only=True)
-    sink_size: int | None = field(default=None, kw_only=True)
-    recent_size: int | None = field(default=None, kw_only=True)
-    interval: int = field(default=128, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.validate()
+    sink_size: Size | None = field(default=None, kw_only=True)
+    recent_size: Count | None = field(default=None, kw_only=True)
+    interval: Count = field(default=128, kw_only=True)
 
     def validate(self) -> None:
-        ratio = self.head_compression_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
-            raise TypeError(f"head_compression_ratio must be a number in [0, 1], got {ratio!r}")
-        if not 0 <= ratio <= 1:
-            raise ValueError(f"head_compression_ratio must be in [0, 1], got {ratio}")
+        super().validate()
         if self.table is not None:
             self.table = os.fspath(self.table)
             read_head_table(self.table)
-        elif ratio and not self.measures:
+        elif self.head_compression_ratio and not self.measures:
             raise ValueError(f"{type(self).__name__} needs to know which heads stream: {self.remedy}")
-        sink_size, recent_size = self.window
-        check_count("sink_size", sink_size, least=0)
-        check_count("recent_size", recent_size)
-        check_count("interval", self.interval)
 
     @property
     def measures(self) -> bool:

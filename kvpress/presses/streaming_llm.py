@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size
 from kvpress.core.executor import close_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
@@ -48,12 +48,8 @@ class StreamingLLMPress(ScorerPress):
     `DecodingPress` to keep evicting while tokens are generated. Positions are re-indexed only with `reindex=True`.
     """
 
-    n_sink: int = 4
+    n_sink: Size = 4
     reindex: bool = False
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("n_sink", self.n_sink, least=0)
 
     @property
     def protected(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvpress.core.checks import Size
 from kvpress.core.host import host
 from kvpress.core.registry import register
 from kvpress.kernels import BITS
@@ -31,7 +32,7 @@ class AdaQuantPress(KIVIPress):
 
     bits: Bits = (4, 2)
     group_size: int | tuple[int, int] = 64
-    residual_length: int = 64
+    residual_length: Size = 64
 
     @classmethod
     def for_model(

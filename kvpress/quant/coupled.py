@@ -13,7 +13,7 @@ from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size, check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
@@ -55,9 +55,9 @@ class CoupledQuantPress(QuantisingPress):
     bits: Bits = 8
     coupled: int | tuple[int, int] = 4
     calibration: str | None = None
-    residual_length: int = 128
+    residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
-    sinks: int = 4
+    sinks: Size = 4
 
     allowed_bits: ClassVar[tuple[int, ...]] = CODE_BITS
 

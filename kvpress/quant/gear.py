@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Range, Share, Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import register
 from kvpress.kernels import MOST_RANK
@@ -19,6 +19,8 @@ from kvpress.quant.press import QuantisingPress, check_channel_group
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Counts, Runs
 from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
+
+Rank = Annotated[int, Range(0, MOST_RANK, whole=True)]
 
 
 @register("gear", "quantise", "Kang et al., 2024, arXiv:2403.05527", example="gear:bits=2")
@@ -41,30 +43,19 @@ class GEARPress(QuantisingPress):
     """
 
     bits: Bits = 2
-    group_size: int = 64
-    rank: int = 4
-    generated_rank: int = 2
-    outliers: float = 0.02
-    passes: int = 3
+    group_size: Count = 64
+    rank: Rank = 4
+    generated_rank: Rank = 2
+    outliers: Share = 0.02
+    passes: Count = 3
     backbone: Literal["kivi", "kcvt"] = "kivi"
-    buffer_length: int = 64
-    residual_length: int = 0
+    buffer_length: Count = 64
+    residual_length: Size = 0
     skip_layers: tuple[int, ...] = ()
-    sinks: int = 0
+    sinks: Size = 0
 
     def validate(self) -> None:
         super().validate()
-        check_count("group_size", self.group_size)
-        check_count("buffer_length", self.buffer_length)
-        check_count("passes", self.passes)
-        for name in ("rank", "generated_rank"):
-            check_count(name, getattr(self, name), least=0)
-            if getattr(self, name) > MOST_RANK:
-                raise ValueError(f"{name} must be at most {MOST_RANK}, got {getattr(self, name)}")
-        if not 0 <= self.outliers <= 1:
-            raise ValueError(f"outliers must be a share in [0, 1], got {self.outliers}")
-        if self.backbone not in ("kivi", "kcvt"):
-            raise ValueError(f"backbone must be 'kivi' or 'kcvt', got {self.backbone!r}")
         if self.backbone == "kivi" and self.buffer_length % self.group_size:
             raise ValueError(
                 f"buffer_length must be a multiple of group_size={self.group_size}, got {self.buffer_length}"
@@ -94,7 +85,7 @@ class GEARLPress(GEARPress):
     Differs from the paper: as `GEARPress`.
     """
 
-    outliers: float = 0.0
+    outliers: Share = 0.0
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size, check_count
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import register
 from kvpress.quant.bits import Bits
@@ -30,9 +30,9 @@ class KIVIPress(QuantisingPress):
 
     bits: Bits = 2
     group_size: int | tuple[int, int] = 32
-    residual_length: int = 128
+    residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
-    sinks: int = 0
+    sinks: Size = 0
 
     def validate(self) -> None:
         super().validate()

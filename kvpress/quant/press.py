@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvpress.cache.codec import Codec
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
@@ -23,9 +23,9 @@ class QuantisingPress(BasePress):
     """
 
     bits: Bits
-    residual_length: int
+    residual_length: Size
     skip_layers: tuple[int, ...]
-    sinks: int
+    sinks: Size
 
     allowed_bits: ClassVar[Sequence[int]] = BITS
 
@@ -36,9 +36,8 @@ class QuantisingPress(BasePress):
         self.validate()
 
     def validate(self) -> None:
+        super().validate()
         self.layer_bits()
-        check_count("residual_length", self.residual_length, least=0)
-        check_count("sinks", self.sinks, least=0)
 
     def layer_bits(self, name: str = "bits") -> LayerBits:
         """Read the setting `name` as bits per layer."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, Segment
+from kvpress.core.checks import Size
 from kvpress.core.registry import register
 from kvpress.kernels import pack
 from kvpress.quant.bits import Bits
@@ -35,9 +36,9 @@ class TurboQuantPress(QuantisingPress):
     """
 
     bits: Bits = 4
-    residual_length: int = 128
+    residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
-    sinks: int = 0
+    sinks: Size = 0
     seed: int = 0
 
     def layer_codec(self, layer: int) -> RotatedCodec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Range, Share, Size
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
@@ -46,21 +46,16 @@ class ZipCachePress(QuantisingPress):
 
     bits: Bits = 4
     low_bits: Bits = 2
-    salient_ratio: float = 0.6
-    probe_ratio: float = 0.1
-    interval: int = 100
-    residual_length: int = 0
+    salient_ratio: Share = 0.6
+    probe_ratio: Annotated[float, Range(0, 1, above=True)] = 0.1
+    interval: Count = 100
+    residual_length: Size = 0
     skip_layers: tuple[int, ...] = ()
-    sinks: int = 0
+    sinks: Size = 0
 
     def validate(self) -> None:
         super().validate()
         self.layer_bits("low_bits")
-        check_count("interval", self.interval)
-        if not 0 <= self.salient_ratio <= 1:
-            raise ValueError(f"salient_ratio must be in [0, 1], got {self.salient_ratio}")
-        if not 0 < self.probe_ratio <= 1:
-            raise ValueError(f"probe_ratio must be in (0, 1], got {self.probe_ratio}")
 
     def check_shape(self, layer: LayerFacts) -> None:
         super().check_shape(layer)

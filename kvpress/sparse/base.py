@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
@@ -21,15 +21,11 @@ class SelectorPress(BasePress):
     """
 
     budget: float = 1024
-    n_sink: int = field(default=0, kw_only=True)
-    n_recent: int = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.validate()
+    n_sink: Size = field(default=0, kw_only=True)
+    n_recent: Size = field(default=0, kw_only=True)
 
     def validate(self) -> None:
-        check_count("n_sink", self.n_sink, least=0)
-        check_count("n_recent", self.n_recent, least=0)
+        super().validate()
         if isinstance(self.budget, float):
             if not 0 < self.budget < 1:
                 raise ValueError(f"budget must be a whole number of pairs, or a fraction in (0, 1), got {self.budget}")

@@ -17,7 +17,7 @@ from kvpress.cache.codec import Codec
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.calibrate import file as calibration
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
@@ -28,7 +28,6 @@ from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.channels import Channels
 from kvpress.sparse.offload import HostCodec, PendingFetch, Prefetcher
 
-LABEL_BITS = (1, 2, 4, 8, 16)
 QUARTER = 4
 """Channels of a key for each channel of its label, if nobody says otherwise."""
 
@@ -71,26 +70,13 @@ class DoubleSparsityPress(SelectorPress):
     """
 
     budget: float = 1 / 16
-    channels: int | None = None
-    label_bits: int = 4
-    skip_layers: int = 2
+    channels: Count | None = None
+    label_bits: Literal[1, 2, 4, 8, 16] = 4
+    skip_layers: Size = 2
     calibration: str | None = None
     statistic: Literal["qk", "q", "k"] = "qk"
     reduce: Literal["max", "sum"] = "max"
     offload: bool = False
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("skip_layers", self.skip_layers, least=0)
-        if self.channels is not None:
-            check_count("channels", self.channels)
-        for name, value, allowed in (
-            ("label_bits", self.label_bits, LABEL_BITS),
-            ("statistic", self.statistic, ("qk", "q", "k")),
-            ("reduce", self.reduce, ("max", "sum")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
     @property
     def source(self) -> Path:

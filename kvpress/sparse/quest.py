@@ -11,7 +11,7 @@ from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, Selector, spans_of
 from kvpress.kernels import Ranges, page_bounds
@@ -39,15 +39,13 @@ class QuestPress(SelectorPress):
     works on evicted and on encoded caches.
     """
 
-    page_size: int = 16
-    skip_layers: int = 2
+    page_size: Count = 16
+    skip_layers: Size = 2
 
     def validate(self) -> None:
         super().validate()
-        check_count("page_size", self.page_size)
         if isinstance(self.budget, int):
             check_count("budget", self.budget, least=self.page_size)
-        check_count("skip_layers", self.skip_layers, least=0)
 
     def selector_at(self, layer: int) -> QuestSelector | None:
         return QuestSelector(self.limits, self.page_size) if layer >= self.skip_layers else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.segment import Segment
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, Selector, spans_of
 from kvpress.observe.call import LayerCall
@@ -38,12 +38,8 @@ class SparQPress(SelectorPress):
     """
 
     budget: float = 128
-    channels: int = 32
+    channels: Count = 32
     mean_value: bool = True
-
-    def validate(self) -> None:
-        super().validate()
-        check_count("channels", self.channels)
 
     def selector_at(self, layer: int) -> SparQSelector:
         return SparQSelector(self.limits, self.channels, self.mean_value)

@@ -13,7 +13,7 @@ from kvpress.cache.attention import group_queries
 from kvpress.cache.chosen import Chosen, Selection, by_token, for_tokens, joined
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.segment import Segment
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Size, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook, Recipe
 from kvpress.core.registry import register
@@ -22,7 +22,6 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Pass
 from kvpress.sparse.base import SelectorPress
 
-HEADS = ("mean", "max", "query")
 RESELECT = 0.4
 """Where positions are chosen again if nobody says: as a fraction of the layers, 13 of 32."""
 
@@ -56,17 +55,13 @@ class TidalDecodePress(SelectorPress):
     was evicted does not read one there.
     """
 
-    skip_layers: int = 2
+    skip_layers: Size = 2
     reselect_layer: int | None = None
     heads: Literal["mean", "max", "query"] = "mean"
-    correction: int = 0
+    correction: Size = 0
 
     def validate(self) -> None:
         super().validate()
-        check_count("skip_layers", self.skip_layers, least=0)
-        check_count("correction", self.correction, least=0)
-        if self.heads not in HEADS:
-            raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
         if self.reselect_layer is not None:
             check_count("reselect_layer", self.reselect_layer, least=self.skip_layers + 1)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal, get_origin
 
 import pytest
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.core.checks import Range, allowed
+from kvpress.core.registry import find
 from tests.bad_input.refusals import refused
 from tests.models import COMMON, tiny_model
 
@@ -78,6 +82,38 @@ GROUPS = [
 @pytest.mark.parametrize(("spec", "error", "words"), GROUPS)
 def test_26_arguments_out_of_range(spec: str, error: type[Exception], words: list[str]) -> None:
     refused(tiny_model("llama"), lambda: kvpress.get_press(spec), error, *words)
+
+
+def outside(choice: Any) -> list[tuple[Any, type[Exception]]]:
+    """Values that a field of this type must refuse, and how."""
+    if isinstance(choice, Range):
+        values = [choice.least - 1, choice.least if choice.above else None, choice.most if choice.below else None]
+        found: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]
+        return [*found, (True, TypeError), ("8", TypeError), *([(2.5, TypeError)] if choice.whole else [])]
+    if get_origin(choice) is Literal:
+        return [("mode", ValueError)]
+    return [("yes", TypeError)] if choice is bool else []
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in kvpress.list_presses()])
+def test_26_whatever_a_field_cannot_be_is_refused_by_its_name(name: str) -> None:
+    press = kvpress.get_press(find(name).example)
+    for field, choices in allowed(type(press)).items():
+        for value, error in (case for choice in choices for case in outside(choice)):
+            changed = copy.copy(press)
+            setattr(changed, field, value)
+            with pytest.raises(error, match=f"{field} must be .*got {value!r}"):
+                changed.validate()
+
+
+def test_26_a_class_with_types_that_cannot_be_found_is_checked_as_its_parent() -> None:
+    @dataclass
+    class Own(kvpress.KnormPress):
+        extra: "Unknown" = None  # type: ignore[name-defined]  # noqa: F821, UP037
+
+    assert Own(0.5).extra is None
+    with pytest.raises(ValueError, match=r"compression_ratio must be in \[0, 1\), got 2"):
+        Own(2)
 
 
 def test_26_group_that_does_not_divide_the_head_dim() -> None:
