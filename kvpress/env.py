@@ -11,6 +11,11 @@ def cpu_kernels_enabled() -> bool:
     return os.environ.get("KVPRESS_CPU_KERNELS", "1") != "0"
 
 
+def cpu_level() -> str | None:
+    """The instruction-set level that ``KVPRESS_CPU_LEVEL`` asks for, such as ``avx2``; the fastest there is without it."""
+    return os.environ.get("KVPRESS_CPU_LEVEL") or None
+
+
 def cache_dir() -> Path:
     """Where compiled kernels are kept: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``."""
     base = os.environ.get("XDG_CACHE_HOME")

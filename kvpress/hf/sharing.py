@@ -159,6 +159,7 @@ class Branch(Session):
             store=layer.store,
             kwargs={**call.kwargs, "past_key_values": self.cache},
             shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
+            left={},
         )
         self.observe(self.call)
 

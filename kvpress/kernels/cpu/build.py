@@ -22,13 +22,17 @@ SOURCES = Path(__file__).parent
 # -w: GCC 12 warns about uninitialised variables inside its own AVX-512 headers.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+VNNI = (*AVX512, "-mavx512vnni")
+VBMI = (*VNNI, "-mavx512vbmi")
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "baseline": (),
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "avx2": AVX2,  # Zen 1 to 3, Haswell, and all later desktop processors of Intel
+    "avx512": AVX512,  # Skylake servers
+    "avx512_vnni": VNNI,  # Cascade Lake, Cooper Lake
+    "avx512_vbmi": VBMI,  # Ice Lake
+    "avx512_bf16": (*VBMI, "-mavx512bf16"),  # Sapphire Rapids, Zen 4 and later
 }
 """Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``."""
 
@@ -90,6 +94,22 @@ def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
 def supported_levels() -> tuple[str, ...]:
     """Instruction-set levels this processor can run, slowest first."""
     return tuple(LEVELS)[: _load("probe.cpp", ()).kvpress_level() + 1]
+
+
+@functools.cache
+def best_level() -> str:
+    """The level to run: the one that ``KVPRESS_CPU_LEVEL`` names, else the fastest that this processor has.
+
+    Raises:
+        ValueError: the level that is asked for is unknown, or one that this processor lacks.
+    """
+    levels, wanted = supported_levels(), env.cpu_level()
+    if wanted is None:
+        return levels[-1]
+    if wanted not in levels:
+        why = "this processor lacks it" if wanted in LEVELS else "there is no such level"
+        raise ValueError(f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of {', '.join(levels)}, or unset it")
+    return wanted
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// Attention on codes with 8-bit integer dot products (AVX-512 VNNI): nothing is dequantised.
+// Attention on codes with 8-bit integer dot products: nothing is dequantised.
 //
 // A key group folds its scales into the queries, which become 16-bit integers split into two signed bytes: two integer
 // dot products give the logit to about 2^-15 of the largest term. Probabilities times value scales are split likewise.
@@ -7,32 +7,24 @@
 #include "buffer.h"
 #include "codes.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define KVPRESS_INT8 1
 
 namespace kvpress {
 
 constexpr float kIntRange = 32512.f;  // 127 * 256: the largest magnitude whose high byte stays within int8
 
-inline __mmask16 first_lanes(int count) { return __mmask16((1u << std::clamp(count, 0, 16)) - 1); }
+using UnsignedWords = uint32_t __attribute__((vector_size(sizeof(F))));
+using SignedBytes = int8_t __attribute__((vector_size(kLanes)));
 
-inline __m512 load_half(const f16* p, int count) {
-  if (count >= 16) return load(p);
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+inline Words load_words(const int32_t* p) {
+  Words x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
 }
+inline void store_words(int32_t* p, Words x) { std::memcpy(p, &x, sizeof x); }
 
-inline __m128i load_bytes(const uint8_t* p, int count) {
-  if (count >= 16) return _mm_loadu_si128((const __m128i*)p);
-  return _mm_maskz_loadu_epi8(first_lanes(count), p);
-}
-
-// Up to 16 bytes of four rows, `step` apart in the list, one row per 128-bit lane.
-inline __m512i load_lanes(const uint8_t* const* rows, int step, int offset, int count) {
-  __m512i x = _mm512_castsi128_si512(load_bytes(rows[0] + offset, count));
-  x = _mm512_inserti32x4(x, load_bytes(rows[step] + offset, count), 1);
-  x = _mm512_inserti32x4(x, load_bytes(rows[2 * step] + offset, count), 2);
-  return _mm512_inserti32x4(x, load_bytes(rows[3 * step] + offset, count), 3);
-}
+inline F load_half(const f16* p, int count) { return count >= kLanes ? load(p) : load_part(p, std::max(count, 0)); }
 
 // Split round(x * y) of two vectors into signed bytes: product = 256 * high + low.
 class ByteSplit {
@@ -40,15 +32,19 @@ class ByteSplit {
   KVPRESS_INLINE void operator()(F x0, F y0, F x1, F y1, int8_t* high, int8_t* low) const {
     // 1.5 * 2^23 puts the integer into the low mantissa bits; 128 rounds the high byte and is undone by the xor.
     const F magic = set1(0x1.8p23f + 128.f);
-    const __m512i bytes = _mm512_xor_si512(
-        _mm512_permutex2var_epi8(_mm512_castps_si512(fma(x0, y0, magic)), pick_,
-                                 _mm512_castps_si512(fma(x1, y1, magic))),
-        flip_);
+    const Words a = (Words)fma(x0, y0, magic), b = (Words)fma(x1, y1, magic);
+#if defined(__AVX512VBMI__)
+    const __m512i bytes = _mm512_xor_si512(_mm512_permutex2var_epi8((__m512i)a, pick_, (__m512i)b), flip_);
     _mm256_storeu_si256((__m256i*)high, _mm512_castsi512_si256(bytes));
     _mm256_storeu_si256((__m256i*)low, _mm512_extracti64x4_epi64(bytes, 1));
+#else
+    put(high, a >> 8), put(high + kLanes, b >> 8);
+    put(low, a ^ 0x80), put(low + kLanes, b ^ 0x80);
+#endif
   }
 
  private:
+#if defined(__AVX512VBMI__)
   static __m512i pick() {
     alignas(64) uint8_t index[64];
     for (int i = 0; i < 32; ++i) {
@@ -59,22 +55,95 @@ class ByteSplit {
   }
   const __m512i pick_ = pick();
   const __m512i flip_ = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(int8_t(0x80)), 1);
+#else
+  static KVPRESS_INLINE void put(int8_t* out, Words x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // The first byte of every word, moved together in each half; converting would take twice as many shuffles.
+    const __m256i first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                           0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i picked = _mm256_shuffle_epi8((__m256i)x, first);
+    _mm_storel_epi64((__m128i*)out,
+                     _mm_or_si128(_mm256_castsi256_si128(picked), _mm256_extracti128_si256(picked, 1)));
+#else
+    const SignedBytes bytes = __builtin_convertvector(x, SignedBytes);
+    std::memcpy(out, &bytes, sizeof bytes);
+#endif
+  }
+#endif
 };
 
-// Codes of one part, still one per byte, multiplied by 2^kShift.
-template <int kBits, int kShift>
-inline __m512i part_of(__m512i word, int part) {
-  if constexpr (kBits == 8) return word;
-  const int right = part * kBits - kShift;
-  const __m512i moved = right >= 0 ? _mm512_srli_epi32(word, right) : _mm512_slli_epi32(word, -right);
-  return _mm512_and_si512(moved, _mm512_set1_epi8(int8_t(((1 << kBits) - 1) << kShift)));
-}
+#if defined(__AVX512VNNI__)
+constexpr bool kWholeBytes = true;  // products of 8-bit codes do not overflow
+#else
+constexpr bool kWholeBytes = false;
+#endif
 
-// sum[lane] += four unsigned codes of the lane times the same four signed bytes. Assembly, because compilers neither
-// fold the broadcast into the instruction nor leave the sums in place, which costs as much as the product itself.
-KVPRESS_INLINE void multiply_add(__m512i& sum, __m512i codes, const int8_t* four) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(four)));
-}
+// Codes that are multiplied at once; those of 8 bits go in two halves where products of whole bytes would overflow.
+template <int kBits>
+constexpr int kHalves = kBits == 8 && !kWholeBytes ? 2 : 1;
+
+// Codes of one part, still one per byte, multiplied by 2^kShift; of 8-bit codes the given half.
+template <int kBits, int kShift>
+class Part {
+ public:
+  KVPRESS_INLINE Part(int part, int half)
+      : right_(kBits == 8 ? 4 * half : part * kBits - kShift),
+        mask_(UnsignedWords{} + uint32_t(((1 << std::min(kBits, kWholeBytes ? 8 : 4)) - 1) << kShift) * 0x01010101u) {}
+
+  KVPRESS_INLINE Words operator()(Words word) const {
+    if constexpr (kBits == 8 && kWholeBytes) return word;
+    const UnsignedWords bits = (UnsignedWords)word;
+    return (Words)((right_ >= 0 ? bits >> right_ : bits << -right_) & mask_);
+  }
+
+ private:
+  const int right_;
+  const UnsignedWords mask_;
+};
+
+// Per lane, sums of four unsigned codes times the same four signed bytes.
+class Products {
+ public:
+  // How many products of codes of 4 bits fit into the sums; fewer bits leave room for as many parts of a byte more.
+#if defined(__AVX512VNNI__)
+  static constexpr bool kNarrow = false;
+  // Assembly, because compilers neither fold the broadcast into the instruction nor leave the sums in place, which costs
+  // as much as the product itself.
+  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums_) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(four)));
+  }
+  KVPRESS_INLINE Words take() const { return sums_; }
+#elif defined(__AVX2__)
+  static constexpr bool kNarrow = true;  // 16-bit sums: 8 x 2 x 15 x 128 fit, then they are taken
+  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
+    int32_t pair;
+    std::memcpy(&pair, four, sizeof pair);
+#if defined(__AVX512F__)
+    sums_ = (Words)_mm512_add_epi16((__m512i)sums_, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(pair)));
+#else
+    sums_ = (Words)_mm256_add_epi16((__m256i)sums_, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(pair)));
+#endif
+  }
+  KVPRESS_INLINE Words take() {
+#if defined(__AVX512F__)
+    const Words wide = (Words)_mm512_madd_epi16((__m512i)sums_, _mm512_set1_epi16(1));
+#else
+    const Words wide = (Words)_mm256_madd_epi16((__m256i)sums_, _mm256_set1_epi16(1));
+#endif
+    sums_ = Words{};
+    return wide;
+  }
+#else
+  static constexpr bool kNarrow = false;
+  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
+    sums_ = (Words)vdotq_s32((int32x4_t)sums_, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)four)));
+  }
+  KVPRESS_INLINE Words take() const { return sums_; }
+#endif
+
+ private:
+  Words sums_{};
+};
 
 // Instantiate `step` for the widths that a plane can have.
 template <class Step>

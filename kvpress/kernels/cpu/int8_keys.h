@@ -2,6 +2,7 @@
 #pragma once
 
 #include "int8_dot.h"
+#include "words.h"
 
 #if defined(KVPRESS_INT8)
 namespace kvpress {
@@ -22,15 +23,17 @@ class Int8Keys {
         zero_dot_(queries),
         bytes_(queries * 2 * kMaxChannels + 64),
         columns_(rows.side().stride / 4 + 8),
-        sums_(queries * 16) {}
+        sums_(queries * kLanes),
+        // So that no sum of products leaves 32 bits.
+        range_(std::min(kIntRange, float(INT32_MAX / (rows.side().channels << rows.side().bits)))) {}
 
   // Queries float32 [M, stride], zero padded.
   void begin(const float* q) {
     q_ = q;
     group_ = -1;
-    for (int c = 0; c < stride_; c += 16) {
+    for (int c = 0; c < stride_; c += kLanes) {
       F best = set1(0.f);
-      for (int m = 0; m < queries_; ++m) best = max(best, _mm512_abs_ps(load(q + m * stride_ + c)));
+      for (int m = 0; m < queries_; ++m) best = max(best, abs(load(q + m * stride_ + c)));
       store(largest_ + c, best);
     }
   }
@@ -38,18 +41,21 @@ class Int8Keys {
   // Logits of up to 16 rows of one group; sixteen are written per query.
   void score(int64_t group, const int64_t* rows, int count, float* scores) {
     if (group != group_) fold(group);
-    std::memset(static_cast<void*>(sums_), 0, queries_ * 64);
-    const uint8_t* codes[16];
-    rows_.locate(rows, count, 16, codes);
-    for (const Plane& plane : rows_.planes())
-      for_plane(plane, [&](auto bits, auto shift) {
-        for_query_tiles(queries_, [&](auto tile, int m) {
-          m == 0 ? dot<bits, shift, tile, true>(plane, codes, m) : dot<bits, shift, tile, false>(plane, codes, m);
+    const uint8_t* codes[kTile];
+    rows_.locate(rows, count, kTile, codes);
+    for (int first = 0; first < count; first += kLanes) {
+      std::memset(static_cast<void*>(sums_), 0, queries_ * kLanes * sizeof(int32_t));
+      for (const Plane& plane : rows_.planes())
+        for_plane(plane, [&](auto bits, auto shift) {
+          for_query_tiles(queries_, [&](auto tile, int m) {
+            m == 0 ? dot<bits, shift, tile, true>(plane, codes + first, m)
+                   : dot<bits, shift, tile, false>(plane, codes + first, m);
+          });
         });
-      });
-    for (int m = 0; m < queries_; ++m) {
-      const F product = _mm512_cvtepi32_ps(_mm512_load_si512(sums_ + 16 * m));
-      store(scores + m * kScoreStride, fma(product, set1(unit_), set1(zero_dot_[m])));
+      for (int m = 0; m < queries_; ++m) {
+        const F product = (F)__builtin_convertvector(load_words(sums_ + kLanes * m), Floats);
+        store(scores + m * kScoreStride + first, fma(product, set1(unit_), set1(zero_dot_[m])));
+      }
     }
   }
 
@@ -61,12 +67,12 @@ class Int8Keys {
     const f16* scale = static_cast<const f16*>(rows_.side().scale) + group * channels;
     const f16* zero = static_cast<const f16*>(rows_.side().zero) + group * channels;
     F best = set1(0.f);
-    for (int c = 0; c < channels; c += 16)
-      best = max(best, _mm512_abs_ps(mul(load_half(scale + c, channels - c), load(largest_ + c))));
+    for (int c = 0; c < channels; c += kLanes)
+      best = max(best, abs(mul(load_half(scale + c, channels - c), load(largest_ + c))));
     const float bound = max_lane(best);
-    unit_ = bound / kIntRange;
+    unit_ = bound / range_;
     for_query_tiles(queries_, [&](auto tile, int m) {
-      fold_tile<tile>(scale, zero, channels, set1(bound > 0 ? kIntRange / bound : 0.f), m);
+      fold_tile<tile>(scale, zero, channels, set1(bound > 0 ? range_ / bound : 0.f), m);
     });
   }
 
@@ -78,14 +84,14 @@ class Int8Keys {
     const int stride = stride_;
     const ByteSplit split;
     F dot[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
-    for (int c = 0; c < channels; c += 32) {
-      const int left = channels - c;
-      const F s0 = mul(load_half(scale + c, left), to_int), s1 = mul(load_half(scale + c + 16, left - 16), to_int);
-      const F z0 = load_half(zero + c, left), z1 = load_half(zero + c + 16, left - 16);
+    for (int c = 0; c < channels; c += 2 * kLanes) {
+      const int left = channels - c, rest = left - kLanes;
+      const F s0 = mul(load_half(scale + c, left), to_int), s1 = mul(load_half(scale + c + kLanes, rest), to_int);
+      const F z0 = load_half(zero + c, left), z1 = load_half(zero + c + kLanes, rest);
       unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
         const float* q = queries + i * stride + c;
         int8_t* high = bytes + i * 2 * kMaxChannels + c;
-        const F q0 = load(q), q1 = load(q + 16);
+        const F q0 = load(q), q1 = load(q + kLanes);
         split(q0, s0, q1, s1, high, high + kMaxChannels);
         dot[i] = fma(q0, z0, fma(q1, z1, dot[i]));
       });
@@ -95,42 +101,37 @@ class Int8Keys {
     std::copy_n(sums, kQueries, zero_dot_ + m);
   }
 
-  // Sixteen rows become columns: lane t of column k holds bytes 4k .. 4k + 3 of row t.
-  static KVPRESS_INLINE void transpose(const uint8_t* const* codes, int offset, int count, __m512i* column) {
-    __m512i x[4];
-    for (int i = 0; i < 4; ++i) x[i] = load_lanes(codes + i, 4, offset, count);
-    const __m512i lo01 = _mm512_unpacklo_epi32(x[0], x[1]), hi01 = _mm512_unpackhi_epi32(x[0], x[1]);
-    const __m512i lo23 = _mm512_unpacklo_epi32(x[2], x[3]), hi23 = _mm512_unpackhi_epi32(x[2], x[3]);
-    column[0] = _mm512_unpacklo_epi64(lo01, lo23);
-    column[1] = _mm512_unpackhi_epi64(lo01, lo23);
-    column[2] = _mm512_unpacklo_epi64(hi01, hi23);
-    column[3] = _mm512_unpackhi_epi64(hi01, hi23);
-  }
-
   // The first tile of queries transposes as it goes, which overlaps shuffles with multiplications.
   template <int kBits, int kShift, int kQueries, bool kFirst>
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
   void dot(const Plane& plane, const uint8_t* const* codes, int m) {
-    __m512i high[kQueries], low[kQueries];
-    unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = _mm512_setzero_si512(); });
-    const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
-    for (int at = 0; at < plane.bytes; at += 16) {
-      __m512i* column = columns_ + at / 4;
-      if (kFirst) transpose(codes, plane.offset + at, plane.bytes - at, column);
-      for (int k = 0; k < 4; ++k)
-        unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
-          const __m512i word = part_of<kBits, kShift>(column[k], part);
-          const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
-          unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-            multiply_add(high[i], word, query + i * 2 * kMaxChannels);
-            multiply_add(low[i], word, query + (i * 2 + 1) * kMaxChannels);
+    for (int half = 0; half < kHalves<kBits>; ++half) {
+      Products high[kQueries], low[kQueries];
+      const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
+      for (int at = 0; at < plane.bytes; at += kBlock) {
+        Words* column = columns_ + at / 4;
+        if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
+        for (int k = 0; k < 4; ++k)
+          unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
+            const Words word = Part<kBits, kShift>(part, half)(column[k]);
+            const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
+            unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+              high[i].add(word, query + i * 2 * kMaxChannels);
+              low[i].add(word, query + (i * 2 + 1) * kMaxChannels);
+            });
           });
-        });
+        if (Products::kNarrow) collect<kQueries>(high, low, half, m);
+      }
+      if (!Products::kNarrow) collect<kQueries>(high, low, half, m);
     }
+  }
+
+  template <int kQueries>
+  KVPRESS_INLINE void collect(Products* high, Products* low, int half, int m) {
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-      int32_t* sum = sums_ + 16 * (m + i);
-      const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[i], 8), low[i]);
-      _mm512_store_si512(sum, _mm512_add_epi32(product, _mm512_load_si512(sum)));
+      int32_t* sum = sums_ + kLanes * (m + i);
+      const Words product = (high[i].take() << 8) + low[i].take();
+      store_words(sum, load_words(sum) + (product << (4 * half)));
     });
   }
 
@@ -141,8 +142,9 @@ class Int8Keys {
   float unit_ = 0;
   Buffer<float> largest_, zero_dot_;
   Buffer<int8_t> bytes_;  // [M, {high, low}, kMaxChannels]
-  Buffer<__m512i> columns_;
+  Buffer<Words> columns_;
   Buffer<int32_t> sums_;
+  const float range_;
 };
 
 }  // namespace kvpress

@@ -6,8 +6,6 @@
 
 namespace kvpress {
 
-using Words = int32_t __attribute__((vector_size(sizeof(F))));
-
 // The signed 16-bit halves of each word times those of the pair, added to the sum.
 inline Words multiply_halves(Words sum, Words x, int32_t pair) {
 #if defined(__AVX512VNNI__)
@@ -99,8 +97,6 @@ class CodedLabels {
   }
 
  private:
-  using Floats = float __attribute__((vector_size(sizeof(F))));
-
   template <class Step>
   static KVPRESS_INLINE void for_vectors(Step&& step) {
     unrolled<kTileVectors>(step);

@@ -17,9 +17,9 @@ logger = logging.getLogger("kvpress")
 
 @functools.cache
 def level() -> str | None:
-    """The fastest instruction-set level whose kernels compile and load here; None, with one warning, if there is none."""
+    """The instruction-set level that runs here, see `build.best_level`; None, with one warning, if none can be built."""
     try:
-        best = build.supported_levels()[-1]
+        best = build.best_level()
         build.load(best)
     except build.BuildError as error:
         logger.warning("CPU kernels are not available, decoding falls back to plain torch: %s", error)
@@ -43,6 +43,6 @@ def run(source: str, entry: str, *fields: Field, level: str | None = None) -> in
     """
     values = [field.data_ptr() if isinstance(field, Tensor) else 0 if field is None else field for field in fields]
     layout = "".join("d" if isinstance(value, float) else "q" for value in values)
-    kernels = build.load(level or build.supported_levels()[-1], source)
+    kernels = build.load(level or build.best_level(), source)
     result: int = kernels[entry](struct.pack(layout, *values))
     return result

@@ -3,12 +3,13 @@
 extern "C" int kvpress_level() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni"))
+#define KVPRESS_HAS(feature) (__builtin_cpu_supports(feature) != 0)
+  if (!KVPRESS_HAS("avx2") || !KVPRESS_HAS("fma")) return 0;
+  if (!KVPRESS_HAS("avx512f") || !KVPRESS_HAS("avx512bw") || !KVPRESS_HAS("avx512vl") || !KVPRESS_HAS("avx512dq"))
     return 1;
-  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+  if (!KVPRESS_HAS("avx512vnni")) return 2;
+  if (!KVPRESS_HAS("avx512vbmi")) return 3;
+  return KVPRESS_HAS("avx512bf16") ? 5 : 4;
 #else
   return 0;
 #endif

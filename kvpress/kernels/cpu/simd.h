@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 // For code whose speed depends on constants of its caller.
@@ -199,6 +201,12 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 }
 
 #endif
+
+// As many whole numbers of 32 bits, and what conversions between the two are written with.
+using Words = int32_t __attribute__((vector_size(sizeof(F))));
+using Floats = float __attribute__((vector_size(sizeof(F))));
+
+inline F abs(F x) { return max(x, sub(set1(0.f), x)); }
 
 // 2^x for x <= 128; relative error 2e-7, zero below -150 (Cephes exp2f coefficients).
 inline F exp2(F x) {

@@ -17,7 +17,7 @@ from tests.kernels.builders import dense
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """No remembered compiler, libraries or level, before and after the test."""
-    cached = (build.compiler, build.supported_levels, build.load, launch.level)
+    cached = (build.compiler, build.supported_levels, build.best_level, build.load, launch.level)
     for function in cached:
         function.cache_clear()
     yield
@@ -43,6 +43,28 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
     assert [record.getMessage() for record in caplog.records] == [
         "CPU kernels are not available, decoding falls back to plain torch: no C++ compiler found (no-such-compiler)"
     ]
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in build.supported_levels():
+        monkeypatch.setenv("KVPRESS_CPU_LEVEL", level)
+        build.best_level.cache_clear(), launch.level.cache_clear()
+        assert launch.level() == level
+        assert torch.equal(attend(), torch.ones(1, 1, 8))
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("wanted", "why"), [("sse9", "there is no such level"), ("avx512_bf16", "this processor lacks it")]
+)
+def test_a_level_that_cannot_run_is_refused(wanted: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_LEVEL", wanted)
+    monkeypatch.setattr(build, "supported_levels", lambda: ("baseline", "avx2"))
+    with pytest.raises(ValueError, match=f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of baseline, avx2, or unset it"):
+        attend()
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -1,0 +1,125 @@
+// Bytes of several rows brought together in vectors of kLanes words.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+namespace kvpress {
+
+constexpr int kBlock = 16;                     // bytes of a row that are loaded at once
+constexpr int kBlockVectors = kBlock / kLanes;  // vectors with a word for each of them
+
+#if defined(__AVX2__)
+using Block = __m128i;
+inline Block load_block(const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
+#else
+using Block = uint8x16_t;
+inline Block load_block(const uint8_t* p) { return vld1q_u8(p); }
+#endif
+
+// Up to 16 bytes; the rest is zero.
+inline Block load_bytes(const uint8_t* p, int count) {
+  if (count >= kBlock) return load_block(p);
+#if defined(__AVX512F__)
+  return _mm_maskz_loadu_epi8(__mmask16((1u << std::max(count, 0)) - 1), p);
+#else
+  uint8_t bytes[kBlock] = {};
+  std::memcpy(bytes, p, std::max(count, 0));
+  return load_block(bytes);
+#endif
+}
+
+// Up to 16 bytes of kLanes / 4 rows, `step` apart in the list, one row per 128 bits.
+inline Words load_lanes(const uint8_t* const* rows, int step, int offset, int count) {
+#if defined(__AVX512F__)
+  __m512i x = _mm512_castsi128_si512(load_bytes(rows[0] + offset, count));
+  x = _mm512_inserti32x4(x, load_bytes(rows[step] + offset, count), 1);
+  x = _mm512_inserti32x4(x, load_bytes(rows[2 * step] + offset, count), 2);
+  return (Words)_mm512_inserti32x4(x, load_bytes(rows[3 * step] + offset, count), 3);
+#elif defined(__AVX2__)
+  const __m256i x = _mm256_castsi128_si256(load_bytes(rows[0] + offset, count));
+  return (Words)_mm256_inserti128_si256(x, load_bytes(rows[step] + offset, count), 1);
+#else
+  return (Words)load_bytes(rows[0] + offset, count);
+#endif
+}
+
+// kLanes rows become columns: lane t of column k holds bytes 4k .. 4k + 3 of row t.
+KVPRESS_INLINE void transpose_rows(const uint8_t* const* rows, int offset, int count, Words* column) {
+  Words x[4];
+  for (int i = 0; i < 4; ++i) x[i] = load_lanes(rows + i, 4, offset, count);
+#if defined(__AVX512F__)
+  const __m512i lo01 = _mm512_unpacklo_epi32((__m512i)x[0], (__m512i)x[1]);
+  const __m512i hi01 = _mm512_unpackhi_epi32((__m512i)x[0], (__m512i)x[1]);
+  const __m512i lo23 = _mm512_unpacklo_epi32((__m512i)x[2], (__m512i)x[3]);
+  const __m512i hi23 = _mm512_unpackhi_epi32((__m512i)x[2], (__m512i)x[3]);
+  column[0] = (Words)_mm512_unpacklo_epi64(lo01, lo23);
+  column[1] = (Words)_mm512_unpackhi_epi64(lo01, lo23);
+  column[2] = (Words)_mm512_unpacklo_epi64(hi01, hi23);
+  column[3] = (Words)_mm512_unpackhi_epi64(hi01, hi23);
+#elif defined(__AVX2__)
+  const __m256i lo01 = _mm256_unpacklo_epi32((__m256i)x[0], (__m256i)x[1]);
+  const __m256i hi01 = _mm256_unpackhi_epi32((__m256i)x[0], (__m256i)x[1]);
+  const __m256i lo23 = _mm256_unpacklo_epi32((__m256i)x[2], (__m256i)x[3]);
+  const __m256i hi23 = _mm256_unpackhi_epi32((__m256i)x[2], (__m256i)x[3]);
+  column[0] = (Words)_mm256_unpacklo_epi64(lo01, lo23);
+  column[1] = (Words)_mm256_unpackhi_epi64(lo01, lo23);
+  column[2] = (Words)_mm256_unpacklo_epi64(hi01, hi23);
+  column[3] = (Words)_mm256_unpackhi_epi64(hi01, hi23);
+#else
+  const int32x4x2_t a = vtrnq_s32((int32x4_t)x[0], (int32x4_t)x[1]), b = vtrnq_s32((int32x4_t)x[2], (int32x4_t)x[3]);
+  column[0] = (Words)vcombine_s32(vget_low_s32(a.val[0]), vget_low_s32(b.val[0]));
+  column[1] = (Words)vcombine_s32(vget_low_s32(a.val[1]), vget_low_s32(b.val[1]));
+  column[2] = (Words)vcombine_s32(vget_high_s32(a.val[0]), vget_high_s32(b.val[0]));
+  column[3] = (Words)vcombine_s32(vget_high_s32(a.val[1]), vget_high_s32(b.val[1]));
+#endif
+}
+
+// Puts the bytes of four rows side by side: lane i of all vectors together holds byte i of the four rows.
+class Interleave {
+ public:
+  KVPRESS_INLINE void operator()(const uint8_t* const* rows, int offset, int count, Words* out) const {
+#if defined(__AVX512VBMI__)
+    out[0] = (Words)_mm512_permutexvar_epi8(bytes_, (__m512i)load_lanes(rows, 1, offset, count));
+#elif defined(__AVX512F__)
+    const __m512i words = _mm512_permutexvar_epi32(words_, (__m512i)load_lanes(rows, 1, offset, count));
+    out[0] = (Words)_mm512_shuffle_epi8(words, bytes_);
+#elif defined(__AVX2__)
+    const __m256i even = (__m256i)load_lanes(rows, 2, offset, count);
+    const __m256i odd = (__m256i)load_lanes(rows + 1, 2, offset, count);
+    const __m256i pairs[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+    for (int v = 0; v < 2; ++v) out[v] = (Words)_mm256_shuffle_epi8(_mm256_permute4x64_epi64(pairs[v], 0xd8), bytes_);
+#else
+    Block row[4];
+    for (int i = 0; i < 4; ++i) row[i] = load_bytes(rows[i] + offset, count);
+    const uint8x16x2_t a = vzipq_u8(row[0], row[1]), b = vzipq_u8(row[2], row[3]);
+    for (int v = 0; v < 2; ++v) {
+      const uint16x8x2_t words = vzipq_u16(vreinterpretq_u16_u8(a.val[v]), vreinterpretq_u16_u8(b.val[v]));
+      out[2 * v] = (Words)words.val[0];
+      out[2 * v + 1] = (Words)words.val[1];
+    }
+#endif
+  }
+
+ private:
+#if defined(__AVX512F__)
+  static __m512i order(bool words) {
+    alignas(64) uint8_t byte[64];
+    alignas(64) uint32_t word[16];
+    for (int i = 0; i < 16; ++i) word[i] = 4 * (i % 4) + i / 4;
+#if defined(__AVX512VBMI__)
+    for (int i = 0; i < 64; ++i) byte[i] = uint8_t(16 * (i % 4) + i / 4);
+#else
+    for (int i = 0; i < 64; ++i) byte[i] = uint8_t(4 * (i % 4) + i % 16 / 4);
+#endif
+    return words ? _mm512_load_si512(word) : _mm512_load_si512(byte);
+  }
+  const __m512i bytes_ = order(false), words_ = order(true);
+#elif defined(__AVX2__)
+  const __m256i bytes_ = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15, 0, 1, 8, 9, 2, 3, 10, 11,
+                                          4, 5, 12, 13, 6, 7, 14, 15);
+#endif
+};
+
+}  // namespace kvpress
+#endif
