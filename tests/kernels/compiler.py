@@ -1,9 +1,13 @@
-"""What tests of the compiled kernels need from the machine."""
+"""What tests of the compiled kernels need from the machine, and the levels that it can run or emulate."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpress.kernels.cpu import launch
+from kvpress.kernels.cpu import build, launch
+from tests.kernels import emulated
 
 needs_compiler = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+NATIVE = build.supported_levels() if launch.level() else ()
+LEVELS = (*NATIVE, *(() if emulated.missing else (emulated.LEVEL,)))
+"""Instruction-set levels that kernels are tested at."""

@@ -26,7 +26,11 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 VNNI = (*AVX512, "-mavx512vnni")
 VBMI = (*VNNI, "-mavx512vbmi")
 
-LEVELS: dict[str, tuple[str, ...]] = {
+ARM_LEVELS: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "neon_dot": ("-march=armv8.2-a+dotprod",),  # Apple M1, Graviton 2, Ampere, and later
+}
+X86_LEVELS: dict[str, tuple[str, ...]] = {
     "baseline": (),
     "avx2": AVX2,  # Zen 1 to 3, Haswell, and all later desktop processors of Intel
     "avx512": AVX512,  # Skylake servers
@@ -34,6 +38,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "avx512_vbmi": VBMI,  # Ice Lake
     "avx512_bf16": (*VBMI, "-mavx512bf16"),  # Sapphire Rapids, Zen 4 and later
 }
+LEVELS = ARM_LEVELS if platform.machine().lower() in ("aarch64", "arm64") else X86_LEVELS
 """Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``."""
 
 

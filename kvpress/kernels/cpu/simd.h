@@ -38,6 +38,18 @@ inline float to_float(bf16 x) {
 #if defined(__F16C__)
 inline float to_float(f16 x) { return _cvtsh_ss(x.bits); }
 inline f16 to_half(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
+#elif defined(__aarch64__)
+inline float to_float(f16 x) {
+  __fp16 half;
+  std::memcpy(&half, &x, sizeof half);
+  return half;
+}
+inline f16 to_half(float x) {
+  const __fp16 half = __fp16(x);
+  f16 out;
+  std::memcpy(&out, &half, sizeof out);
+  return out;
+}
 #else
 inline float to_float(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
@@ -169,6 +181,10 @@ inline F load(const float* p) {
   std::memcpy(&x, p, sizeof x);
   return x;
 }
+#if defined(__aarch64__)
+inline F load(const bf16* p) { return (F)vshll_n_u16(vld1_u16((const uint16_t*)p), 16); }
+inline F load(const f16* p) { return (F)vcvt_f32_f16(vld1_f16((const __fp16*)p)); }
+#endif
 inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
 inline void store(uint8_t* p, F x) {
@@ -186,9 +202,9 @@ inline F round(F a) {
   return (a + magic) - magic;
 }
 inline F ldexp(F p, F n) {
-  F out;
-  for (int i = 0; i < kLanes; ++i) out[i] = n[i] < -126.f ? 0.f : p[i] * __builtin_ldexpf(1.f, int(n[i]));
-  return out;
+  using Ints = int32_t __attribute__((vector_size(sizeof(F))));
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return (F)((Ints)(p * (F)power) & (Ints)(n >= -126.f));
 }
 inline float sum(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 inline float max_lane(F x) {

@@ -24,7 +24,6 @@ from kvpress.kernels import (
     rotate_halves,
 )
 from kvpress.kernels.attention import cpu, reference
-from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import (
     angle_tables,
     assert_same_lse,
@@ -35,11 +34,9 @@ from tests.kernels.builders import (
     rotary,
     streams,
 )
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def rotated(keys: Coded, values: Coded, rotary: Rotary | None, log_weight: Tensor | None = None) -> Rows:

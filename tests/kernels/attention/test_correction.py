@@ -11,14 +11,11 @@ from torch import Tensor
 
 from kvpress.kernels import Correction, Listed, Options, Packed, Ranges, Rows, Where, decode
 from kvpress.kernels.attention import cpu, reference
-from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import assert_same_lse, correction, dense, quantise, relative_error, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 600]
 LIMIT = 1e-3
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def corrected(keys: Packed, values: Packed, key_terms: Correction | None, value_terms: Correction | None) -> Rows:

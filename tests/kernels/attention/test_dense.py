@@ -10,14 +10,11 @@ from torch import Tensor
 
 from kvpress.kernels import Dense, Listed, Options, Ranges, Rows, counters, decode, quantise, reset_counters
 from kvpress.kernels.attention import cpu, reference
-from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import Streams, assert_same_lse, dense, relative_error, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 HALF = [torch.bfloat16, torch.float16]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def storage(s: Streams, dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

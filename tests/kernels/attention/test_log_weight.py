@@ -24,7 +24,6 @@ from kvpress.kernels import (
     decode,
 )
 from kvpress.kernels.attention import cpu, reference
-from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.mass import cpu as mass_cpu
 from kvpress.kernels.mass import reference as mass_reference
 from tests.kernels.builders import (
@@ -38,8 +37,8 @@ from tests.kernels.builders import (
     rotary,
     streams,
 )
+from tests.kernels.compiler import LEVELS
 
-LEVELS = build.supported_levels() if launch.level() else ()
 BACKENDS = [None, *LEVELS]
 
 

@@ -10,14 +10,11 @@ import torch
 
 from kvpress.kernels import Listed, Options, Ranges, Rows, counters, decode, reset_counters
 from kvpress.kernels.attention import cpu, reference
-from kvpress.kernels.cpu import build, launch
 from tests.kernels.builders import assert_same_lse, dense, quantise, relative_error, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 LIMIT = 1e-3
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def outliers(rows: int, dim: int) -> torch.Tensor:

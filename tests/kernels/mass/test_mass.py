@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import Options, Ranges, Rows, column_mass, column_max, counters, quantise, reset_counters
-from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.mass import cpu, reference
 from tests.kernels.builders import dense, relative_error, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

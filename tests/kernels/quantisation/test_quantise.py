@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from kvpress.kernels import counters, quantise, reset_counters
-from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.quantisation import cpu, reference
-from tests.kernels.compiler import needs_compiler
+from tests.kernels import emulated
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 BITS = [1, 2, 3, 4, 8]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 @needs_compiler
@@ -20,8 +18,9 @@ LEVELS = build.supported_levels() if launch.level() else ()
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [(32, 1), (1, 8), (1, 32), (7, 16), (64, 4), (1, 1), (1000, 96)])
 def test_every_level_gives_the_bits_of_the_reference(level: str, bits: int, group: tuple[int, int]) -> None:
-    for rows, dim in ((0, 96), (1, 96), (33, 96), (129, 192)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    fewer = level == emulated.LEVEL  # each call starts an emulator
+    for rows, dim in ((33, 96),) if fewer else ((0, 96), (1, 96), (33, 96), (129, 192)):
+        for dtype in (torch.bfloat16,) if fewer else (torch.float32, torch.bfloat16, torch.float16):
             # Rows of very different sizes: subnormal scales, zeros that round past the largest value, constant groups.
             x = torch.randn(rows, dim + 3) * 10 ** torch.empty(rows, 1).uniform_(-8, 4)
             x[::5, : dim // 2] = 3.0

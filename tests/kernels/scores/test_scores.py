@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import Dense, Packed, Ranges, counters, label_scores, page_bounds, reset_counters
-from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.scores import cpu, reference
 from kvpress.kernels.scores.contract import LABEL_BITS
 from tests.kernels.builders import Streams, quantise, relative_error, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def bounds(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import Dense, Listed, Options, Ranges, counters, decode, label_scores, reset_counters, top_rows
-from kvpress.kernels.cpu import build, launch
 from kvpress.kernels.selection import cpu, reference
 from tests.kernels.builders import dense, streams
-from tests.kernels.compiler import needs_compiler
+from tests.kernels.compiler import LEVELS, needs_compiler
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS = [0, 1, 39, 40, 41, 63, 64, 65, 300, 5000]
 FORCED = [(0, 0), (4, 0), (0, 9), (4, 9), (20, 20)]
-
-LEVELS = build.supported_levels() if launch.level() else ()
 
 
 def drawn(kind: str, lengths: list[int], capacity: int) -> Tensor:
