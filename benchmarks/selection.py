@@ -69,8 +69,8 @@ class Contender:
                 store.settle(codec, Sealing(store.heads))
             self.stores.append(store)
             selector = self.selectors[-1]
-            for segment in store.segments if selector is not None else ():
-                selector.prepare(segment)
+            if selector is not None:
+                selector.prepare(store)
 
     def call(self, layer: int, queries: Tensor) -> LayerCall:
         """Return what a selector is told of one layer's step."""
@@ -101,7 +101,9 @@ class Contender:
                 continue
             call = self.call(layer, queries[layer])
             sets = selector.choose(call, queries[layer].view(HEADS, GROUPS, DIM))
-            total += sum(t.nbytes for segment in segments for entry in segment.index.values() for t in entry.tensors())
+            total += sum(
+                t.nbytes for owner in (store, *segments) for entry in owner.index.values() for t in entry.tensors()
+            )
             if sets is None:
                 # A layer that chooses for others reads its pairs, and then all keys once more.
                 total += held + held // 2

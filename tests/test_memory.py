@@ -80,8 +80,9 @@ def held(root: Any) -> int:
 
 def cached_layouts(cache: Any) -> int:
     """Bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
-    segments = [segment for layer in cache.layers if hasattr(layer, "store") for segment in layer.store.sealed]
-    indexes = [index for segment in segments for index in segment.index.values()]
+    stores = [layer.store for layer in cache.layers if hasattr(layer, "store")]
+    segments = [segment for store in stores for segment in store.sealed]
+    indexes = [index for owner in (*stores, *segments) for index in owner.index.values()]
     parts = [part for segment in segments if isinstance(segment, MixedSegment) for part in segment.parts]
     return sum(held(part.layout) for part in [*segments, *parts, *indexes])
 

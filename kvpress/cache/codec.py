@@ -62,6 +62,23 @@ class Codec(ABC):
     reads_side: ClassVar[tuple[str, ...]] = ()
     """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
 
+    def tiles(self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = ()) -> tuple[list[int], list[int]]:
+        """Return between which ranks of its dense pairs every stream is encoded: begins and ends.
+
+        Each row is looked at by itself: its first pairs are left out until some pairs of it are encoded, as `begun` says of
+        every stream, and a row without a full tile has all its begins and ends at 0.
+        """
+        begins, ends = [0] * len(lengths), [0] * len(lengths)
+        for start in range(0, len(lengths), heads):
+            row = range(start, start + heads)
+            sinks = 0 if any(begun[start : start + heads]) else self.sinks
+            full = [max(0, lengths[n] - min(sinks, lengths[n]) - self.residual) // self.group for n in row]
+            for n, tiles in zip(row, full, strict=True):
+                if any(full):
+                    begins[n] = min(sinks, lengths[n])
+                    ends[n] = begins[n] + tiles * self.group
+        return begins, ends
+
     @abstractmethod
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         """Return the encoded pairs of `segment`, whose stream lengths are multiples of `group`; same rows, same order."""

@@ -295,6 +295,31 @@ class DenseSegment(Segment):
         return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)
 
 
+def survivors(part: SegmentT, marked: Tensor) -> SegmentT:
+    """Return the segment made of the marked (bool [total]) pairs."""
+    layout = Layout(part.layout.pad(marked, False).sum(dim=1).tolist())
+    return part if layout.lengths == part.layout.lengths else part.take(marked.nonzero().flatten(), layout)
+
+
+def read_keys(segments: Sequence[Segment], streams: Tensor, ranks: Tensor) -> Tensor:
+    """Return dense keys `[S, n, D]` at `ranks [S, n]` of some `streams [S]`, counted over all segments; int64, on the host."""
+    found: Tensor | None = None
+    base = torch.zeros(len(streams), 1, dtype=torch.int64)
+    for segment in segments:
+        starts, lengths = segment.layout.starts_tensor[streams, None], segment.layout.lengths_tensor[streams, None]
+        rows, here = starts + ranks - base, (ranks >= base) & (ranks < base + lengths)
+        base = base + lengths
+        if bool(here.all()):
+            return segment.read(rows.flatten().to(segment.device))[0].unflatten(0, ranks.shape)
+        if bool(here.any()):
+            keys, _ = segment.read(rows[here].to(segment.device))
+            found = keys.new_empty(*ranks.shape, keys.shape[-1]) if found is None else found
+            found[here.to(keys.device)] = keys
+    if found is None:
+        raise ValueError("no segment holds these ranks")
+    return found
+
+
 def options_of(logits: Logits) -> kernels.Options:
     """How logits are formed, as the operators take it."""
     return kernels.Options(logits.scale, logits.softcap)

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import moved, tensors_in
-from kvpress.cache.layout import Layout, interleave
-from kvpress.cache.segment import DenseSegment, Segment, SegmentT
+from kvpress.cache.layout import interleave
+from kvpress.cache.segment import DenseSegment, Segment, survivors
 from kvpress.cache.window import Cursor, RealTokens, Window
 
 Reader = Callable[[Tensor], list[Partial]]
@@ -55,9 +55,11 @@ class KVStore:
 
     `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
     boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
+    `since_settled` those since `settle` last looked for full tiles, None where it never did;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
     the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
-    `tensors`, `moved` and, where they differ from row to row, `select_rows`.
+    `tensors`, `moved` and, where they differ from row to row, `select_rows`. `index` caches what selectors derived from all
+    encoded pairs; it is forgotten when these change in any other way than by further ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -68,10 +70,12 @@ class KVStore:
         self.window = Window.empty_like(keys, values)
         self.seen = 0
         self.since_eviction = 0
+        self.since_settled: int | None = None
         self.targets: list[int] | None = None
         self.sealed_tokens: list[int] | None = None
         self.observers: dict[Any, Any] = {}
         self.codec_state: dict[str, Any] = {}
+        self.index: dict[str, Any] = {}
 
     @property
     def sealed(self) -> list[Segment]:
@@ -157,28 +161,8 @@ class KVStore:
 
     def open_segment(self, mask: Tensor | None) -> DenseSegment:
         """Return the dense sealed segment and the real tokens of the window as one segment; changes nothing."""
-        fresh = self._window_segment(mask)
+        fresh = self.window.segment(mask)
         return fresh if self.dense is None else DenseSegment.join([self.dense, fresh])
-
-    def _window_segment(self, mask: Tensor | None) -> DenseSegment:
-        window, chosen, counts = self.window, None, [self.window.length] * self.batch
-        if mask is not None:
-            real = mask[:, window.first : window.first + window.length].to(window.keys.device)
-            chosen, counts = real[:, None].expand(-1, self.heads, -1), real.sum(dim=1).tolist()
-
-        def flat(array: Tensor) -> Tensor:
-            array = array[:, :, : window.length]
-            return array.flatten(0, 2) if chosen is None else array[chosen]
-
-        layout = Layout(count for count in counts for _ in range(self.heads))
-        side = {name: flat(array) for name, array in window.side.items()}
-        first = [window.first] * layout.streams
-        segment = DenseSegment(flat(window.keys), flat(window.values), layout, first=first, side=side)
-        if window.log_weight is not None:
-            segment.log_weight = flat(window.log_weight)
-        if chosen is not None:
-            segment._set_slots(chosen.nonzero()[:, 2] + window.first)
-        return segment
 
     def seal(self, dense: DenseSegment | None, mask: Tensor | None) -> None:
         """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
@@ -200,6 +184,7 @@ class KVStore:
         *encoded, dense = marked.split([part.layout.total for part in parts])
         left = [survivors(segment, own) for segment, own in zip(self.segments, encoded, strict=True)]
         self.segments = [segment for segment in left if segment.layout.total]
+        self.index = {}
         self.seal(survivors(opened, dense), mask)
         self.since_eviction = 0
 
@@ -238,30 +223,36 @@ class KVStore:
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
-        With `wait`, only once the window holds a tile: ragged streams would otherwise take turns at every token.
+        With `wait`, only every `codec.group` calls: ragged streams would otherwise take turns at every token, and at such
+        times all rows are looked at. What is encoded of a row, and when, depends on its own pairs alone.
         """
-        if wait and self.window.length < codec.group:
+        if wait and self.since_settled is not None and self.since_settled + 1 < codec.group:
+            self.since_settled += 1
             return
+        self.since_settled = 0
         held = 0 if self.dense is None else self.dense.layout.longest
         if held + self.window.length < codec.residual + codec.group:
             return
         opened = self.open_segment(sealing.mask)
-        lengths = opened.layout.lengths
-        sinks = [0] * len(lengths) if self.segments else [min(codec.sinks, length) for length in lengths]
-        ends = [
-            sink + max(0, (length - codec.residual - sink) // codec.group * codec.group)
-            for sink, length in zip(sinks, lengths, strict=True)
-        ]
-        if ends == sinks:
+        begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
+        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun)
+        if not any(ends):
             return
         first, old, rest = opened.cut(sinks, ends)
         self.seal(rest, sealing.mask)
         if first.layout.total:
-            self.segments.append(first)
+            self._prepend(first)
         segment = codec.encode(old, replace(sealing, earlier=tuple(self.segments), state=self.codec_state))
         segment.describe(old, without=codec.reads_side)
         self.segments.append(segment)
         self._join_tail()
+
+    def _prepend(self, first: DenseSegment) -> None:
+        """Put pairs of rows that hold no sealed ones yet before all segments."""
+        if self.segments and self.segments[0].joinable(first):
+            self.segments[0] = Segment.join([self.segments[0], first])
+        else:
+            self.segments.insert(0, first)
 
     def _join_tail(self) -> None:
         """Join the newest segments while they are of similar size, so that their number stays logarithmic."""
@@ -278,7 +269,7 @@ class KVStore:
         order = rows.tolist()
         streams = [row * self.heads + head for row in order for head in range(self.heads)]
         chosen = [segment.take(*segment.layout.take_streams(streams)) for segment in self.segments]
-        self.segments = [segment for segment in chosen if segment.layout.total]
+        self.segments, self.index = [segment for segment in chosen if segment.layout.total], {}
         if self.dense is not None:
             dense = self.dense.take(*self.dense.layout.take_streams(streams))
             self.dense = dense if dense.layout.total else None
@@ -366,6 +357,7 @@ class KVStore:
         memo: dict[int, Any] = {}
         for segment in self.sealed:
             segment.to(device, memo)
+        self.index = {}
         self.codec_state = moved(self.codec_state, device, memo)
         self.window.to(device)
         for observer in self.observers.values():
@@ -386,6 +378,7 @@ class KVStore:
             "window": self.window.tensors(),
             "scores": tensors_in([self.window.side, self.observers]),
             "codec state": tensors_in(self.codec_state),
+            "indexes": tensors_in(self.index),
         }
         held = {name: tensors for name, tensors in held.items() if tensors}
         for segment in self.sealed:
@@ -399,10 +392,5 @@ class KVStore:
         memo[id(self)] = twin
         for name in ("segments", "dense", "window", "observers", "codec_state"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin.index = dict(self.index)
         return twin
-
-
-def survivors(part: SegmentT, marked: Tensor) -> SegmentT:
-    """Return the segment made of the marked (bool [total]) pairs."""
-    layout = Layout(part.layout.pad(marked, False).sum(dim=1).tolist())
-    return part if layout.lengths == part.layout.lengths else part.take(marked.nonzero().flatten(), layout)

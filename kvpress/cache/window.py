@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
 
 GROWTH = 16
 """Smallest number of tokens by which a full window grows."""
@@ -206,6 +208,27 @@ class Window:
             return starts, lengths
         pads = pads.to(starts.device).repeat_interleave(heads)
         return starts + pads, lengths - pads
+
+    def segment(self, mask: Tensor | None) -> DenseSegment:
+        """Return the tokens that `mask [B, seen]` marks, or all of them, as a sealed segment; changes nothing."""
+        (batch, heads), chosen, counts = self.keys.shape[:2], None, [self.length] * self.keys.shape[0]
+        if mask is not None:
+            real = mask[:, self.first : self.first + self.length].to(self.keys.device)
+            chosen, counts = real[:, None].expand(-1, heads, -1), real.sum(dim=1).tolist()
+
+        def flat(array: Tensor) -> Tensor:
+            array = array[:, :, : self.length]
+            return array.flatten(0, 2) if chosen is None else array[chosen]
+
+        side = {name: flat(array) for name, array in self.side.items()}
+        layout = Layout(count for count in counts for _ in range(heads))
+        first = [self.first] * (batch * heads)
+        sealed = DenseSegment(flat(self.keys), flat(self.values), layout, first=first, side=side)
+        if self.log_weight is not None:
+            sealed.log_weight = flat(self.log_weight)
+        if chosen is not None:
+            sealed._set_slots(chosen.nonzero()[:, 2] + self.first)
+        return sealed
 
     def visible(self, rows: int, new: int, real: Tensor | None) -> Tensor | None:
         """Which tokens each of the `rows = G * new` query rows sees: broadcasts to `[N, M, length]`, None for all."""

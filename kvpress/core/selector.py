@@ -15,7 +15,6 @@ from kvpress.cache.attention import Partial
 from kvpress.cache.chosen import Chosen, Selection, attend_chosen, by_stream, by_token, for_tokens, joined
 from kvpress.cache.codec import Codec, DenseCodec
 from kvpress.cache.layout import Layout
-from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.kernels import Ranges, top_rows
 from kvpress.observe.call import LayerCall
@@ -30,9 +29,9 @@ class Selector(ABC):
     """Chooses, for every new token at one layer, which pairs of the sealed segments it reads.
 
     Each token of a pass chooses for itself, as if it had come alone: all sealed pairs are earlier than any of them. The
-    dense tail and the open window are always read: how many pairs of a row they hold depends on its neighbours in the
-    batch, so what is chosen must not. `sealing` says in what tiles pairs are sealed where no codec does it, so that they can
-    be indexed.
+    dense tail and the open window are always read. What is chosen depends on the sealed pairs of a stream and their order,
+    not on the segments that hold them, which its neighbours in the batch have a part in. `sealing` says in what tiles pairs
+    are sealed where no codec does it, so that they can be indexed.
     """
 
     sealing: Codec = DenseCodec(group=TILE, residual=RESIDUAL)
@@ -56,8 +55,8 @@ class Selector(ABC):
         del pairs, dim, dtype
         return 0
 
-    def prepare(self, segment: Segment) -> None:  # noqa: B027 - not every selector has an index
-        """Index a sealed segment, so that its memory shows and no query waits for it."""
+    def prepare(self, store: KVStore) -> None:  # noqa: B027 - not every selector has an index
+        """Index the sealed pairs of a layer, so that the memory of it shows and no query waits for it."""
 
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
         """Attend from `queries [N, G * Q, D]` to the chosen pairs of `call.store.segments`, and leave them in `call.read`.
@@ -143,6 +142,13 @@ class Budget:
         wanted = self.size // unit if isinstance(self.size, int) else math.ceil(held * self.size)
         return max(1, forced, wanted)
 
+    def of_each(self, held: Tensor, unit: int = 1) -> Tensor:
+        """Return the same for many streams, int64 like `held`, without asking the device."""
+        wanted = (
+            held.new_full((), self.size // unit) if isinstance(self.size, int) else (held.double() * self.size).ceil()
+        )
+        return wanted.long().expand(held.shape).clamp_min(max(1, sum(self.forced(unit))))
+
     def forced(self, unit: int = 1) -> tuple[int, int]:
         """Return how many entries are always read at the start and at the end."""
         return -(-self.first // unit), -(-self.last // unit)
@@ -160,12 +166,10 @@ class Budget:
         if all(most >= count for most, count in zip(wanted, held, strict=True)):
             return None
         joint, starts, lengths = _join(scores, layouts)
-        most = None
-        if len(set(wanted)) > 1:
-            most = (lengths * self.size).ceil().long().clamp_min(max(1, sum(self.forced(unit))))
+        most = self.of_each(lengths, unit) if len(set(wanted)) > 1 else None
         first, last = self.forced(unit)
         rows, counts = top_rows(joint, Ranges(starts, lengths), max(wanted), first=first, last=last, most=most)
-        return [Chosen(rows, counts)] if len(layouts) == 1 else _split(rows, counts, layouts)
+        return [Chosen(rows, counts)] if len(layouts) == 1 else split_ranks(rows, counts, layouts)
 
 
 def _join(scores: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,9 +190,12 @@ def _join(scores: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Tensor, 
     return joint, starts, lengths
 
 
-def _split(ranks: Tensor, counts: Tensor, layouts: Sequence[Layout]) -> list[Chosen]:
-    """Turn ranks over all segments, ascending, into flat rows of each segment."""
+def split_ranks(ranks: Tensor, counts: Tensor, layouts: Sequence[Layout]) -> list[Chosen]:
+    """Turn the first `counts[i]` of the `ranks [q * N, K]` over all segments, ascending, into flat rows of each segment."""
     place = torch.arange(ranks.shape[1], device=ranks.device)
+    if len(layouts) == 1:
+        rows = ranks + spans_of(layouts[0], ranks)[0][:, None]
+        return [Chosen(rows.masked_fill(place >= counts[:, None], 0), counts)]
     ranks = ranks.masked_fill(place >= counts[:, None], torch.iinfo(ranks.dtype).max)
     base = torch.zeros_like(counts)
     chosen = []

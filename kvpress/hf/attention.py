@@ -116,14 +116,14 @@ def attention(
     if own:
         out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
         result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
-        if plan.selector is not None and store.segments and not whole:
-            plan.selector.after(call)
     elif plan.pattern is not None and length > 1:
         out, lse = plan.pattern.attend(call, store.window.filled_keys, store.window.filled_values)
         result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
         result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
+    if plan.selector is not None and not whole:
+        plan.selector.after(call)
     if static is None and session.watch is None:
         session.observe(call)
     return result, call.attentions

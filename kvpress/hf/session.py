@@ -263,8 +263,7 @@ class Session:
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
             store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
         if plan.selector is not None:
-            for segment in store.segments:
-                plan.selector.prepare(segment)
+            plan.selector.prepare(store)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
         """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""

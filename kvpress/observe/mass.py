@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache import attention
 from kvpress.cache.attention import group_queries
+from kvpress.cache.segment import DenseSegment
 from kvpress.cache.window import left_padding
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, hashed
@@ -111,7 +114,7 @@ class AttentionMass(Observer):
 
 
 class ProbeAttention(Observer):
-    """Attention that the pairs in the window receive from probe queries: side arrays `saliency` and `probes`, float32.
+    """Attention that pairs which are not encoded yet receive from probe queries: side arrays `saliency` and `probes`, float32.
 
     `saliency` sums the weights over the query heads of the group, `probes` counts the probes that could see the pair. Of the n
     tokens of a prompt, `share / 2` are probes because they are the newest and `share / 2` by a hash of their position, so
@@ -132,14 +135,24 @@ class ProbeAttention(Observer):
         for name in self.sides:
             if name not in window.side:
                 window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=window.keys.device)
+        asking = torch.zeros(call.store.batch, length, dtype=torch.bool)
+        for rows, probes in self._rows(call):
+            self._add(call, rows, probes)
+            asking[rows, probes] = True
+        if call.store.dense is not None:
+            self._add_dense(call, call.store.dense, asking)
+
+    def _rows(self, call: LayerCall) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the batch, and which tokens of this pass are their probes."""
+        length = call.queries.shape[2]
         if call.mask is None or length == 1:
-            self._add(call, slice(0, call.store.batch), self._probes(call.seen_before, length))
+            yield slice(0, call.store.batch), self._probes(call.seen_before, length)
             return
         real = call.mask.sum(dim=1), call.mask[:, -length:].sum(dim=1)
         for row, (seen, new) in enumerate(zip(*(part.tolist() for part in real), strict=True)):
             if new:
                 pads = call.store.seen - seen
-                self._add(call, slice(row, row + 1), length - new + self._probes(seen - new, new, pads))
+                yield slice(row, row + 1), length - new + self._probes(seen - new, new, pads)
 
     def _probes(self, before: int, tokens: int, pads: int = 0) -> Tensor:
         """Indexes of the probes among `tokens` new ones after `before` others, ascending, in a row with so many pads."""
@@ -173,3 +186,14 @@ class ProbeAttention(Observer):
             weights = torch.exp(scores - lse[..., None])
             window.side["saliency"][rows] += weights.sum(dim=(2, 3))
             window.side["probes"][rows] += visible.sum(dim=1)[:, None]
+
+    def _add_dense(self, call: LayerCall, dense: DenseSegment, asking: Tensor) -> None:
+        """Add the attention of the probes `asking [B, n]` to the dense pairs behind the window, all of which they see."""
+        store, lse, counts = call.store, call.whole_lse, asking.sum(dim=1)
+        if not asking.all():
+            weighs = asking[:, None].expand(-1, call.queries.shape[1], -1).reshape(lse.shape)
+            lse = lse.masked_fill(~weighs.to(lse.device), torch.inf)
+        received = dense.mass(group_queries(call.queries, store.heads), call.logits, lse)
+        seen = counts[dense.layout.stream_of_row // store.heads].to(received.device)
+        for name, new in zip(self.sides, (received, seen), strict=True):
+            dense.side[name] = dense.side_array(name) + new

@@ -48,7 +48,7 @@ class CoupledQuantPress(QuantisingPress):
 
     Paper: Zhang et al., KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled
     Quantization, 2024, arXiv:2405.03917.
-    Differs from the paper: pairs wait in a dense tail of `residual_length` to `residual_length + 31` tokens, so that they
+    Differs from the paper: pairs wait in a dense tail of `residual_length` to `residual_length + 63` tokens, so that they
     are coded 32 at a time; the first `sinks` tokens stay dense.
     """
 

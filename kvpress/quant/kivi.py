@@ -24,8 +24,9 @@ class KIVIPress(QuantisingPress):
     once, a group at a time. `skip_layers` are left dense.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
-    Differs from the paper: keys and values share one dense tail of `residual_length` to `residual_length + group_size - 1`
-    pairs, where the paper empties the keys' tail whenever it is full. Constant groups decode exactly.
+    Differs from the paper: keys and values share one dense tail of `residual_length` to
+    `residual_length + 2 * group_size - 1` pairs, where the paper empties the keys' tail whenever it is full. Constant groups
+    decode exactly.
     """
 
     bits: Bits = 2

@@ -31,7 +31,7 @@ class TurboQuantPress(QuantisingPress):
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
     Differs from the paper: decoded vectors get their norm back; of its two variants only the one for the mean squared error is
-    here, without a QJL sketch of the errors; all channels have the same bits. The newest `residual_length` pairs, up to 31
+    here, without a QJL sketch of the errors; all channels have the same bits. The newest `residual_length` pairs, up to 63
     more, and the first `sinks` stay dense.
     """
 

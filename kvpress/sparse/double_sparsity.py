@@ -170,8 +170,9 @@ class DoubleSparsitySelector(Selector):
         parameter = 4 if dtype == torch.float32 else 2
         return pairs * (channels * self.bits / 8 + 2 * parameter)
 
-    def prepare(self, segment: Segment) -> None:
-        self._labels(segment)
+    def prepare(self, store: KVStore) -> None:
+        for segment in store.segments:
+            self._labels(segment)
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first

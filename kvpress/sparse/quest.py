@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvpress.cache import attention
 from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.codec import DenseCodec
-from kvpress.cache.layout import Layout
-from kvpress.cache.segment import Segment
+from kvpress.cache.layout import Layout, spans
+from kvpress.cache.segment import Segment, read_keys
+from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
-from kvpress.core.selector import Budget, Selector, spans_of
+from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
 from kvpress.kernels import Ranges, page_bounds
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
@@ -53,25 +56,30 @@ class QuestPress(SelectorPress):
 
 @dataclass
 class PageIndex:
-    """Bounds of the keys of each page: `low` and `high [pages, D]`, laid out per stream as `layout`."""
+    """Bounds of the keys of each page: `low` and `high [pages, D]`, laid out per stream as `layout`.
+
+    A page holds the next `size` pairs of a stream in the order of its `pairs`, whatever segments they lie in: what is chosen
+    does not depend on when and with whom they were sealed.
+    """
 
     low: Tensor
     high: Tensor
     layout: Layout
+    pairs: Layout
 
     @classmethod
-    def build(cls, segment: Segment, size: int) -> PageIndex:
-        """Index all pairs of a segment."""
-        low, high = [], []
-        for block in segment.blocks():
-            keys = block.keys
-            short = -keys.shape[1] % size
-            # The last page is filled up with its own last key, which changes neither bound.
-            keys = torch.cat([keys, keys[:, -1:].expand(-1, short, -1)], dim=1) if short else keys
-            pages = keys.unflatten(1, (-1, size))
-            low.append(pages.amin(dim=2).flatten(0, 1))
-            high.append(pages.amax(dim=2).flatten(0, 1))
-        return cls(torch.cat(low), torch.cat(high), Layout(-(-length // size) for length in segment.layout.lengths))
+    def build(cls, segments: Sequence[Segment], size: int, known: PageIndex | None = None) -> PageIndex:
+        """Index all pairs of some segments, of which the full pages of the first ones may be `known`."""
+        pairs = Layout(map(sum, zip(*(segment.layout.lengths for segment in segments), strict=True)))
+        layout = Layout(-(-length // size) for length in pairs.lengths)
+        kept = torch.zeros(pairs.streams, dtype=torch.int64) if known is None else known.pairs.lengths_tensor // size
+        fresh = Layout((layout.lengths_tensor - kept).tolist())
+        low, high = _bounds(segments, pairs, kept * size, fresh, size)
+        if known is not None:
+            starts = torch.stack([known.layout.starts_tensor, fresh.starts_tensor + known.layout.total], dim=1)
+            order = spans(starts.flatten(), torch.stack([kept, fresh.lengths_tensor], dim=1).flatten()).to(low.device)
+            low, high = torch.cat([known.low, low])[order], torch.cat([known.high, high])[order]
+        return cls(low, high, layout, pairs)
 
     def bounds(self, queries: Tensor) -> Tensor:
         """Upper bounds of the logits in each page, `[q * N, most pages]`, maximum over the G query rows of `[q * N, G, D]`.
@@ -86,6 +94,26 @@ class PageIndex:
         return [self.low, self.high]
 
 
+def _bounds(
+    segments: Sequence[Segment], pairs: Layout, first: Tensor, pages: Layout, size: int
+) -> tuple[Tensor, Tensor]:
+    """Channel-wise minima and maxima, each `[pages, D]`, of the keys from rank `first [N]` of every stream on."""
+    device, none = segments[0].device, segments[0].read(slice(0, 0))[0]
+    low, high = (none.new_empty(pages.total, none.shape[1]) for _ in range(2))
+    step = max(1, attention.BLOCK_BYTES // (8 * pairs.streams * size * max(1, none.shape[1])))
+    for start in range(0, pages.longest, step):
+        live = (pages.lengths_tensor > start).nonzero().flatten()
+        places = start + torch.arange(min(step, pages.longest - start))
+        ranks = first[live, None] + (places[:, None] * size + torch.arange(size)).flatten()
+        # The last page is filled up with its own last key, which changes neither bound.
+        keys = read_keys(segments, live, ranks.minimum(pairs.lengths_tensor[live, None] - 1))
+        keys = keys.unflatten(1, (-1, size))
+        exists = (places < pages.lengths_tensor[live, None]).to(device)
+        at = (pages.starts_tensor[live, None] + places).to(device)[exists]
+        low[at], high[at] = keys.amin(dim=2)[exists], keys.amax(dim=2)[exists]
+    return low, high
+
+
 class QuestSelector(Selector):
     """Selects pages; see `QuestPress`."""
 
@@ -97,33 +125,31 @@ class QuestSelector(Selector):
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.page_size) * 2 * dim * dtype.itemsize
 
-    def prepare(self, segment: Segment) -> None:
-        self._index(segment)
+    def prepare(self, store: KVStore) -> None:
+        if store.segments:
+            self._index(store)
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
-        segments = call.store.segments
-        indexes = [self._index(segment) for segment in segments]
-        bounds = [index.bounds(queries) for index in indexes]
-        pages = self.budget.best(bounds, [index.layout for index in indexes], self.page_size)
-        if pages is None:
+        index = self._index(call.store)
+        best = self.budget.best([index.bounds(queries)], [index.layout], self.page_size)
+        if best is None:
             return None
-        return [[self._rows(*found) for found in zip(segments, pages, indexes, strict=True)]]
+        return [split_ranks(*self._pairs(best[0], index), [segment.layout for segment in call.store.segments])]
 
-    def _rows(self, segment: Segment, pages: Chosen, index: PageIndex) -> Chosen:
-        """The pairs of the chosen pages; only the last page of a stream may be short, so no gaps arise."""
+    def _pairs(self, pages: Chosen, index: PageIndex) -> tuple[Tensor, Tensor]:
+        """Ranks of the pairs in the chosen pages; only the last page of a stream may be short, so no gaps arise."""
         first, _ = spans_of(index.layout, pages.rows)
-        starts, lengths = spans_of(segment.layout, pages.rows)
+        _, lengths = spans_of(index.pairs, pages.rows)
         ranks = (pages.rows - first[:, None])[..., None] * self.page_size
         ranks = ranks + torch.arange(self.page_size, device=ranks.device)
         real = torch.arange(pages.rows.shape[1], device=ranks.device) < pages.counts[:, None]
-        exists = (real[..., None] & (ranks < lengths[:, None, None])).flatten(1)
-        rows = (starts[:, None] + ranks.flatten(1)).masked_fill(~exists, 0)
-        return Chosen(rows[:, : segment.layout.longest], exists.sum(dim=1))
+        exists = real[..., None] & (ranks < lengths[:, None, None])
+        return ranks.flatten(1)[:, : index.pairs.longest], exists.flatten(1).sum(dim=1)
 
-    def _index(self, segment: Segment) -> PageIndex:
+    def _index(self, store: KVStore) -> PageIndex:
         key = f"pages{self.page_size}"
-        if key not in segment.index:
-            segment.index[key] = PageIndex.build(segment, self.page_size)
-        index: PageIndex = segment.index[key]
+        index: PageIndex | None = store.index.get(key)
+        if index is None or index.pairs.total != sum(segment.layout.total for segment in store.segments):
+            index = store.index[key] = PageIndex.build(store.segments, self.page_size, index)
         return index

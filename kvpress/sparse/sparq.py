@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.segment import Segment
+from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, Selector, spans_of
@@ -62,7 +63,11 @@ class SparQSelector(Selector):
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return pairs * dim * dtype.itemsize
 
-    def prepare(self, segment: Segment) -> None:
+    def prepare(self, store: KVStore) -> None:
+        for segment in store.segments:
+            self._index(segment)
+
+    def _index(self, segment: Segment) -> None:
         """Keep keys `[N, D, longest]`, and what a query of zeros attends to: the mean of the values, log of their number."""
         if "sparq" in segment.index:
             return
@@ -94,7 +99,7 @@ class SparQSelector(Selector):
 
     def _logits(self, call: LayerCall, segment: Segment, few: Tensor, channels: Tensor) -> Tensor:
         """Estimated logits `[q * N, G, longest]`, -inf past the end of a stream."""
-        self.prepare(segment)
+        self._index(segment)
         (keys, _), layout = segment.index["sparq"], segment.layout
         rows = torch.arange(len(few), device=few.device)[:, None] % layout.streams * keys.shape[1] + channels
         step, keys = max(1, BLOCK // (rows.shape[1] * layout.longest)), keys.flatten(0, 1)

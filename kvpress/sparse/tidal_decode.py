@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -117,12 +118,27 @@ class TidalDecodeSelector(Selector):
             start = first * call.store.batch * call.store.heads
             asked = slice(start, start + len(queries))
             selection = [[part.of_tokens(asked) for part in chosen] for chosen in selection]
-        if all(map(same_slots, found.segments, call.store.segments)):
+        pairs = itertools.zip_longest(found.segments, call.store.segments)
+        if all(one and other and same_slots(one, other) for one, other in pairs):
             return selection
-        return [_translate(found.segments, chosen, call.store.segments) for chosen in selection]
+        return [self._translate(found.segments, chosen, call.store.segments) for chosen in selection]
+
+    def _translate(self, theirs: list[Segment], chosen: Sequence[Chosen], ours: list[Segment]) -> list[Chosen]:
+        """Find the pairs of our segments at the chosen positions of another layer, or all of a stream that it chose all of."""
+        slots = [_slots(segment, part) for segment, part in zip(theirs, chosen, strict=True)]
+        wanted = torch.cat(slots, dim=1).sort(dim=1).values
+        found = [_find(segment, wanted) for segment in ours]
+        held = [sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in theirs), strict=True)]
+        if all(self.budget.of(count) < count for count in held):
+            return found
+        counts = torch.stack([spans_of(segment.layout, wanted)[1] for segment in theirs]).sum(dim=0)
+        whole = self.budget.of_each(counts) >= counts
+        return [_widen(segment, part, whole) for segment, part in zip(ours, found, strict=True)]
 
     def after(self, call: LayerCall) -> None:
-        if self._selects(call):
+        if self._selects(call) and not call.store.segments:
+            call.shared[_SHARED] = Positions(call.layer, call.store.seen, call.queries.shape[2], [], None)
+        elif self._selects(call):
             tokens = call.queries.shape[2]
             queries = by_token(group_queries(call.queries, call.store.heads), tokens)
             lse = by_token(call.whole_lse, tokens)
@@ -182,13 +198,6 @@ def same_slots(one: Segment, other: Segment) -> bool:
     )
 
 
-def _translate(theirs: Sequence[Segment], chosen: Sequence[Chosen], ours: Sequence[Segment]) -> list[Chosen]:
-    """Find the pairs of our segments that lie at the chosen positions of another layer."""
-    slots = [_slots(segment, part) for segment, part in zip(theirs, chosen, strict=True)]
-    wanted = torch.cat(slots, dim=1).sort(dim=1).values
-    return [_find(segment, wanted) for segment in ours]
-
-
 def _slots(segment: Segment, chosen: Chosen) -> Tensor:
     """Slots `[q * N, K]` of chosen pairs; past their number one that no pair has."""
     if segment.positions is None:
@@ -218,3 +227,12 @@ def _find(segment: Segment, slots: Tensor) -> Chosen:
     rows, held = (of.view(streams, -1, wanted).transpose(0, 1).reshape(-1, wanted) for of in (rows, held))
     order = held.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : segment.layout.longest]
     return Chosen(rows.gather(1, order), held.sum(dim=1))
+
+
+def _widen(segment: Segment, chosen: Chosen, whole: Tensor) -> Chosen:
+    """Choose all pairs of a segment for the query streams that `whole [q * N]` marks."""
+    starts, lengths = spans_of(segment.layout, chosen.rows)
+    ranks = torch.arange(segment.layout.longest, device=starts.device)
+    rows = (starts[:, None] + ranks).masked_fill(ranks >= lengths[:, None], 0)
+    known = torch.nn.functional.pad(chosen.rows, (0, segment.layout.longest - chosen.rows.shape[1]))
+    return Chosen(torch.where(whole[:, None], rows, known), torch.where(whole, lengths, chosen.counts))

@@ -24,10 +24,6 @@ from tests.fuzz.specs import Tree
 from tests.fuzz.talk import Talk, begin, talk
 from tests.models import full_layers
 
-STORAGE_DEPENDS_ON_NEIGHBOURS = True
-"""RESTRICTION, to be lifted: a codec or selector seals a tile when the fullest row of a batch has one, so that which of a row's
-pairs are encoded, or chosen from, depends on how many its neighbours hold: on their padding, and after an eviction from sealed
-pairs on their scores. Until rows seal on their own, `alone` tries such specs without padding and with one eviction only."""
 TRIES = 12
 """Noisy runs before a difference counts as more than rounding."""
 
@@ -311,11 +307,6 @@ def keep_all(case: Case, tree: Tree, base: Talk) -> None:
 def alone(case: Case, tree: Tree, base: Talk) -> None:
     """A row of a batch is that row alone, without its padding."""
     lengths = ROWS[case.rows]
-    stored = any(specs.place_of(part) in ("codec", "selector") for part in specs.parts_of(tree))
-    again_and_again = {*specs.intervals(), "prefill_decoding", "h2o", "duo_attention", "rlkv"}
-    evicts_once = case.turns in ("1", "reading") and again_and_again.isdisjoint(p["name"] for p in specs.inside(tree))
-    if STORAGE_DEPENDS_ON_NEIGHBOURS and stored and (len(set(lengths)) > 1 or not evicts_once):
-        return
     layers = full_layers(base.model)
     for row, length in enumerate(lengths):
         found = talk(case, tree, rows=(row,))

@@ -341,7 +341,7 @@ def draw(
     rng: random.Random,
 ) -> str | None:  # fmt: skip
     """Draw a spec of these methods, None where they cannot be composed."""
-    for _ in range(8):
+    for _ in range(64):
         trees = [] if scorer is None else evicting(scorer, wrapper, outer, schedule, rng)
         trees += [settings_for(name, rng) for name in (codec, selector) if name is not None]
         if is_spec(trees or [{"name": "none"}]):

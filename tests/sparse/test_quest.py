@@ -31,7 +31,7 @@ def test_a_page_bounds_every_logit_in_it(lengths: list[int], size: int, groups: 
     if not part.layout.total:
         return
     queries = torch.randn(len(lengths), groups, 16, generator=torch.Generator().manual_seed(seed + 1))
-    bounds = PageIndex.build(part, size).bounds(queries)
+    bounds = PageIndex.build([part], size).bounds(queries)
     for n, length in enumerate(lengths):
         logits = queries[n] @ part.keys[part.layout.rows(n)].T
         for page in range(bounds.shape[1]):
@@ -47,7 +47,9 @@ def test_the_best_pages_are_read() -> None:
     queries = torch.zeros(2, 2, 16)
     part.keys[100], part.keys[256 + 33] = 5.0, 5.0
     queries[:] = 1.0
-    call: Any = SimpleNamespace(store=SimpleNamespace(segments=[part]), logits=Logits(1.0), queries=queries[:, :, None])
+    call: Any = SimpleNamespace(
+        store=SimpleNamespace(segments=[part], index={}), logits=Logits(1.0), queries=queries[:, :, None]
+    )
     selector = QuestPress(budget=16).selector_at(2)
     assert selector is not None
     out, lse = merge(selector.attend(call, queries))

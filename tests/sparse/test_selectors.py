@@ -190,12 +190,14 @@ def test_what_is_kept_beside_the_pairs_is_the_same_whether_grown_or_built_at_onc
     recipe = press.recipe(facts_of(model))
     for number, layer in enumerate(cache.layers):
         assert len(layer.store.segments) <= 5
-        held = {id(segment): dict(segment.index) for segment in layer.store.segments}
-        for segment in layer.store.segments:
-            segment.index = {}
-            recipe.selector_at(number).prepare(segment)
-            for name, entry in segment.index.items():
-                for ours, theirs in zip(held[id(segment)][name].tensors(), entry.tensors(), strict=True):
+        owners = [layer.store, *layer.store.segments]
+        held = [dict(owner.index) for owner in owners]
+        for owner in owners:
+            owner.index = {}
+        recipe.selector_at(number).prepare(layer.store)
+        for owner, before in zip(owners, held, strict=True):
+            for name, entry in owner.index.items():
+                for ours, theirs in zip(before[name].tensors(), entry.tensors(), strict=True):
                     assert torch.equal(ours, theirs)
 
 

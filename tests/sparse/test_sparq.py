@@ -252,7 +252,7 @@ def test_the_index_is_the_same_whether_grown_or_built_at_once(storage: str) -> N
     for layer in cache.layers:
         for part in layer.store.segments:
             held, part.index = index_of(part), {}
-            selector.prepare(part)
+            selector.prepare(layer.store)
             for ours, theirs in zip(held, index_of(part), strict=True):
                 assert torch.equal(ours, theirs)
             keys, values = part.read(slice(None))

@@ -1,0 +1,147 @@
+"""A row of a batch is stored and read as that row alone: its neighbours change neither what is encoded nor what is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from tests.fuzz.properties import same
+from tests.fuzz.specs import resolved
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.sparse.selecting import channels_file
+
+QUEST = "quest:budget=16,page_size=8,skip_layers=0"
+LABELS = "double_sparsity:budget=12,channels=8,skip_layers=0,calibration={channels}"
+CODECS = {
+    "kivi": "kivi:bits=8,group_size=8,residual_length=8,sinks=2",
+    "adaquant": "adaquant:bits=(8,4),group_size=8,residual_length=8",
+    "zipcache": "zipcache:bits=8,low_bits=4,interval=8,residual_length=4,probe_ratio=0.5",
+    "gear": "gear:bits=8,group_size=8,buffer_length=8,residual_length=4,rank=2",
+    "gear, one chunk": "gear:bits=8,backbone=kcvt,buffer_length=8,residual_length=4,rank=2",
+    "cq": "cq:bits=4,coupled=2,calibration={books},residual_length=4",
+    "turboquant": "turboquant:bits=8,residual_length=8",
+}
+SELECTORS = {
+    "quest": QUEST,
+    "labels": LABELS,
+    "offloaded": f"{LABELS},offload=true",
+    "tidal": "tidal_decode:budget=12,skip_layers=0",
+    "sparq": "sparq:budget=12,channels=8",
+}
+EVICTING = {
+    "again and again": "h2o:0.4,interval=3 + kivi:bits=8,group_size=4,residual_length=4",
+    "quest behind it": "h2o:0.4,interval=3 + quest:budget=8,page_size=4,skip_layers=0",
+    "pages of codes": "decoding(knorm):compression_interval=5,target_size=30 + {gear} + "
+    "quest:budget=12,page_size=6,skip_layers=0",
+    "by head": "adakv(snapkv:0.3,window_size=4) + {zipcache} + tidal_decode:budget=8,skip_layers=0",
+    "by layer": "pyramidkv:0.3,window_size=4,beta=4 + {kivi} + tidal_decode:budget=8,skip_layers=0",
+    "labels of codes": "adakv(snapkv:0.3,window_size=4) + {turboquant} + {labels}",
+}
+SPECS = {
+    "the defaults": ("kivi", (190, 156)),
+    **{name: (spec, (60, 26, 9)) for name, spec in CODECS.items()},
+    **{name: (spec, (110, 76)) for name, spec in SELECTORS.items()},
+    "quest": (QUEST, (60, 26, 9)),
+    **{name: (spec, (60, 23)) for name, spec in EVICTING.items()},
+}
+
+
+def press_of(spec: str) -> Any:
+    for name, inner in (CODECS | SELECTORS).items():
+        spec = spec.replace(f"{{{name}}}", inner)
+    spec = spec.replace("{channels}", channels_file(tiny_model("llama")))
+    return kvpress.get_press(resolved(spec, "llama"))
+
+
+class Talk:
+    """Two turns of one row or more; `rows` are their numbers in the whole batch, which say what is read."""
+
+    def __init__(self, press: Any, ids: Tensor, mask: Tensor | None, rows: list[int], chunk: int = 0) -> None:
+        self.model, self.rows, self.mask = tiny_model("llama"), rows, mask
+        self.cache = DynamicCache(config=self.model.config)
+        self.logits: list[Tensor] = []
+        with press(self.model):
+            for part in ids.split(chunk or ids.shape[1], dim=1):
+                self.read(part, self.cache.get_seq_length() + part.shape[1])
+            self.generate(15, 0)
+            self.mask = grow(self.mask, 5)
+            self.read(torch.cat([tokens(1, 5, seed=500 + row) for row in rows]))
+            self.generate(9, 100)
+
+    def generate(self, count: int, seed: int) -> None:
+        for t in range(count):
+            self.mask = grow(self.mask, 1)
+            self.read(torch.cat([tokens(1, 1, seed=1000 * row + seed + t) for row in self.rows]))
+
+    def read(self, ids: Tensor, seen: int | None = None) -> None:
+        mask = None if self.mask is None else self.mask[:, :seen]
+        at = position_ids(mask, ids.shape[1])
+        found = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
+        self.logits.append(found[:, -1])
+
+    def encoded(self, row: int) -> list[list[int]]:
+        """Encoded pairs of every head of a row, layer by layer."""
+        found = []
+        for layer in self.cache.layers:
+            store = layer.store
+            heads = range(row * store.heads, (row + 1) * store.heads)
+            found.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
+        return found
+
+    def positions(self, row: int) -> list[list[list[int]]]:
+        pads = 0 if self.mask is None else int((~self.mask[row].bool()).sum())
+        kept = kvpress.kept_positions(self.cache)
+        return [[[at - pads for at in head.tolist() if at >= pads] for head in layer[row]] for layer in kept]
+
+
+@contextmanager
+def noise(seed: int) -> Iterator[None]:
+    """Change what is embedded by as much as rounding does: now and then, that turns a code into its neighbour."""
+    signs = torch.Generator().manual_seed(seed)
+
+    def change(module: Any, args: Any, output: Tensor) -> Tensor:
+        del module, args
+        return output * (1 + 4e-7 * (torch.randint(0, 2, output.shape, generator=signs) * 2 - 1))
+
+    handle = tiny_model("llama").get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
+    """Rows hold, encode and say what they do alone; where logits differ by more than 1e-4, noise must explain it."""
+    ids, mask = padded_batch(list(lengths))
+    together = Talk(press, ids, mask, list(range(len(lengths))), chunk)
+    for row, length in enumerate(lengths):
+
+        def run(row: int = row, length: int = length) -> Talk:
+            return Talk(press, ids[row : row + 1, -length:], None, [row])
+
+        def noisy(seed: int, run: Any = run) -> Tensor:
+            with noise(seed):
+                return torch.cat(run().logits)
+
+        alone = run()
+        assert together.encoded(row) == alone.encoded(0)
+        assert together.positions(row) == alone.positions(0)
+        found, expected = (
+            torch.stack([part[row] for part in together.logits[1 - len(alone.logits) :]]),
+            alone.logits[1:],
+        )
+        if (found - torch.cat(expected)).abs().max() > 1e-4:
+            same(found, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_padded_row_is_that_row_alone(name: str) -> None:
+    spec, lengths = SPECS[name]
+    assert_alone(press_of(spec), lengths)
