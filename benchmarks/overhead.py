@@ -48,7 +48,7 @@ PRESSES = {
 }
 PARTS = {
     "checks": [(Session, "_check")],
-    "hooks": [(Session, "_before"), (Session, "_after")],
+    "hooks": [(Session, "before"), (Session, "after")],
     "update": [(PressLayer, "update")],
     "attend": [(KVStore, "attend")],
     "operators": [(kernels, "decode")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,19 @@ class BasePress:
 
     @property
     def last_cache(self) -> Any:
-        """The cache of the last `with` block, for callers of `generate` that do not get it back."""
-        return self.__dict__.get("_last_cache")
+        """The cache of the last `with` block that this thread has left, for callers of `generate` that do not get it back.
+
+        A thread that has left none gets that of the last block of all threads. Copies of the press do not have it.
+        """
+        held: LastCache | None = self.__dict__.get("_last_cache")
+        return None if held is None else getattr(held.own, "cache", held.latest)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, state, *rest = reduced
+        own, slots = state if isinstance(state, tuple) else (state, None)
+        own = {name: value for name, value in (own or {}).items() if name != "_last_cache"}
+        return make, arguments, own if slots is None else (own, slots), *rest
 
     def validate(self) -> None:
         """Check the configuration; called at construction and again when a `with` block is entered."""
@@ -74,6 +86,20 @@ class BasePress:
 
     def __add__(self, other: BasePress) -> BasePress:
         return ComposedPress([self, other])
+
+
+class LastCache:
+    """The caches that a press has filled last: in each thread, and in all of them."""
+
+    def __init__(self) -> None:
+        self.own = threading.local()
+        self.latest: Any = None
+
+
+def remember(press: BasePress, cache: Any) -> None:
+    """Make a cache the last one of a press."""
+    held: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
+    held.own.cache = held.latest = cache
 
 
 class NoScores(ByScore):

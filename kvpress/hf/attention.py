@@ -1,7 +1,8 @@
-"""The attention and mask functions that models are given, and which session a call of them belongs to."""
+"""The attention and mask functions that models are given."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,22 +10,50 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
-from kvpress.hf.running import Running
+from kvpress.hf.requests import here
 from kvpress.observe.call import LayerCall
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
 """Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
-CALL = "_kvpress_call"
-"""Name under which an attention module holds the call that is under way."""
-ASKED = "_kvpress_asked"
-"""The same for modules that are only asked for their queries."""
 
-sessions: dict[int, Running] = {}
-"""Active sessions by the id of every configuration they switched (configurations are not hashable)."""
+
+class PressName(str):
+    """Our name in a configuration, which remembers the `native` name before; copies of the configuration have that one."""
+
+    native: str
+
+    def __new__(cls, native: str) -> PressName:
+        name = super().__new__(cls, NAME)
+        name.native = native
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.native
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.native,)
+
+
+def native_name(config: Any) -> str:
+    """Return the attention implementation that a configuration has without a press."""
+    name: str = config._attn_implementation
+    if name == NAME and not isinstance(name, PressName):
+        raise RuntimeError(
+            f"the attention implementation {NAME!r} works inside `with press(model):` alone, which sets it itself; call "
+            "model.set_attn_implementation('sdpa')"
+        )
+    return getattr(name, "native", name)
+
+
+def native_attention(module: nn.Module) -> Callable[..., Any]:
+    """Return the attention function that a module uses without a press."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(native_name(module.config), eager)
 
 
 def register() -> None:
@@ -63,12 +92,13 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
 ) -> PressMask:
     """Mask function registered as `kvpress`: keeps the arguments for later."""
-    session = sessions[id(kwargs["config"])]
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
         "q_offset": q_offset, "kv_offset": kv_offset, **kwargs,
     }  # fmt: skip
-    return PressMask(kwargs.get("attention_mask"), arguments, ALL_MASK_ATTENTION_FUNCTIONS[session.native_name])
+    return PressMask(
+        kwargs.get("attention_mask"), arguments, ALL_MASK_ATTENTION_FUNCTIONS[native_name(kwargs["config"])]
+    )
 
 
 def attention(
@@ -82,13 +112,13 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
-    if ASKED in module.__dict__:
+    if here.asked is module:
         raise _QueriesFoundError(query)
-    call: LayerCall | None = module.__dict__.get(CALL)
-    session = sessions[id(module.config)]
+    forward = here.forward
+    call = None if forward is None else forward.call
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
-    run = session.native_attention(module)
-    if call is None or call.store is None:
+    if forward is None or call is None or call.module is not module or call.store is None:
+        run = native_attention(module)
         return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None and not isinstance(attention_mask, PressMask):
         raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
@@ -102,7 +132,7 @@ def attention(
     call.queries = query
     call.logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
     call.sinks = kwargs.get("s_aux")
-    static = session.static
+    session, static, whole = forward.session, forward.static, forward.watch is not None
     if static is not None:
         real = static.real_tokens
     else:
@@ -112,7 +142,7 @@ def attention(
     own = bool(store.sealed) or (
         length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
     )
-    plan, whole = session.layers[id(module)], session.watch is not None
+    plan = session.layers[id(module)]
     if own:
         out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
         result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
@@ -121,10 +151,11 @@ def attention(
         result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
+        run = native_attention(module)
         result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
     if plan.selector is not None and not whole:
         plan.selector.after(call)
-    if static is None and session.watch is None:
+    if static is None and not whole:
         session.observe(call)
     return result, call.attentions
 
@@ -142,11 +173,11 @@ def queries_of(module: nn.Module, call: LayerCall) -> Tensor:
     # Models may let layers leave things for each other in a dictionary.
     arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in call.kwargs.items()}
     arguments |= {"hidden_states": call.hidden_states, "attention_mask": None, "past_key_values": None}
-    module.__dict__[ASKED] = True
+    before, here.asked = here.asked, module
     try:
         module.forward(**arguments)
     except _QueriesFoundError as found:
         return found.queries
     finally:
-        del module.__dict__[ASKED]
+        here.asked = before
     raise NotImplementedError(f"{type(module).__name__} did not call its attention function")

@@ -18,11 +18,6 @@ def check_model(model: Any, is_identity: bool, has_attention: bool, has_full_att
     """Refuse models that no press, or only one that `is_identity`, can work on, with the reason."""
     config = model.config
     name = type(model).__name__
-    if config._attn_implementation == "kvpress":
-        raise RuntimeError(
-            "a press is already active on this model, or on one that shares its configuration object; compose presses "
-            "instead of nesting them: `press_a + press_b`"
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
     text = config.get_text_config(decoder=True)

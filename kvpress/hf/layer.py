@@ -16,7 +16,7 @@ class PressLayer(CacheLayerMixin):
     """One full-attention layer of a cache, kept in a `KVStore`.
 
     `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
-    `generate` depend on it.
+    `generate` depend on it. `interrupted` says that a pass has failed between two layers of the cache.
     """
 
     is_sliding = False
@@ -26,6 +26,7 @@ class PressLayer(CacheLayerMixin):
         self.store: KVStore | None = None
         self.call: LayerCall | None = None
         self.static = False
+        self.interrupted = False
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -43,6 +44,8 @@ class PressLayer(CacheLayerMixin):
                 "this cache holds compressed pairs and can only be read inside a press: put the call inside "
                 "`with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
             )
+        if self.call is None:
+            self.check_whole()
         if self.static:
             self.store.window.write(key_states, value_states)
         else:
@@ -51,6 +54,14 @@ class PressLayer(CacheLayerMixin):
             return self.store.window.filled_keys, self.store.window.filled_values
         self.call.store = self.store
         return key_states, value_states
+
+    def check_whole(self) -> None:
+        """Refuse a cache of which some layers hold tokens that others do not."""
+        if self.interrupted:
+            raise RuntimeError(
+                "a forward pass that failed has left this cache with tokens in some of its layers only; go on with a copy "
+                "that was made before that pass (copy.deepcopy(cache)), or with a new cache"
+            )
 
     @property
     def keys(self) -> Tensor | None:

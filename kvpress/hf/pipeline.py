@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from kvpress.core.press import BasePress
 from kvpress.hf.models import load, new_cache, reference_path
-from kvpress.hf.session import reading
+from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
 
@@ -117,7 +118,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         past = mask.new_ones(len(ids), before)
         mask = torch.cat([past, mask], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, before:]
-        with torch.no_grad(), press(self.model) if press is not None else reading(self.model):
+        with torch.no_grad(), self._open(press, evict=press is not None):
             self.model(
                 ids,
                 attention_mask=mask,
@@ -135,7 +136,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             if branches > 1:
                 own.batch_repeat_interleave(branches)
             # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
-            with torch.no_grad(), reading(self.model, press):
+            with torch.no_grad(), self._open(press, evict=False):
                 output = self.model.generate(
                     asked,
                     attention_mask=full,
@@ -144,6 +145,10 @@ class KVPressTextGenerationPipeline(Pipeline):
                 )
             answers.append(output[:, asked.shape[1] :])
         return answers
+
+    def _open(self, press: BasePress | None, evict: bool) -> AbstractContextManager[Session]:
+        """Open a block for this thread alone: others may ask the same pipeline, under other presses."""
+        return session(BasePress() if press is None else press, self.model, evict, private=True)
 
     def postprocess(self, answers: list[Tensor], many: bool) -> list[dict[str, Any]]:
         """Decode: one dictionary per context."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import update_wrapper
@@ -18,6 +19,7 @@ from kvpress.cache.window import Cursor, RealTokens
 from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
 from kvpress.hf.checks import setting
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.requests import Forward, Request, as_pass, here, leave_inference_mode
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
 
@@ -30,8 +32,15 @@ class StaticPass:
     calls: list[LayerCall] = field(default_factory=list)
 
 
-class CapturedForward:
-    """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on."""
+_one_at_a_time = threading.RLock()
+"""Recordings share memory, so that a replay must be over, and its outputs copied, before the next one."""
+
+
+class CapturedForward(threading.local):
+    """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on.
+
+    Each thread has recordings of its own, of its own cache.
+    """
 
     def __init__(self, session: Running, forward: Callable[..., Any], recorder: Recorder) -> None:
         update_wrapper(self, forward, updated=())
@@ -39,7 +48,6 @@ class CapturedForward:
         self.forward = forward
         self.names = list(inspect.signature(forward).parameters)
         self.replay = Replay(recorder, self._step)
-        self.under_way: StaticPass | None = None
         self.kind: type[Any] = dict
         self.forget()
 
@@ -57,6 +65,7 @@ class CapturedForward:
         stores = self._stores(arguments)
         if not stores:
             return self.forward(**arguments)
+        self._admit(arguments["past_key_values"])
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
         real = None if mask is None else RealTokens(mask.to(ids.device, torch.bool))
         cursors = self._cursors(stores, real)
@@ -68,22 +77,21 @@ class CapturedForward:
         for store in stores:
             store.count_token()
         self.real_tokens = real
-        outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
+        with _one_at_a_time:
+            outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
         for call in self.calls:
             call.mask, call.seen_before = None if real is None else real.real, call.store.seen - 1
             self.session.follow(call)
         if self.session.follows:
-            self.session.finish(self.calls, ids, arguments["position_ids"])
+            self.session.finish(arguments["past_key_values"], self.calls, ids, arguments["position_ids"])
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
         """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
-        self.under_way = StaticPass(self.real_tokens)
-        try:
+        static = StaticPass(self.real_tokens)
+        with as_pass(Forward(self.session, self._request(), static=static)):
             output = self.forward(**inputs, **settings)
-            self.calls = self.under_way.calls
-        finally:
-            self.under_way = None
+        self.calls = static.calls
         tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
         self.kind, self.rest = type(output), {name: value for name, value in output.items() if name not in tensors}
         return tensors
@@ -94,7 +102,7 @@ class CapturedForward:
         if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
             return []
         stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
-        seen, config = cache.get_seq_length(), self.session.model.config
+        seen, config, request = cache.get_seq_length(), self.session.model.config, self._request()
         # Models of several modalities count positions in their own way.
         placed = arguments.get("position_ids") is not None or config.get_text_config() is config
         fits = (
@@ -102,11 +110,20 @@ class CapturedForward:
             and len(stores) == len(self.session.modules)
             and tuple(ids.shape) == (stores[0].batch, 1)
             and all(store.seen == seen for store in stores)
-            and seen >= self.session.prefill_until
+            and seen >= (0 if request is None else request.prompt_end)
             and (mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)))
             and arguments.get("return_dict") is not False
         )
         return stores if fits else []
+
+    def _request(self) -> Request | None:
+        return here.request if here.request is not None and here.request.session is self.session else None
+
+    def _admit(self, cache: Cache) -> None:
+        """Check a cache as a pass does that is not replayed."""
+        first = next(layer for layer in cache.layers if isinstance(layer, PressLayer))
+        first.check_whole()
+        leave_inference_mode(cache, first)
 
     def _cursors(self, stores: list[KVStore], real: RealTokens | None) -> list[Cursor] | None:
         """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.requests import Forward, as_pass
 from kvpress.hf.running import Running
 from kvpress.observe.passes import Pass, Watch
 
@@ -65,18 +66,14 @@ class DecoderReader:
         mask, seen = done.mask, done.seen
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(ids.shape)], dim=1)[:, : seen + ids.shape[1]]
-        self.session.watch = watch or (lambda call: None)
-        try:
-            with torch.no_grad():
-                self.session.decoder(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=done.cache,
-                    use_cache=True,
-                )
-        finally:
-            self.session.watch = None
+        with torch.no_grad(), as_pass(Forward(self.session, watch=watch or (lambda call: None))):
+            self.session.decoder(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=done.cache,
+                use_cache=True,
+            )
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

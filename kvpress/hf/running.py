@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from kvpress.core.executor import Executor
 from kvpress.core.recipe import Recipe
 from kvpress.observe.call import LayerCall
-from kvpress.observe.passes import Watch
 
 
 class Running(Protocol):
@@ -19,25 +19,33 @@ class Running(Protocol):
     press: Any
     model: Any
     decoder: Any
+    evict: bool
+    block: Any
+    shares_caches: bool
+    recorder: Any
+    captured: Any
     recipe: Recipe
     executor: Executor
-    native_name: str
+    cache: Cache | None
     modules: list[nn.Module]
     kinds: list[str]
     layers: dict[int, Any]
-    watch: Watch | None
-    prefill_until: int
-
-    @property
-    def static(self) -> Any:
-        """The static pass under way, if any."""
 
     @property
     def follows(self) -> bool:
         """Whether something happens at the end of passes."""
 
-    def native_attention(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the attention function that the model used before the session."""
+    def capture(self, forward: Callable[..., Any]) -> None:
+        """Replay the decode steps of the model's own `forward`."""
+
+    def run(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the decoder as a pass of this session."""
+
+    def before(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare an attention module's part of a pass."""
+
+    def after(self, forward: Any, module: nn.Module) -> None:
+        """End an attention module's part of a pass."""
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass."""
@@ -45,5 +53,5 @@ class Running(Protocol):
     def follow(self, call: LayerCall) -> None:
         """Evict and encode, once a layer's pass is over."""
 
-    def finish(self, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
+    def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
         """Act on all layers of a pass."""

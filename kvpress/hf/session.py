@@ -1,9 +1,8 @@
-"""The session: installs a press on a model for the length of a `with` block, and restores the model."""
+"""The session: what a press does to the passes of a model inside a `with` block."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,47 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.attention import group_queries
 from kvpress.cache.store import Reader
 from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
 from kvpress.core.model import LayerFacts
-from kvpress.core.press import BasePress
+from kvpress.core.press import BasePress, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf.attention import CALL, NAME, queries_of, register, sessions
+from kvpress.hf.attention import NAME, queries_of
 from kvpress.hf.capture import Recorder
-from kvpress.hf.checks import check_forward, check_generate, check_model
+from kvpress.hf.checks import check_forward, check_model
+from kvpress.hf.installed import Block, Installation, check_free, install
 from kvpress.hf.layer import PressLayer, adopt_layer
 from kvpress.hf.models import config_layers, facts_of, is_attention
-from kvpress.hf.replay import CapturedForward, StaticPass, check_capture, check_captured_generate, graph_recorder
+from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
+from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 
 
 class Session:
-    """One `with press(model)` block: installs the hooks, restores everything on exit.
+    """One `with press(model)` block: a press, worked out for a model. It holds nothing of a pass but the last cache.
 
-    `cache` is the cache last used inside the block; `evict=False` reads compressed caches without evicting at prefill. With a
-    `recorder`, decode steps are recorded and replayed. `watch` is set while the session itself reads behind a cache.
+    `evict=False` reads compressed caches without evicting at prefill. With a `recorder`, decode steps are recorded and
+    replayed. A `private` session serves the thread alone that entered its block.
     """
 
     def __init__(
-        self, press: BasePress, model: PreTrainedModel, evict: bool = True, recorder: Recorder | None = None
+        self,
+        press: BasePress,
+        model: PreTrainedModel,
+        evict: bool = True,
+        recorder: Recorder | None = None,
+        private: bool = False,
     ) -> None:
         self.press = press
         self.model = model
         self.evict = evict
+        self.block = Block(private)
         self.recipe = Recipe()
         self.executor = Executor(self.recipe)
-        self.cache: Cache | None = None
-        self.prefill_until = 0
-        self.passed: list[LayerCall] = []
-        self.watch: Watch | None = None
-        self.native_name = model.config._attn_implementation
+        self.shares_caches = False
         self.modules = [m for m in model.modules() if is_attention(m)]
         self.layers: dict[int, LayerPlan] = {}
         text = model.config.get_text_config(decoder=True)
@@ -62,22 +65,40 @@ class Session:
         self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
         self.growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        self.captured = None if recorder is None else CapturedForward(self, model.forward, recorder)
-        self._undo: list[Callable[[], Any]] = []
+        self.recorder = recorder
+        self.captured: CapturedForward | None = None
+        self._cache: Cache | None = None
+        self._installation: Installation | None = None
 
     @property
-    def static(self) -> StaticPass | None:
-        """The static pass under way, if any."""
-        return None if self.captured is None else self.captured.under_way
+    def cache(self) -> Cache | None:
+        """The cache last used inside the block; in `generate`, the one that it is about.
+
+        Raises:
+            RuntimeError: it cannot be known, since threads that entered no block used the press while several were open.
+        """
+        if self._cache is None and self.shares_caches:
+            raise RuntimeError(
+                "several blocks of this press were open while a thread that entered none of them used the model, so it is not "
+                "known whose cache that was; take it from generate(..., return_dict_in_generate=True).past_key_values"
+            )
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache | None) -> None:
+        self._cache = cache
+
+    @property
+    def watch(self) -> Watch | None:
+        """Set while the session itself reads behind a cache, in this thread."""
+        return None if here.forward is None else here.forward.watch
 
     def enter(self) -> None:
         """Check the model, then install; nothing is changed if a check fails."""
+        self.press.validate()
+        check_free(self)
         self.prepare()
-        try:
-            self._install()
-        except BaseException:
-            self.exit()
-            raise
+        self._installation = install(self)
 
     def prepare(self) -> None:
         """Check press and model against each other, and work out what every layer does."""
@@ -89,7 +110,7 @@ class Session:
         self.recipe = self.press.recipe(facts)
         self.executor = Executor(self.recipe, self.evict)
         self.executor.check()
-        if self.captured is not None:
+        if self.recorder is not None:
             check_capture(self)
         selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
         self.layers = {}
@@ -100,96 +121,71 @@ class Session:
             if looking is not None and looking.looks_ahead:
                 self.layers[id(self.modules[layer])].following = self.modules[later]
 
-    def _install(self) -> None:
-        register()
-        before = {id(c): (c, c._attn_implementation) for c in _configs(self.model)}
-        self._undo.append(lambda: _restore(before))
-        self.model.set_attn_implementation(NAME)
-        switched = [id(c) for c, _ in before.values() if c._attn_implementation == NAME]
-        for module in self.modules:
-            if id(module.config) not in switched:
-                raise NotImplementedError(
-                    f"{type(module).__name__} did not take the attention function `{NAME}`: this model does not use "
-                    "the attention interface of transformers"
-                )
-        for key in switched:
-            sessions[key] = self
-            self._undo.append(partial(sessions.pop, key, None))
-        rotary = getattr(self.decoder, "rotary_emb", None)
-        for module in self.modules:
-            handles = [
-                module.register_forward_pre_hook(self._before, with_kwargs=True),
-                module.register_forward_hook(self._after, with_kwargs=True),
-            ]
-            self._undo += [handle.remove for handle in handles]
-            self._undo.append(partial(self._release, module))
-            if rotary is not None and not hasattr(module, "rotary_emb"):
-                # Presses written for NVIDIA kvpress read it there.
-                module.__dict__["rotary_emb"] = rotary
-                self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
-        self._undo.append(self.decoder.register_forward_pre_hook(self._check, with_kwargs=True).remove)
-        if self.follows:
-            self._undo.append(self.decoder.register_forward_hook(self._pass_over, with_kwargs=True).remove)
-        if hasattr(self.model, "generate"):
-            self._replace("generate", self._generate(self.model.generate))
-        if self.captured is not None:
-            self._replace("forward", self.captured)
-            self._undo.append(self.captured.forget)
-
-    def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        """Put `function` in the place of a method of the model."""
-        attributes = self.model.__dict__
-        own = {name: attributes[name]} if name in attributes else {}
-        attributes[name] = function
-        self._undo += [partial(attributes.update, own), partial(attributes.pop, name, None)]
+    def capture(self, forward: Callable[..., Any]) -> None:
+        """Replay the decode steps of the model's own `forward`."""
+        assert self.recorder is not None  # noqa: S101 - for type checkers
+        self.captured = CapturedForward(self, forward, self.recorder)
 
     def exit(self) -> None:
-        """Undo everything, newest first."""
-        while self._undo:
-            self._undo.pop()()
-        self.press.__dict__["_last_cache"] = self.cache
+        """Leave the block; what is under way in other threads goes on as it began."""
+        if self._installation is not None:
+            self._installation.close(self)
+            self._installation = None
+        if self.captured is not None:
+            self.captured.forget()
+        if self._cache is not None:
+            remember(self.press, self._cache)
 
-    # -- hooks -----------------------------------------------------------------------------------------------
+    # -- passes ----------------------------------------------------------------------------------------------
 
-    def _generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.prefill_until = check_generate(self.model, *args, **kwargs)
-            if self.captured is not None:
-                check_captured_generate(self.model, *args, **kwargs)
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self.prefill_until = 0
-                if self.captured is not None:
-                    self.captured.forget()
+    def run(self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the decoder as a pass of this session."""
+        forward.modules_left = len(self.modules)
+        outer, here.forward = here.forward, forward
+        try:
+            self._check(forward, args, kwargs)
+            output = decode(*args, **kwargs)
+            self._pass_over(forward, args, kwargs)
+        except BaseException:
+            forward.fail()
+            raise
+        finally:
+            here.forward = outer
+            forward.end()
+        return output
 
-        return wrapped
-
-    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        self.passed = []
-        if self.watch is None:
-            until = self.prefill_until if self.evict else None
+    def _check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.decoder.config._attn_implementation != NAME:
+            raise RuntimeError(
+                f"the attention implementation was set to {self.decoder.config._attn_implementation!r} inside the block of a "
+                "press, which needs its own; set it before the block is entered"
+            )
+        if forward.watch is None:
+            until = forward.prompt_end(kwargs.get("past_key_values")) if self.evict else None
             check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+    def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put our layer into the cache, and say what the attention module under way is about to do."""
+        plan, cache = self.layers.get(id(module)), kwargs.get("past_key_values")
+        if plan is None:
+            return  # of another model
+        forward.release()
         if not isinstance(cache, Cache):
             return
+        if forward.cache is None:
+            forward.begin(cache)
         layer = adopt_layer(cache, module) if module.layer_idx in self.full else None
         if layer is None:
             return
-        self.cache = cache
         hidden = kwargs.get("hidden_states", args[0] if args else None)
-        plan = self.layers[id(module)]
         length = hidden.shape[1] if hidden is not None else 1
-        layer.static = self.static is not None
+        layer.static = forward.static is not None
         call = LayerCall(
             module=module,
             store=layer.store,  # type: ignore[arg-type]
             layer=plan.facts.index,
             layers=len(self.modules),
-            prompt_end=self.prefill_until,
+            prompt_end=forward.prompt_end(cache),
             depth=plan.depth,
             depths=len(self.growing),
             kwargs=kwargs,
@@ -199,10 +195,9 @@ class Session:
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
-        call.phase = self._phase(call.seen_before, length)
-        layer.call = call
-        module.__dict__[CALL] = call
-        if plan.following is not None and call.phase == "decode" and self.watch is None:
+        call.phase = _phase(call, length)
+        layer.call = forward.call = call
+        if plan.following is not None and call.phase == "decode" and forward.watch is None:
             self._look_ahead(plan.following, call)
 
     def _look_ahead(self, following: nn.Module, call: LayerCall) -> None:
@@ -213,10 +208,6 @@ class Session:
             return
         queries = queries_of(following, call)
         selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
-
-    def _phase(self, seen_before: int, length: int) -> Phase:
-        fresh = seen_before == 0 or length > 1 or seen_before < self.prefill_until
-        return "prefill" if fresh else "decode"
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass, where something later needs it."""
@@ -230,24 +221,27 @@ class Session:
         """Whether something happens at the end of passes."""
         return self.executor.follows("prefill") or self.executor.follows("decode")
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        del args, kwargs, output
-        call = self._release(module)
+    def after(self, forward: Forward, module: nn.Module) -> None:
+        """End an attention module's part of a pass."""
+        if id(module) not in self.layers:
+            return
+        forward.modules_left -= 1
+        call = forward.release()
         if call is None:
             return
-        if self.static is not None:
-            self.static.calls.append(call)
-        elif self.watch is not None:
-            self.watch(call)
+        if forward.static is not None:
+            forward.static.calls.append(call)
+        elif forward.watch is not None:
+            forward.watch(call)
         else:
             self.follow(call)
             if self.follows:
-                self.passed.append(self._kept_of(call))
+                forward.passed.append(self._kept_of(call))
 
     def follow(self, call: LayerCall) -> None:
         """Evict, and let the codec encode, once a layer's pass is over."""
         store = call.store
-        if store is None or call.queries.numel() == 0 or store.seen < self.prefill_until:
+        if store is None or call.queries.numel() == 0 or store.seen < call.prompt_end:
             return
         self.executor.after_layer(call)
         if not self.executor.follows(call.phase):
@@ -279,43 +273,36 @@ class Session:
             rotary_angles=None if angles is None else partial(angles, empty),
         )
 
-    def _pass_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        del module, output
-        calls, self.passed = [call for call in self.passed if call.store is not None], []
+    def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls, forward.passed = [call for call in forward.passed if call.store is not None], []
         if calls:
-            self.finish(calls, kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids"))
+            self.finish(
+                forward.cache, calls, kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
+            )
 
-    def finish(self, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
+    def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
         """Remember what a pass read, and let the press act on all layers together where it follows such passes."""
         store, phase = calls[0].store, calls[0].phase
         if TOKENS not in store.observers:
             store.observers[TOKENS] = ReadTokens()
         tokens: ReadTokens = store.observers[TOKENS]
         tokens.add(ids, calls[0].seen_before, store.seen - calls[0].seen_before)
-        if store.seen < self.prefill_until:
+        if store.seen < calls[0].prompt_end:
             return
         if self.executor.follows(phase):
             position = (
                 torch.full((1, 1), store.seen - 1, device=store.window.keys.device) if positions is None else positions
             )
-            self.executor.after_pass(Pass(self.cache, calls, tokens.ids, position[..., -1:] + 1, DecoderReader(self)))
+            self.executor.after_pass(Pass(cache, calls, tokens.ids, position[..., -1:] + 1, DecoderReader(self)))
             for call in calls:
                 self._seal(call)
         if phase == "prefill":
             tokens.forget()
 
-    def _release(self, module: nn.Module) -> LayerCall | None:
-        """Take the call off a module and its cache layer, so that neither keeps the other alive."""
-        call: LayerCall | None = module.__dict__.pop(CALL, None)
-        if call is not None:
-            layer = call.kwargs["past_key_values"].layers[module.layer_idx]
-            layer.call, layer.static = None, False
-        return call
 
-    def native_attention(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the attention function that the model used before the session."""
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self.native_name, eager)
+def _phase(call: LayerCall, length: int) -> Phase:
+    fresh = call.seen_before == 0 or length > 1 or call.seen_before < call.prompt_end
+    return "prefill" if fresh else "decode"
 
 
 class LayerPlan:
@@ -336,10 +323,14 @@ class LayerPlan:
 
 @contextmanager
 def session(
-    press: BasePress, model: PreTrainedModel, evict: bool = True, recorder: Recorder | None = None
+    press: BasePress,
+    model: PreTrainedModel,
+    evict: bool = True,
+    recorder: Recorder | None = None,
+    private: bool = False,
 ) -> Iterator[Session]:
-    """Install `press` on `model` for the length of a `with` block; with a `recorder`, replay its decode steps."""
-    current = Session(press, model, evict, recorder)
+    """Install `press` on `model` for the length of a `with` block; see `Session`."""
+    current = Session(press, model, evict, recorder, private)
     current.enter()
     try:
         yield current
@@ -358,13 +349,3 @@ def reading(model: Any, press: BasePress | None = None, capture: bool = False) -
     recorder = graph_recorder(model) if capture else None
     with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
         yield current
-
-
-def _configs(model: PreTrainedModel) -> list[Any]:
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return list(found.values())
-
-
-def _restore(before: dict[int, tuple[Any, str]]) -> None:
-    for config, name in before.values():
-        config._attn_implementation_internal = name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
@@ -18,6 +18,7 @@ from kvpress.hf.checks import check_forward
 from kvpress.hf.clock import now
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import new_cache
+from kvpress.hf.requests import Forward
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
 
@@ -71,7 +72,7 @@ class SharedSession(Session):
     """Reads with the plain model, and hands every layer to a branch for each press before its pairs are let go."""
 
     def __init__(self, presses: Sequence[BasePress], model: PreTrainedModel) -> None:
-        super().__init__(BasePress(), model)
+        super().__init__(BasePress(), model, private=True)
         for press in presses:
             if not press.recipe().shares_prefill:
                 raise ValueError(
@@ -96,8 +97,8 @@ class SharedSession(Session):
         for branch in self.branches:
             branch.prepare()
 
-    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
+    def _check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del forward
         for branch in self.branches:
             check_forward(branch.recipe, args, kwargs, self.model.config, 0, self.cached)
 
@@ -127,6 +128,7 @@ class Branch(Session):
     def __init__(self, press: BasePress, model: PreTrainedModel) -> None:
         super().__init__(press, model)
         self.cache: Cache = new_cache(model)
+        self.passed: list[LayerCall] = []
         self.own: dict[int, PressLayer] = {}
         self.call: LayerCall | None = None
         self.seconds = 0.0
@@ -181,7 +183,7 @@ class Branch(Session):
         ]
         calls, self.passed = self.passed, []
         if calls:
-            self.finish(calls, ids, None)
+            self.finish(self.cache, calls, ids, None)
 
 
 def _generators(device: torch.device) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress.cache.store import KVStore
+from kvpress.hf.requests import Forward, as_pass
 from kvpress.hf.rereading import DecoderReader
 from kvpress.observe.passes import Pass
 from tests.models import grow, padded_batch, position_ids, tokens
@@ -57,9 +58,8 @@ def test_correction_beside_eviction_leaves_the_pairs_of_full_attention(
         ids, at = done.ids[:, -count:], done.position + torch.arange(-count, 0)
         for layer in twin.layers:
             layer.store.take_back(count)
-        saved, reader.session.watch = reader.session.watch, lambda call: None
-        reader.session.decoder(ids, attention_mask=mask, position_ids=at, past_key_values=twin, use_cache=True)
-        reader.session.watch = saved
+        with as_pass(Forward(reader.session, watch=lambda call: None)):
+            reader.session.decoder(ids, attention_mask=mask, position_ids=at, past_key_values=twin, use_cache=True)
         expected = [stored(layer.store, mask) for layer in twin.layers]
         for held, new, full in zip(before, after, expected, strict=True):
             for ours, theirs, oracle in zip(held[-1], new[-1], full[-1], strict=True):

@@ -1,0 +1,356 @@
+"""What presses put on a model, shared by the blocks that are open on it, and which block a call belongs to.
+
+A block is open to all threads, since `generate` may run in another one than the block, as it does under a streamer. Several
+are open at once where it makes no difference which of them such a thread is given: with the same press, or private ones. What
+was begun inside a block ends under its press, also where the block has been left by then: the model is restored after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial, update_wrapper
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from kvpress.core.press import BasePress
+from kvpress.hf.attention import NAME, PressName, register
+from kvpress.hf.checks import check_generate
+from kvpress.hf.replay import check_captured_generate
+from kvpress.hf.requests import Forward, Request, here
+from kvpress.hf.running import Running
+
+_changes = threading.RLock()
+_installed: dict[int, Installation] = {}
+"""What is installed, by the id of every configuration that was switched (configurations are not hashable)."""
+_entered: ContextVar[tuple[int, ...]] = ContextVar("entered", default=())
+"""Numbers of the blocks that this thread, or asynchronous task, has entered."""
+_numbers = itertools.count()
+
+
+class Block:
+    """A `with` block as it is told from others: by its number, and whether it is `private` to the thread that entered it."""
+
+    def __init__(self, private: bool) -> None:
+        self.number = next(_numbers)
+        self.private = private
+
+    def enter(self) -> None:
+        """Note that this thread has entered the block."""
+        _entered.set((*_entered.get(), self.number))
+
+    def leave(self) -> None:
+        """Forget the block; it may have been entered in another thread."""
+        _entered.set(tuple(number for number in _entered.get() if number != self.number))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this thread has entered the block."""
+        return self.number in _entered.get()
+
+
+def check_free(session: Running) -> None:
+    """Refuse a block beside others that cannot be told from it.
+
+    Raises:
+        RuntimeError: another press is active, or a model that shares the configuration object.
+    """
+    with _changes:
+        found = _installed.get(id(session.model.config))
+        if found is None:
+            return
+        if found.model is not session.model:
+            raise RuntimeError(
+                "a press is already active on another model that shares its configuration object with this one: leave its "
+                "block first, or give one of them a configuration of its own (copy.deepcopy(config))"
+            )
+        for other in found.sessions:
+            apart = (other.block.private or session.block.private) and not other.block.is_ours
+            if not apart and not _alike(other, session):
+                raise RuntimeError(
+                    f"{_shown(other)} is already active on this model, so {_shown(session)} cannot be: compose presses instead "
+                    "of nesting them, `press_a + press_b`; to use one after the other, leave the first block before, in "
+                    "several threads by a lock around each block"
+                )
+
+
+def install(session: Running) -> Installation:
+    """Open a block on its model."""
+    with _changes:
+        check_free(session)
+        found = _installed.get(id(session.model.config)) or Installation(session)
+        found.open(session)
+        return found
+
+
+def _shown(session: Running) -> str:
+    text = repr(session.press)
+    return (text if len(text) <= 120 else f"{text[:117]}...") + ("" if session.evict else " (reading)")
+
+
+def _alike(one: Running, other: Running) -> bool:
+    """Whether two sessions do the same to every cache."""
+    return (
+        one.evict == other.evict
+        and (one.recorder is None) == (other.recorder is None)
+        and not one.block.private
+        and not other.block.private
+        and _same(one.press, other.press)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two settings are the same, presses and tensors included."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.device == other.device and bool((one == other).all())
+    if isinstance(one, BasePress):
+        mine, theirs = ({n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (one, other))
+        return _same(mine, theirs)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+class Installation:
+    """The hooks and methods that were put on one model, and the sessions of the blocks that are open on it.
+
+    `running` counts calls under way, of any thread: they keep what is installed.
+    """
+
+    def __init__(self, session: Running) -> None:
+        self.model: PreTrainedModel = session.model
+        self.decoder: nn.Module = session.decoder
+        self.modules = session.modules
+        self.sessions: list[Running] = []
+        self.running = 0
+        self.forward: Replaced | None = None
+        self._was_open_to_all = False
+        self._undo: list[Callable[[], Any]] = []
+        self._undo_generate: Callable[[], Any] | None = None
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def open(self, session: Running) -> None:
+        """Add a block, and put on the model what is not there yet."""
+        try:
+            if not self._undo:
+                self._install()
+            if self._undo_generate is None and hasattr(self.model, "generate"):
+                self._undo_generate = Replaced(self.model, "generate", self._generate).put()
+            if session.recorder is not None:
+                if self.forward is None:
+                    self.forward = Replaced(self.model, "forward", self._run_model)
+                    self._undo.append(self.forward.put())
+                session.capture(self.forward.before)
+            self.sessions.append(session)
+            self._was_open_to_all |= not session.block.private
+            session.block.enter()
+        except BaseException:
+            self._restore()
+            raise
+
+    def close(self, session: Running) -> None:
+        """Take a block away; after the last one the model is restored, once nothing is under way any more."""
+        with _changes:
+            session.block.leave()
+            self.sessions.remove(session)
+            self._restore()
+
+    def _install(self) -> None:
+        register()
+        configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        self._undo.append(Replaced(self.decoder, "forward", self._decode).put())
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        for module in self.modules:
+            handles = [
+                module.register_forward_pre_hook(Hook(_before), with_kwargs=True),
+                module.register_forward_hook(Hook(_after), with_kwargs=True),
+            ]
+            self._undo += [handle.remove for handle in handles]
+            if rotary is not None and not hasattr(module, "rotary_emb"):
+                # Presses written for NVIDIA kvpress read it there.
+                module.__dict__["rotary_emb"] = rotary
+                self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
+        self._undo += [partial(_name, config, before[key]) for key, config in configs.items()]
+        self.model.set_attn_implementation(PressName(self.model.config._attn_implementation))
+        for key, config in configs.items():
+            if config._attn_implementation == NAME:
+                _name(config, PressName(before[key]))
+                _installed[key] = self
+                self._undo.append(partial(_installed.pop, key, None))
+        for module in self.modules:
+            if id(module.config) not in _installed:
+                raise NotImplementedError(
+                    f"{type(module).__name__} did not take the attention function `{NAME}`: this model does not use "
+                    "the attention interface of transformers"
+                )
+
+    def _restore(self) -> None:
+        """Undo what no open block and no call under way needs, newest first."""
+        if self.sessions:
+            return
+        if self._undo_generate is not None:
+            self._undo_generate()
+            self._undo_generate = None
+        if not self.running:
+            while self._undo:
+                self._undo.pop()()
+            self.forward = None
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> tuple[Running | None, bool]:
+        """Count a call; return its session, and whether the call's cache is that of the session's own block."""
+        with _changes:
+            self.running += 1
+            entered = [session for session in self.sessions if session.block.is_ours]
+            if entered:
+                return entered[-1], True
+            public = [session for session in self.sessions if not session.block.private]
+            for session in public if len(public) > 1 else ():
+                session.shares_caches = True
+            return (public[-1], len(public) == 1) if public else (None, False)
+
+    def _end(self) -> None:
+        with _changes:
+            self.running -= 1
+            self._restore()
+
+    def _request(self) -> Request | None:
+        """Return the call of `generate` on this model that is under way in this thread, if any."""
+        return here.request if here.request is not None and here.request.model is self.model else None
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session, owns_cache = self._begin()
+        outer, here.request = here.request, Request(self.model, session, owns_cache)
+        try:
+            if session is not None:
+                cache = kwargs.get("past_key_values")
+                here.request.cache = cache if isinstance(cache, Cache) else None
+                here.request.prompt_end = check_generate(self.model, *args, **kwargs)
+                if session.captured is not None:
+                    check_captured_generate(self.model, *args, **kwargs)
+            elif not self.sessions and self._was_open_to_all:
+                raise RuntimeError(
+                    "this `generate` was taken from the model inside a `with press(model):` block that has been left since; "
+                    "keep the block open until a thread that generates is done (thread.join())"
+                )
+            return generate(*args, **kwargs)
+        finally:
+            here.request = outer
+            if session is not None and session.captured is not None:
+                session.captured.forget()
+            self._end()
+
+    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the whole model, which a session may replay."""
+        request = self._request()
+        session = self._begin()[0] if request is None else request.session
+        try:
+            captured = None if session is None else session.captured
+            return (forward if captured is None else captured)(*args, **kwargs)
+        finally:
+            if request is None:
+                self._end()
+
+    def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder as a pass of its session, or as if nothing were installed where it has none."""
+        prepared, request = here.prepared, self._request()
+        if prepared is not None and prepared.session.decoder is self.decoder:
+            here.prepared = None
+            return prepared.session.run(prepared, decode, args, kwargs)
+        if request is not None:
+            return _run(Forward.of(request.session, request, request.owns_cache), decode, args, kwargs)
+        session, owns_cache = self._begin()
+        try:
+            return _run(Forward.of(session, None, owns_cache), decode, args, kwargs)
+        finally:
+            self._end()
+
+
+def _run(forward: Forward | None, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if forward is not None:
+        return forward.session.run(forward, decode, args, kwargs)
+    outer, here.forward = here.forward, None
+    try:
+        return decode(*args, **kwargs)
+    finally:
+        here.forward = outer
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if here.forward is not None:
+        here.forward.session.before(here.forward, module, args, kwargs)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    del args, kwargs, output
+    if here.forward is not None:
+        here.forward.session.after(here.forward, module)
+
+
+def _name(config: Any, name: str) -> None:
+    config._attn_implementation_internal = name
+
+
+# -- what copies of a model do not have ------------------------------------------------------------------------
+
+
+class Hook(partial[None]):
+    """A hook that copies of its module do not have."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> str:
+        return "nothing"
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: a hook in the copy of a model."""
+
+
+class Replaced:
+    """Stands in for the method `name` of a module: calls `act` with it. Copies of the module have the method itself."""
+
+    def __init__(self, owner: nn.Module, name: str, act: Callable[..., Any]) -> None:
+        self.owner, self.name, self.act = owner, name, act
+        self.before = getattr(owner, name)
+        update_wrapper(self, self.before, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.act(self.before, *args, **kwargs)
+
+    def put(self) -> Callable[[], None]:
+        """Take the place of the method; returns what undoes it."""
+        attributes = self.owner.__dict__
+        own = {self.name: attributes[self.name]} if self.name in attributes else {}
+
+        def undo() -> None:
+            attributes.pop(self.name, None)
+            attributes.update(own)
+
+        attributes[self.name] = self
+        return undo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.before, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)

@@ -1,0 +1,175 @@
+"""What is under way, thread by thread: calls of `generate`, and forward passes of a decoder.
+
+Whatever belongs to a pass stands on a `Forward`, and that on the thread which runs it: threads do not see each other's passes,
+a pass inside another one comes back to it, and a pass that failed leaves nothing for the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+
+from kvpress.cache.held import moved
+from kvpress.hf.layer import PressLayer
+from kvpress.hf.running import Running
+from kvpress.observe.call import LayerCall
+from kvpress.observe.passes import Watch
+
+reading: dict[int, Forward] = {}
+"""The pass that reads a cache, by the id of every cache that is being read."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A call of `generate`, of the first `cache` that it uses: others, such as that of a negative prompt, only help it.
+
+    `prompt_end` is the length of its prompt where that comes in chunks, else 0. Without a `session` it is none of a press, and
+    without `owns_cache` no block can say that the cache is its own.
+    """
+
+    model: Any
+    session: Running | None
+    owns_cache: bool = True
+    cache: Cache | None = None
+    prompt_end: int = 0
+
+    def is_of(self, cache: Any) -> bool:
+        """Whether a cache is the one that the call is about."""
+        return self.cache is None or self.cache is cache
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward pass of the decoder under a press.
+
+    `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, and
+    `modules_left` how many modules have not ended. `watch` is set where the session itself reads behind a cache, and `static`
+    where a step is recorded. Without `owns_cache`, no block can say that the cache is its own.
+    """
+
+    session: Running
+    request: Request | None = None
+    watch: Watch | None = None
+    static: Any = None
+    owns_cache: bool = True
+    cache: Cache | None = None
+    call: LayerCall | None = None
+    passed: list[LayerCall] = field(default_factory=list)
+    modules_left: int = 0
+    thread: str = field(default_factory=lambda: threading.current_thread().name)
+
+    @classmethod
+    def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
+        """Return a new pass of a session; None where there is none."""
+        return None if session is None else cls(session, request, owns_cache=owns_cache)
+
+    def prompt_end(self, cache: Any) -> int:
+        """Return how many tokens a cache will have seen once a prompt that comes in chunks is read, else 0."""
+        return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
+
+    def begin(self, cache: Cache) -> None:
+        """Take a cache, once its first layer is about to be read.
+
+        Raises:
+            RuntimeError: another pass is reading the cache, or one that failed has left it in between.
+        """
+        if self.watch is None:
+            other = reading.setdefault(id(cache), self)
+            if other is not self:
+                raise RuntimeError(
+                    f"this cache is being read by another forward pass, in thread {other.thread!r}: a cache belongs to one "
+                    "request; give each its own, or a copy (copy.deepcopy(cache)) that was made before"
+                )
+        self.cache = cache
+        if self.request is not None and self.request.cache is None:
+            self.request.cache = cache
+        ours = next((layer for layer in cache.layers if isinstance(layer, PressLayer)), None)
+        if ours is not None:
+            ours.check_whole()
+        leave_inference_mode(cache, ours)
+        if self.owns_cache:
+            self.session.cache = cache if self.request is None else self.request.cache
+
+    def release(self) -> LayerCall | None:
+        """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
+        call, self.call = self.call, None
+        if call is not None:
+            layer = call.kwargs["past_key_values"].layers[call.module.layer_idx]
+            layer.call, layer.static = None, False
+        return call
+
+    def end(self) -> None:
+        """Let go of the cache."""
+        self.release()
+        if self.cache is not None and reading.get(id(self.cache)) is self:
+            del reading[id(self.cache)]
+
+    def fail(self) -> None:
+        """Mark the layers of a cache of which this pass has read some, or has compressed some, but not all."""
+        whole = self.modules_left == 0 and not self.session.follows
+        if self.cache is not None and reading.get(id(self.cache)) is self and not whole:
+            for layer in self.cache.layers:
+                if isinstance(layer, PressLayer):
+                    layer.interrupted = True
+
+
+class Here(threading.local):
+    """What this thread is doing: the innermost `request` and pass (`forward`) under way.
+
+    `prepared` is the pass that the next call of the decoder will be, where the session has made it beforehand. `asked` is an
+    attention module that is only asked for its queries.
+    """
+
+    request: Request | None = None
+    forward: Forward | None = None
+    prepared: Forward | None = None
+    asked: nn.Module | None = None
+
+
+here = Here()
+
+
+@contextmanager
+def as_pass(forward: Forward) -> Iterator[None]:
+    """Let the next call of the decoder in this thread be a certain pass."""
+    here.prepared = forward
+    try:
+        yield
+    finally:
+        here.prepared = None
+
+
+def leave_inference_mode(cache: Cache, first: PressLayer | None) -> None:
+    """Copy what inference mode made of a cache, once a pass comes without: it could not be written to any more.
+
+    `first` is the first layer of the cache that is ours.
+    """
+    state = cache.__dict__
+    if torch.is_inference_mode_enabled():
+        state["_kvpress_inference"] = True
+        return
+    made = state.pop("_kvpress_inference", False)
+    if first is None or first.store is None or not (made or first.store.window.keys.is_inference()):
+        return
+    device, shared = first.store.window.keys.device, state.get("_kvpress_shared", {})
+    with torch.no_grad(), _CopyingWhatInferenceModeMade():
+        for layer in cache.layers:
+            if isinstance(layer, PressLayer) and layer.store is not None:
+                layer.store.to(layer.store.window.keys.device)
+        shared |= {name: moved(value, device, {}) for name, value in shared.items()}
+
+
+class _CopyingWhatInferenceModeMade(TorchFunctionMode):
+    """Moving a tensor copies it where inference mode made it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.clone() if func is Tensor.to and found.is_inference() else found
