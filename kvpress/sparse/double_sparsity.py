@@ -26,7 +26,7 @@ from kvpress.kernels import Dense, Packed, Ranges, label_scores, quantise, row_s
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.channels import Channels
-from kvpress.sparse.offload import HostCodec, PendingFetch, Prefetcher
+from kvpress.sparse.offload import Fetching, HostCodec
 
 QUARTER = 4
 """Channels of a key for each channel of its label, if nobody says otherwise."""
@@ -88,13 +88,13 @@ class DoubleSparsityPress(SelectorPress):
         if model is not None:
             known = self.known_channels(model) if model.loaded else None
             selecting = [layer.index for layer in model.growing if layer.index >= self.skip_layers]
-            prefetcher = Prefetcher() if self.offload else None
+            fetching = Fetching() if self.offload else None
             found = {}
             for layer in selecting:
                 found[layer] = self._selector()
                 if known is not None:
                     found[layer].load(known, layer)
-                found[layer].prefetcher = prefetcher if layer in selecting[1:-1] else None
+                found[layer].fetching = fetching if layer in selecting[1:-1] else None
             choose = found.get  # type: ignore[assignment]
         return Recipe(codec=self.codec_at if self.offload else None, selector=choose, offloads=self.offload)
 
@@ -144,8 +144,7 @@ class DoubleSparsitySelector(Selector):
         self.budget, self.channels, self.bits, self.reduce = budget, channels, bits, reduce
         self.chosen = self.of_stream = torch.empty(0, 0, dtype=torch.int64)
         self.name = ""
-        self.prefetcher: Prefetcher | None = None
-        self.pending: PendingFetch | None = None
+        self.fetching: Fetching | None = None
 
     def load(self, known: Channels, layer: int) -> None:
         """Use the most important channels of one layer."""
@@ -198,14 +197,15 @@ class DoubleSparsitySelector(Selector):
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]
         """Whether pairs are fetched before this layer is reached."""
-        return self.prefetcher is not None
+        return self.fetching is not None
 
     def prefetch(self, store: KVStore, queries: Tensor) -> None:
-        if self.prefetcher is not None and store.segments:
-            self.pending = self.prefetcher.start(store, partial(self._best, list(store.segments), queries))
+        if self.fetching is not None and store.segments:
+            choose = partial(self._best, list(store.segments), queries)
+            self.fetching.pending[self] = self.fetching.prefetcher.start(store, choose)
 
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
-        pending, self.pending = self.pending, None
+        pending = None if self.fetching is None else self.fetching.pending.pop(self, None)
         fetched = pending.parts.result() if pending is not None else []
         ours = pending is not None and pending.store is call.store and pending.seen == call.store.seen
         # Only single tokens are fetched for; what a step that failed left behind may be due at the end of several.
@@ -223,6 +223,7 @@ class DoubleSparsitySelector(Selector):
 
     def _channels(self, streams: int, device: torch.device) -> Tensor:
         """Channels `[N, r]` of every stream, copied to the device once; stream n belongs to kv head n % H."""
-        if len(self.of_stream) != streams or self.of_stream.device != device:
-            self.of_stream = self.chosen.to(device).repeat(streams // len(self.chosen), 1)
-        return self.of_stream
+        channels = self.of_stream
+        if len(channels) != streams or channels.device != device:
+            channels = self.of_stream = self.chosen.to(device).repeat(streams // len(self.chosen), 1)
+        return channels

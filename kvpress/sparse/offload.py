@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -151,6 +152,14 @@ class Prefetcher:
                     part.ready = torch.cuda.Event()
                     part.ready.record(stream)
             return parts
+
+
+class Fetching(threading.local):
+    """The `prefetcher` of each thread that runs the model, and what is `pending` in it, by who will read it."""
+
+    def __init__(self) -> None:
+        self.prefetcher = Prefetcher()
+        self.pending: dict[Any, PendingFetch] = {}
 
 
 def _gather(

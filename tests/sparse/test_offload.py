@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
     original = DoubleSparsitySelector.attend
 
     def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
-        ahead = selector.pending is not None
+        ahead = selector.fetching is not None and selector in selector.fetching.pending
         inputs[call.layer] = call
         found = original(selector, call, queries)
         assert ahead == (SKIPPED < call.layer < LAYERS - 1)
@@ -147,6 +148,18 @@ def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Prefetcher, "_fetch", slow)
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
     assert len(gate) == 4 * 3
+
+
+def test_threads_fetch_for_themselves() -> None:
+    model, press = deep_model(LAYERS), press_for(0.2, deep_model(LAYERS))
+    prompts = [tokens(1 + n % 2, 200 + 60 * n, seed=n) for n in range(3)]
+
+    def answer(ids: Tensor) -> Tensor:
+        return model.generate(ids, max_new_tokens=12, do_sample=False)
+
+    with press(model), ThreadPoolExecutor(3) as pool:
+        expected = [answer(ids) for ids in prompts]
+        assert all(map(torch.equal, pool.map(answer, prompts * 3), expected * 3))
 
 
 def stop(module: Any, args: Any) -> None:
