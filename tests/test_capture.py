@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -316,6 +318,58 @@ def test_memory_of_the_counters_is_reported() -> None:
     store = cache.layers[0].store
     counters = {tensor.data_ptr() for tensor in store.window.cursor.tensors()}
     assert counters <= {tensor.data_ptr() for parts in store.tensors().values() for tensor in parts}
+
+
+@pytest.mark.parametrize("blocks", [1, 2], ids=["one block", "a block each"])
+def test_threads_replay_steps_of_their_own(blocks: int) -> None:
+    """One after the other: a tape records whatever runs meanwhile, in other threads too."""
+    model, press = model_of("llama"), kvpress.get_press(SPECS["kivi"])
+    prompts = [tokens(1, 30), tokens(2, 22, seed=1)]
+
+    @torch.no_grad()
+    def start(ids: Tensor) -> Any:
+        return model(ids, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def step(ids: Tensor, held: Any, number: int) -> Tensor:
+        return model(tokens(len(ids), 1, seed=number), past_key_values=held).logits
+
+    with press(model):
+        caches = [start(ids) for ids in prompts]
+        expected = [step(*pair, n) for n in range(12) for pair in zip(prompts, caches, strict=True)]
+    recorders = [TapeRecorder() for _ in range(blocks)]
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in prompts]
+        opened = [session(press, model, recorder=recorder) for recorder in recorders]
+        for pool, block in zip(pools, opened, strict=False):
+            (pool.submit(block.__enter__) if blocks > 1 else pool.submit(int)).result()
+        if blocks == 1:
+            stack.enter_context(opened[0])
+        caches = [pool.submit(start, ids).result() for pool, ids in zip(pools, prompts, strict=True)]
+        found = [
+            pool.submit(step, ids, held, n).result()
+            for n in range(12)
+            for pool, ids, held in zip(pools, prompts, caches, strict=True)
+        ]
+        for pool, block in zip(pools, opened if blocks > 1 else [], strict=False):
+            pool.submit(block.__exit__, None, None, None).result()
+    assert all(map(torch.equal, found, expected))
+    assert sum(recorder.replayed for recorder in recorders) >= 12
+
+
+def test_a_captured_cache_goes_from_mode_to_mode() -> None:
+    model, press = model_of("llama"), kvpress.get_press(SPECS["snapkv"])
+    found = []
+    for recorder in (None, TapeRecorder()):
+        logits, held = [], DynamicCache(config=model.config)
+        with session(press, model, recorder=recorder):
+            for n, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad)):
+                with mode():
+                    for part in range(5):
+                        new = tokens(1, 1 if n or part else 30, seed=10 * n + part)
+                        logits.append(model(new, past_key_values=held).logits.clone())
+        found.append(torch.cat(logits, dim=1))
+    assert torch.equal(*found)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------

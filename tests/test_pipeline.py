@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -82,3 +83,15 @@ def test_generation_arguments_reach_generate() -> None:
 def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipe()(CONTEXTS[0], **wrong)
+
+
+def test_threads_that_ask_under_different_presses() -> None:
+    specs = ["none", "kivi:bits=4", "quest:budget=16", "streaming_llm:budget=30", "knorm:0.5"]
+
+    def ask(spec: str) -> str:
+        answer: str = pipe()(CONTEXTS[0], **ASKED, press=kvpress.get_press(spec), max_new_tokens=4)["answer"]
+        return answer
+
+    expected = [ask(spec) for spec in specs]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(ask, specs * 3)) == expected * 3
