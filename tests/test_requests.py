@@ -249,6 +249,18 @@ def test_presses_inside_a_press_do_not_carry_a_cache_either() -> None:
     assert copy.deepcopy(kvpress.AdaKVPress(inner)).press.last_cache is None
 
 
+def test_a_model_that_is_pickled_inside_a_block_is_a_plain_one() -> None:
+    model, ids = tiny_model("llama"), tokens(1, 30)
+    plain = generate(model, ids)
+    with kvpress.get_press(STORAGES["composed"])(model):
+        generate(model, ids)
+        twin = pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+        found = generate(twin, ids)
+    assert torch.equal(found.sequences, plain.sequences)
+    assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
+    assert twin.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "decoder"])
 def test_a_model_that_is_copied_inside_a_block_is_a_plain_one(whole: bool) -> None:
     model, press = tiny_model("qwen3"), kvpress.get_press(STORAGES["composed"])

@@ -287,9 +287,10 @@ def test_the_same_press_inside_itself() -> None:
     assert fingerprint(model) == before
 
 
-def test_a_cache_that_could_be_of_several_blocks_is_nobodys() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
-    with press(model) as first, kvpress.get_press(SPECS["knorm"])(model) as second:
+@pytest.mark.parametrize("spec", [SPECS["knorm"], SPECS["kvzip"]])
+def test_a_cache_that_could_be_of_several_blocks_is_nobodys(spec: str) -> None:
+    model, press = small_model(), kvpress.get_press(spec)
+    with press(model) as first, kvpress.get_press(spec)(model) as second:
         in_threads(lambda n: results(model, n), 1)
         for session in (first, second):
             with pytest.raises(RuntimeError, match=r"not known whose.*return_dict_in_generate=True"):

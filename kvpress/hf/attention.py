@@ -32,9 +32,6 @@ class PressName(str):
         name.native = native
         return name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.native
-
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.native,)
 

@@ -315,11 +315,8 @@ def _name(config: Any, name: str) -> None:
 class Hook(partial[None]):
     """A hook that copies of its module do not have."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (nothing,)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

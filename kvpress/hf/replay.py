@@ -89,7 +89,8 @@ class CapturedForward(threading.local):
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
         """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
         static = StaticPass(self.real_tokens)
-        with as_pass(Forward(self.session, self._request(), static=static)):
+        owns_cache = not self.session.shares_caches
+        with as_pass(Forward(self.session, self._request(), static=static, owns_cache=owns_cache)):
             output = self.forward(**inputs, **settings)
         self.calls = static.calls
         tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}

@@ -95,7 +95,7 @@ class Forward:
         if ours is not None:
             ours.check_whole()
         leave_inference_mode(cache, ours)
-        if self.owns_cache:
+        if self.owns_cache and self.watch is None:
             self.session.cache = cache if self.request is None else self.request.cache
 
     def release(self) -> LayerCall | None:
