@@ -1,6 +1,7 @@
 """What methods learn from data about one model, in a file: tensors, and where they come from.
 
-A file is safetensors with the provenance as JSON in its metadata. Nothing in it is executed when it is read.
+A file is safetensors with the provenance as JSON in its metadata, and a digest of both, so that damage is noticed. Nothing in
+it is executed when it is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvpress.core.model import ModelFacts
+from kvpress.core.model import LayerFacts, ModelFacts
 
-FORMAT = 1
-IDENTITY = ("architecture", "layers", "kv_heads", "head_dim", "weights")
+FORMAT = 2
+Holds = Callable[[LayerFacts], dict[str, tuple[int, ...]]]
+"""Shapes of the tensors that a method's file holds of a layer, by name."""
+
+SHAPES = ("layers", "kv_heads", "head_dim")
+IDENTITY = ("architecture", *SHAPES, "weights")
 
 
 @dataclass(frozen=True)
@@ -31,25 +37,70 @@ class Calibration:
     tensors: dict[str, Tensor]
     provenance: dict[str, Any]
 
-    def check(self, method: str, model: ModelFacts, source: str) -> None:
-        """Refuse another method or another model than this was made for, by name."""
-        made_for = self.provenance
+    def check(self, method: str, model: ModelFacts, source: str | Path, holds: Holds) -> None:
+        """Refuse another method or another model than this was made for, and tensors that are missing or misshapen, by name.
+
+        `holds` gives the shapes of what the file must hold of every layer that grows.
+        """
+        made_for, again = self.provenance, how_to_make(source, method)
         if made_for["method"] != method:
-            raise ValueError(f"{source} is a calibration for {made_for['method']!r}, not for {method!r}")
+            raise ValueError(f"{source} is a calibration for {made_for['method']!r}, not for {method!r}; {again}")
         here = identify(model)
-        different = [name for name in IDENTITY if made_for["model"].get(name) != here[name]]
+        different = [
+            name for name in (IDENTITY if model.loaded else SHAPES) if made_for["model"].get(name) != here[name]
+        ]
         if different:
             detail = ", ".join(f"{name} {made_for['model'].get(name)!r} (here {here[name]!r})" for name in different)
             raise ValueError(
-                f"{source} was made for {made_for['model']['name']}, which differs from this model in {detail}; "
+                f"{source} was made for {made_for['model'].get('name')}, which differs from this model in {detail}; "
                 f"make one for this model with `kvpress calibrate --method {method} --model ...`"
             )
+        for layer in model.growing:
+            for name, shape in holds(layer).items():
+                found = self.tensors.get(f"{layer.index}.{name}")
+                if found is None or tuple(found.shape) != shape or not found.is_floating_point():
+                    held = (
+                        "is missing" if found is None else f"is {found.dtype} {list(found.shape)}".replace("torch.", "")
+                    )
+                    raise ValueError(
+                        f"{source}: tensor '{layer.index}.{name}' {held}, expected numbers of shape {list(shape)}; {again}"
+                    )
 
     def write(self, path: Path) -> None:
-        """Write the file in one step, so that a crash leaves the old one or none."""
-        metadata = {"format": str(FORMAT), "provenance": json.dumps(self.provenance, sort_keys=True)}
-        content = save({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, metadata)
-        write_whole(path, content)
+        """Write the file in one step, so that a crash leaves the old one or none.
+
+        Raises:
+            FloatingPointError: a tensor holds NaN or infinite numbers, which no method can use.
+        """
+        if bad := self.not_finite():
+            raise FloatingPointError(
+                f"{path.name}: tensor {bad!r} holds NaN or infinite numbers: the model gives such on these data"
+            )
+        provenance = json.dumps(self.provenance, sort_keys=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        write_whole(
+            path,
+            save(tensors, {"format": str(FORMAT), "provenance": provenance, "sha256": digest_of(tensors, provenance)}),
+        )
+
+    def not_finite(self) -> str | None:
+        """Return the name of a tensor that holds NaN or infinite numbers; None where all are finite."""
+        return next((name for name, tensor in self.tensors.items() if not bool(tensor.isfinite().all())), None)
+
+
+def digest_of(tensors: dict[str, Tensor], provenance: str) -> str:
+    """Return the SHA-256 of names, types, shapes and contents of tensors, and of where they come from."""
+    digest = hashlib.sha256(provenance.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def how_to_make(path: str | Path, method: str | None = None) -> str:
+    """Say which command makes a file."""
+    given = f"--method {method} " if method else ""
+    return f"make it with `kvpress calibrate {given}--model ... --data ... --out {path}`"
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -62,8 +113,8 @@ def write_whole(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def read(path: str | Path) -> Calibration:
-    """Read a calibration file.
+def read(path: str | Path, method: str | None = None) -> Calibration:
+    """Read a calibration file; `method` is what it should be for, for messages.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -71,26 +122,36 @@ def read(path: str | Path) -> Calibration:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no calibration file {str(path)!r}; make one with `kvpress calibrate --out {path.name} ...`"
-        )
-    return _read(str(path), path.stat().st_mtime_ns)
+        raise FileNotFoundError(f"no calibration file {str(path)!r}; {how_to_make(path, method)}")
+    state = path.stat()
+    try:
+        return _read(str(path), state.st_mtime_ns, state.st_size)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}; {how_to_make(path, method)}") from error
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: str, changed: int) -> Calibration:
-    del changed
+def _read(path: str, changed: int, size: int) -> Calibration:
+    """Read a file in the state that the time of its last change and its size stand for."""
+    del changed, size
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    if metadata.get("format") != str(FORMAT) or "provenance" not in metadata:
-        raise ValueError(
-            f"{path} is not a calibration of this version: format {metadata.get('format')!r}, not '{FORMAT}'"
-        )
-    return Calibration(tensors, json.loads(metadata["provenance"]))
+        raise ValueError(f"is not a readable safetensors file: {error}") from error
+    if metadata.get("format") != str(FORMAT):
+        raise ValueError(f"is not a calibration of this version: format {metadata.get('format')!r}, not '{FORMAT}'")
+    provenance, expected = metadata.get("provenance", ""), metadata.get("sha256")
+    if (found := digest_of(tensors, provenance)) != expected:
+        raise ValueError(f"is damaged: its contents have the SHA-256 {found}, but {expected} was written into it")
+    calibration = Calibration(tensors, json.loads(provenance))
+    lacking = [name for name in ("method", "settings", "model") if name not in calibration.provenance]
+    if lacking:
+        raise ValueError(f"does not say its {', '.join(lacking)}")
+    if bad := calibration.not_finite():
+        raise ValueError(f"holds NaN or infinite numbers in tensor {bad!r}")
+    return calibration
 
 
 def shipped(name: str) -> Path:

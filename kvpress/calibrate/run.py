@@ -117,13 +117,18 @@ def calibrate(
 
 
 class Parts:
-    """The finished layers of a run, one file each, in a folder of their own."""
+    """The finished layers of a run, one file each, in a folder of their own; damaged ones are fitted again."""
 
     def __init__(self, folder: Path, provenance: dict[str, Any]) -> None:
         self.folder, self.provenance = folder, provenance
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.safetensors")):
-            if calibration.read(path).provenance != provenance:
+            try:
+                made = calibration.read(path).provenance
+            except ValueError:
+                path.unlink()
+                continue
+            if made != provenance:
                 raise ValueError(
                     f"{folder} holds layers of a run with another model, data or settings; remove it or choose another --out"
                 )

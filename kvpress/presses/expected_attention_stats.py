@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from kvpress.calibrate import file as calibration
-from kvpress.core.model import ModelFacts
+from kvpress.calibrate.file import Calibration
+from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.observer import Wanted
@@ -83,20 +84,26 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None and model.loaded:
             bundled = "stats_folder=None means the bundled file, which"
-            calibration.read(self.source).check(
-                METHOD, model, bundled if self.stats_folder is None else str(self.source)
-            )
+            self.measured().check(METHOD, model, bundled if self.stats_folder is None else self.source, _held)
         return super().recipe(model)
+
+    def measured(self) -> Calibration:
+        """Read the calibration file."""
+        return calibration.read(self.source, METHOD)
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         return ()
 
     def statistics(self, view: View) -> tuple[Tensor, Tensor]:
-        tensors, rows = calibration.read(self.source).tensors, view.call.store.batch
+        tensors, rows = self.measured().tensors, view.call.store.batch
 
         def of_layer(name: str) -> Tensor:
             found = tensors[f"{view.call.layer}.{name}"].to(view.keys.device)
             return view.query_heads(found.expand(rows, *found.shape))
 
         return of_layer("mean"), of_layer("covariance")
+
+
+def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+    return {"mean": (layer.heads, layer.head_dim), "covariance": (layer.heads, layer.head_dim, layer.head_dim)}

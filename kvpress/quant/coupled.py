@@ -82,23 +82,29 @@ class CoupledQuantPress(QuantisingPress):
                 f"no books are shipped for coupled={self.coupled} and bits={self.bits}; make a file with `kvpress calibrate "
                 "--method cq` and give it as `calibration`"
             )
-        return calibration.read(self.source)
+        return calibration.read(self.source, METHOD)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         recipe = super().recipe(model)
-        if model is not None and model.loaded:
+        if model is not None:
             self.check_books(model)
         return recipe
 
     def check_books(self, model: ModelFacts) -> None:
         """Refuse books that were made for another model or other settings, and models whose keys cannot be rotated back."""
         found = self.books()
-        found.check(METHOD, model, str(self.source))
-        wanted = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
-        made = {name: found.provenance["settings"][name] for name in wanted}
-        if made != wanted:
+        bits, coupled = self.layer_bits().at(0), pair("coupled", self.coupled)
+        wanted = {"bits": list(bits), "coupled": list(coupled)}
+        made = {name: found.provenance["settings"].get(name) for name in wanted}
+        if found.provenance["method"] == METHOD and made != wanted:
             raise ValueError(f"{self.source} was made for {made}, but the press asks for {wanted}")
-        for layer in model.layers:
+
+        def held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+            sides = zip(("keys", "values"), bits, coupled, strict=True)
+            return {name: (layer.kv_heads, layer.head_dim // c, 2**b, c) for name, b, c in sides}
+
+        found.check(METHOD, model, self.source, held)
+        for layer in model.layers if model.loaded else ():
             check_rotates_halves(layer)
 
     def check_shape(self, layer: LayerFacts) -> None:

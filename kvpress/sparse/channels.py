@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration, write_whole
+from kvpress.calibrate.file import Calibration, how_to_make, write_whole
 from kvpress.core.checks import check_count
-from kvpress.core.model import ModelFacts
+from kvpress.core.model import LayerFacts, ModelFacts
 
 METHOD = "double_sparsity"
 KEYS = ("q", "k", "qk")
@@ -45,8 +45,8 @@ class Channels:
             ranks = {layer: order.argsort(dim=-1) for layer, order in read_official(path, model, key).items()}
             scores = {layer: -rank.double() for layer, rank in ranks.items()}
         else:
-            found = calibration.read(path)
-            found.check(METHOD, model, str(path))
+            found = calibration.read(path, METHOD)
+            found.check(METHOD, model, path, _held)
             scores = {layer.index: found.tensors[f"{layer.index}.{key}"].double() for layer in model.growing}
         return cls({
             layer.index: descending(scores[layer.index].view(layer.kv_heads, -1, layer.head_dim).sum(dim=1))
@@ -62,6 +62,10 @@ class Channels:
         if r > order.shape[1]:
             raise ValueError(f"r must be at most the head dim {order.shape[1]}, got {r}")
         return order[:, :r]
+
+
+def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+    return {key: (layer.kv_heads if key == "k" else layer.heads, layer.head_dim) for key in KEYS}
 
 
 def descending(scores: Tensor) -> Tensor:
@@ -88,9 +92,7 @@ def read_official(path: str | Path, model: ModelFacts, key: str = "qk") -> dict[
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no channel file {str(path)!r}; make one with `kvpress calibrate --method {METHOD} --out {path.name} ...`"
-        )
+        raise FileNotFoundError(f"no channel file {str(path)!r}; {how_to_make(path, METHOD)}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,0 +1,191 @@
+"""What stands in a calibration file is checked: damage, missing tensors, wrong shapes and NaN are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+import kvpress
+from kvpress.calibrate import ChannelSettings, CoupledSettings, QuerySettings, calibrate
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration, digest_of
+from kvpress.calibrate.run import Parts
+from kvpress.plan import Geometry, plan
+from tests.models import tiny_model, tokens
+
+SETTINGS = {
+    "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
+    "double_sparsity": ChannelSettings(),
+    "expected_attention": QuerySettings(),
+}
+SPECS = {
+    "cq": "cq:coupled=4,bits=2,calibration='{}'",
+    "double_sparsity": "double_sparsity:calibration='{}'",
+    "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
+}
+TENSOR = {"cq": "2.keys", "double_sparsity": "2.qk", "expected_attention": "2.covariance"}
+each_method = pytest.mark.parametrize("method", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {method: tmp_path_factory.mktemp(method) / "made.safetensors" for method in SETTINGS}
+    for method, path in made.items():
+        calibrate(tiny_model("llama"), tokens(2, 40), SETTINGS[method], path)
+    return made
+
+
+def refused(method: str, path: Path, *words: str) -> None:
+    """A press names the file, what is wrong, and the command, before the model runs."""
+    press = kvpress.get_press(SPECS[method].format(path))
+    with pytest.raises(ValueError, match=re.escape(str(path))) as raised, press(tiny_model("llama")):
+        pytest.fail("the press was installed")
+    for word in (*words, f"kvpress calibrate --method {method} --model ... --data ... --out {path}"):
+        assert word in str(raised.value)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], provenance: Any) -> Path:
+    """Write a file with a digest that is right, whatever it holds."""
+    text = json.dumps(provenance)
+    path.write_bytes(save(tensors, {"format": "2", "provenance": text, "sha256": digest_of(tensors, text)}))
+    return path
+
+
+@each_method
+def test_an_undamaged_file_works(method: str, files: dict[str, Path]) -> None:
+    with kvpress.get_press(SPECS[method].format(files[method]))(tiny_model("llama")) as session:
+        session.model.generate(tokens(1, 60), max_new_tokens=2)
+
+
+@each_method
+@pytest.mark.parametrize("at", [0.0, 0.5, 0.9, 0.999])
+def test_one_flipped_bit_of_the_tensors_is_noticed(
+    method: str, at: float, files: dict[str, Path], tmp_path: Path
+) -> None:
+    content = bytearray(files[method].read_bytes())
+    data = 8 + int.from_bytes(content[:8], "little")
+    content[data + int(at * (len(content) - data))] ^= 1
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(content)
+    refused(method, damaged, "is damaged: its contents have the SHA-256")
+
+
+def test_any_byte_of_the_header_can_be_damaged(files: dict[str, Path], tmp_path: Path) -> None:
+    whole, damaged = files["double_sparsity"].read_bytes(), tmp_path / "damaged.safetensors"
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    same = calibration.read(files["double_sparsity"])
+    for at in range(0, 8 + len(json.dumps(header, separators=(",", ":"))), 7):
+        content = bytearray(whole)
+        content[at] ^= 1
+        damaged.write_bytes(content)
+        calibration._read.cache_clear()
+        with contextlib.suppress(ValueError):
+            # White space may change without changing what is read.
+            found = calibration.read(damaged)
+            assert found.provenance == same.provenance
+            assert all(torch.equal(found.tensors[name], tensor) for name, tensor in same.tensors.items())
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\0" * 8, b"\xff" * 64], ids=["empty", "one byte", "zeros", "ones"])
+def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "books.safetensors"
+    path.write_bytes(content)
+    refused("cq", path, "is not a readable safetensors file")
+
+
+def without(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def shorter(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:-1].contiguous()
+
+
+def whole_numbers(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name].long()
+
+
+@each_method
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(without, "is missing"), (shorter, "is float"), (whole_numbers, "is int64")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_missing_and_misshapen_tensors_are_named(
+    method: str, change: Callable[..., None], message: str, files: dict[str, Path], tmp_path: Path
+) -> None:
+    found = calibration.read(files[method])
+    tensors, name = dict(found.tensors), TENSOR[method]
+    change(tensors, name)
+    path = write(tmp_path / "made.safetensors", tensors, found.provenance)
+    refused(method, path, f"tensor '{name}' {message}", f"expected numbers of shape {list(found.tensors[name].shape)}")
+
+
+@each_method
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_refused(
+    method: str, value: float, files: dict[str, Path], tmp_path: Path
+) -> None:
+    found = calibration.read(files[method])
+    tensors, name = dict(found.tensors), TENSOR[method]
+    tensors[name] = tensors[name].clone()
+    tensors[name].flatten()[-1] = value
+    path = write(tmp_path / "made.safetensors", tensors, found.provenance)
+    refused(method, path, f"holds NaN or infinite numbers in tensor {name!r}")
+    with pytest.raises(FloatingPointError, match=f"tensor '{name}' holds NaN or infinite numbers"):
+        Calibration(tensors, found.provenance).write(tmp_path / "again.safetensors")
+    assert not (tmp_path / "again.safetensors").exists()
+
+
+@each_method
+def test_a_file_for_another_method_names_both(method: str, files: dict[str, Path]) -> None:
+    other = next(name for name in SETTINGS if name != method)
+    refused(method, files[other], f"is a calibration for {other!r}, not for {method!r}")
+
+
+def test_a_file_that_does_not_say_where_it_comes_from_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    found = calibration.read(files["cq"])
+    for lacking in ("method", "settings", "model"):
+        partly = {name: value for name, value in found.provenance.items() if name != lacking}
+        refused("cq", write(tmp_path / f"{lacking}.safetensors", found.tensors, partly), f"does not say its {lacking}")
+    path = tmp_path / "plain.safetensors"
+    path.write_bytes(save(found.tensors))
+    refused("cq", path, "is not a calibration of this version: format None")
+
+
+def test_a_file_that_changes_is_read_again(files: dict[str, Path], tmp_path: Path) -> None:
+    found, path = calibration.read(files["cq"]), tmp_path / "made.safetensors"
+    for scale in (1.0, 2.0):
+        Calibration({name: scale * tensor for name, tensor in found.tensors.items()}, found.provenance).write(path)
+        assert torch.equal(calibration.read(path).tensors["0.keys"], scale * found.tensors["0.keys"])
+
+
+def test_a_damaged_layer_of_a_stopped_run_is_fitted_again(tmp_path: Path) -> None:
+    provenance = {"method": "x", "settings": {}, "model": {}}
+    parts = Parts(tmp_path / "parts", provenance)
+    for layer in (0, 1):
+        parts.write(layer, {"mean": torch.ones(3)})
+    (tmp_path / "parts" / "000.safetensors").write_bytes(b"torn")
+    again = Parts(tmp_path / "parts", provenance)
+    assert [again.has(layer) for layer in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention"])
+def test_files_that_ship_carry_their_digest(name: str) -> None:
+    assert calibration.read(calibration.shipped(name)).provenance["model"]["name"] == "reference"
+
+
+def test_books_of_another_model_are_not_planned_with(files: dict[str, Path]) -> None:
+    press = kvpress.get_press(SPECS["cq"].format(files["cq"]))
+    assert plan(press, Geometry.of(tiny_model("llama").config), 400).factor > 2
+    config, _ = kvpress.load_model("reference")
+    with pytest.raises(ValueError, match=r"differs from this model in layers 3 \(here 4\)"):
+        plan(press, Geometry.of(config.config), 400)
