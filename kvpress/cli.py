@@ -48,6 +48,7 @@ def plan_command(
     model: Annotated[str, typer.Option(help="`reference`, a folder, a config.json, or a hub name.")],
     context: Annotated[int, typer.Option(help="Tokens in each sequence.", min=1)] = 131072,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    generated: Annotated[int, typer.Option(help="Tokens generated after them.", min=0)] = 0,
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
 ) -> None:
     """Print the memory that each method takes for a model's cache, from its configuration alone."""
@@ -56,11 +57,12 @@ def plan_command(
 
     try:
         geometry = Geometry.of(load_config(model))
-        rows = [(spec, plan(get_press(spec), geometry, context, batch)) for spec in press or PLANNED]
+        rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
     except (KeyError, ValueError, TypeError, OSError, NotImplementedError) as error:
         Console(stderr=True).print(f"[red]error:[/] {error}", markup=True, highlight=False)
         raise typer.Exit(2) from error
-    table = Table(title=f"{model}: {batch} x {context} tokens, {geometry.dtype}".replace("torch.", ""))
+    length = f"{context} + {generated}" if generated else f"{context}"
+    table = Table(title=f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", ""))
     table.add_column("press")
     for column in ("cache", "times smaller", "pairs per head"):
         table.add_column(column, justify="right")

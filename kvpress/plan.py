@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvpress.cache.planned import PlannedStream
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
 from kvpress.hf.models import facts_of_config
 
 
@@ -40,7 +42,7 @@ class Geometry(ModelFacts):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of a cache right after a prompt of `context` tokens in each of `batch` rows."""
+    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since."""
 
     total_bytes: int
     uncompressed_bytes: int
@@ -52,33 +54,60 @@ class Plan:
         return self.uncompressed_bytes / self.total_bytes
 
 
-def plan(press: BasePress, model: Geometry, context: int, batch: int = 1) -> Plan:
-    """Predict the memory of a press; `memory_report` measures the same after a prefill."""
+def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
+    """Predict the memory of a press; `memory_report` measures the same of a cache that has seen as many tokens.
+
+    Args:
+        press: the press.
+        model: the model's cache.
+        context: tokens of the prompt in each row.
+        batch: rows.
+        generated: tokens in the cache that came after the prompt, one by one.
+    """
     check_count("context", context)
     check_count("batch", batch)
+    check_count("generated", generated, least=0)
     recipe = press.recipe(model)
     recipe.check_length(context)
-    pairs = recipe.kept(context)
-    positions = 4 * pairs if pairs < context else 0
-    total, uncompressed = 0.0, 0
+    tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
+    shared = 0
     for layer in model.growing:
-        codec, encoded, per_head = recipe.codec_at(layer.index), 0.0, 0.0
-        if codec is not None:
-            free = pairs - codec.residual - codec.sinks
-            encoded = max(0, free // codec.group * codec.group)
-            if recipe.ragged and encoded:
-                # Heads of all lengths leave, on average, half a tile over.
-                encoded = max(0.0, free - (codec.group - 1) / 2)
-            if encoded:
-                per_head += encoded * codec.pair_bytes(layer.head_dim, model.dtype)
-                per_head += codec.fixed_bytes(layer.head_dim)
-                total += codec.table_bytes(layer.head_dim)
-        per_head += (pairs - encoded) * model.pair_bytes(layer) + positions
-        selector = recipe.selector_at(layer.index)
-        if selector is not None:
-            per_head += selector.index_bytes(int(encoded), layer.head_dim, model.dtype)
-        total += layer.kv_heads * batch * per_head
-        uncompressed += layer.kv_heads * batch * context * model.pair_bytes(layer)
-    tokens = batch * min(context, model.window)
-    rest = sum(layer.kv_heads * tokens * model.pair_bytes(layer) for layer in model.sliding)
-    return Plan(round(total) + rest, uncompressed + rest, pairs)
+        stream = _stream(recipe, model, layer)
+        _fill(stream, recipe, context, generated)
+        if stream.codec is not None and stream.segments:
+            total += stream.codec.table_bytes(layer.head_dim)
+            shared = max(shared, stream.codec.shared_bytes(tokens, layer.head_dim))
+        total += layer.kv_heads * batch * stream.bytes
+        uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes
+        pairs.append(stream.pairs)
+    windows = batch * min(tokens, model.window)
+    rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
+    mean = round(sum(pairs) / len(pairs)) if pairs else 0
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean)
+
+
+def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream:
+    """Return the empty stream of a kv head of a layer."""
+    codec, selector = recipe.codec_at(layer.index), recipe.selector_at(layer.index)
+    recorded = [name for wanted in recipe.watched("decode") for name in wanted.make().sides]
+    encoded = [name for name in recorded if codec is None or name not in codec.reads_side]
+
+    def index_bytes(pairs: float) -> float:
+        return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
+
+    sides = 4 * len(recorded), 4 * len(encoded)
+    return PlannedStream(layer.head_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
+
+
+def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -> None:
+    """Take in a prompt and what is generated, and evict when the recipe does."""
+    kept = recipe.kept(context)
+    stream.read(context, kept)
+    for step in recipe.acting("decode"):
+        since = generated % (step.schedule.every or 1)
+        stream.generate(generated - since)
+        if generated > since:
+            seen, target = context + generated - since, step.schedule.target or step.amount
+            stream.evict(kept if step.schedule.target is None and target.budget is None else target.of(seen))
+        generated = since
+    stream.generate(generated)

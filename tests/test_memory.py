@@ -42,9 +42,15 @@ PRESSES = [
     "gear_l:backbone=kcvt,buffer_length=4",
     "zipcache:interval=4",
     QUEST,
+    "turboquant:residual_length=4",
+    "tidal_decode:budget=12,skip_layers=0",
+    f"{KIVI}4 + tidal_decode:budget=12,skip_layers=0",
+    "zipcache:interval=4 + tidal_decode:budget=12,skip_layers=0",
+    f"{KIVI}4 + {QUEST}",
+    "adakv(snapkv:0.5,window_size=4) + sparq:budget=12",
     f"adakv(expected_attention:0.5) + {KIVI}4 + {QUEST}",
 ]
-LEAVE_ALL = ("none", QUEST, DECODING)
+LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
 """What leaves all of a prompt that is read."""
 
 

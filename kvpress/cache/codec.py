@@ -85,16 +85,26 @@ class Codec(ABC):
 
     @abstractmethod
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        """Bytes per encoded pair of head dim `dim`, scales included; what is held once per stream is left out."""
+        """Bytes per encoded pair of head dim `dim`, scales included; what is held once per tile or stream is left out."""
+
+    def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
+        """Bytes of `pairs` pairs of a stream that are encoded together; `generated` ones may be held in another way."""
+        del generated
+        return pairs * self.pair_bytes(dim, dtype)
 
     def fixed_bytes(self, dim: int) -> float:
-        """Bytes that every stream holds once, whatever its length."""
+        """Bytes that every stream of a segment holds once, whatever its length."""
         del dim
         return 0
 
     def table_bytes(self, dim: int) -> int:
         """Bytes that the layer holds once, whatever its batch, such as codebooks."""
         del dim
+        return 0
+
+    def shared_bytes(self, tokens: int, dim: int) -> int:
+        """Bytes that all layers of a cache have in common once it has seen so many tokens, such as tables of angles."""
+        del tokens, dim
         return 0
 
 

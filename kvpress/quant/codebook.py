@@ -75,6 +75,11 @@ class Angles(Held):
         self.coarse, self.fine = coarse, fine
 
 
+def angle_bytes(positions: int, rotary: int) -> int:
+    """Bytes of the tables of so many positions."""
+    return 4 * rotary * (STEP + -(-positions // STEP))
+
+
 @dataclass(eq=False)
 class KeyRotation(Held):
     """Where the pairs of a segment stand: the pair in slot i of stream n has position ``i - pads[n]``."""

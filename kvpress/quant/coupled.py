@@ -19,7 +19,7 @@ from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.kernels import CODE_BITS, check_packing, per_pair, rotate_halves
 from kvpress.quant.bits import Bits
-from kvpress.quant.codebook import Angles, CodedRows, CodedSegment, KeyRotation
+from kvpress.quant.codebook import Angles, CodedRows, CodedSegment, KeyRotation, angle_bytes
 from kvpress.quant.press import QuantisingPress, pair
 
 METHOD = "cq"
@@ -188,6 +188,9 @@ class CoupledCodec(Codec):
     def table_bytes(self, dim: int) -> int:
         del dim
         return self.key_book.nbytes + self.value_book.nbytes
+
+    def shared_bytes(self, tokens: int, dim: int) -> int:
+        return angle_bytes(tokens, dim)
 
 
 def _rotation(sealing: Sealing, streams: int, device: torch.device) -> KeyRotation | None:

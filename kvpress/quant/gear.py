@@ -21,6 +21,8 @@ from kvpress.quant.runs import Counts, Runs
 from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
 
 Rank = Annotated[int, Range(0, MOST_RANK, whole=True)]
+RUN = 4
+"""Bytes of the length of a chunk."""
 
 
 @register("gear", "quantise", "Kang et al., 2024, arXiv:2403.05527", example="gear:bits=2")
@@ -136,17 +138,34 @@ class GEARCodec(Codec):
         return replace(packed, residual=residual) if rank or self.outliers else packed
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        parameter = parameter_bytes(dtype)
-        blocks = 1.0 if self.channels is None else dim / self.channels + dim / min(self.channels, dim)
-        sparse = 0.0
-        if self.outliers:
-            counts = self.outliers * dim + 2 * max(1, round(self.outliers / 2 * dim))
-            sparse = 2 * (1 if dim < 256 else 2) + counts * (1 + parameter)
-        return dim * (self.key_bits + self.value_bits) / 8 + parameter * (2 * blocks + 2 * self.rank) + sparse
+        long = 2**20
+        return self.tile_bytes(long, dim, dtype) / long
 
-    def fixed_bytes(self, dim: int) -> float:
-        keys = 2 * dim if self.channels is None else 0
-        return 2 * (keys + 2 * self.rank * dim)
+    def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
+        parameter = parameter_bytes(dtype)
+        rank = min(self.generated_rank if generated else self.rank, pairs, dim)
+        size = pairs * dim * (self.key_bits + self.value_bits) / 8
+        if self.channels is None:
+            size += 2 * parameter * (dim + pairs) + RUN
+        else:
+            size += 2 * parameter * pairs * (dim / self.channels + dim / min(self.channels, dim))
+        if rank or self.outliers:
+            size += 2 * RUN
+        size += 2 * parameter * rank * (pairs + dim)
+        if self.outliers:
+            outlying = dim * in_both_tails(pairs, self.outliers) + pairs * in_both_tails(dim, self.outliers)
+            size += 2 * pairs * (1 if dim < 256 else 2) + outlying * (1 + parameter)
+        return size
+
+
+def in_both_tails(length: int, share: float) -> int:
+    """Return how many entries of a vector are outliers; none is both the largest and the smallest."""
+    return min(length, 2 * tail(length, share))
+
+
+def tail(length: int, share: float) -> int:
+    """Return how many entries of a vector are outliers at either end."""
+    return min(length, max(1, round(share / 2 * length)))
 
 
 def extremes(x: Tensor, share: float, axis: int) -> Tensor:
@@ -154,8 +173,7 @@ def extremes(x: Tensor, share: float, axis: int) -> Tensor:
     marked = torch.zeros_like(x, dtype=torch.bool)
     if share == 0:
         return marked
-    length = x.shape[axis]
-    count = min(length, max(1, round(share / 2 * length)))
+    count = tail(x.shape[axis], share)
     for largest in (True, False):
         marked.scatter_(axis, x.topk(count, dim=axis, largest=largest).indices, True)
     return marked

@@ -128,9 +128,15 @@ class ZipCacheCodec(Codec):
         bits = share * sum(self.high) + (1 - share) * sum(self.low)
         return dim * bits / 8 + 2 * parameter_bytes(dtype) + 1 / 8
 
+    def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
+        del generated
+        # Scale, zero and run of the keys, in each class that has pairs.
+        salient = round(self.salient_ratio * pairs)
+        classes = (salient > 0) + (salient < pairs)
+        return pairs * self.pair_bytes(dim, dtype) + classes * (2 * parameter_bytes(dtype) * dim + 4)
+
     def fixed_bytes(self, dim: int) -> float:
-        # Scale, zero and run of the keys in both classes, and the channel scales of the values.
-        return 2 * (4 * dim + 4) + 4 * dim
+        return 2 * 4 * dim  # channel scales of the values, in each class
 
 
 def top_per_stream(scores: Tensor, layout: Layout, share: float) -> Tensor:

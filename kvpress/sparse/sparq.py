@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.chosen import Chosen, Selection, for_tokens
+from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count
@@ -30,8 +32,8 @@ class SparQPress(SelectorPress):
         share = softmax(scale * sqrt(|q|_1 / |q_r|_1) * q_r . k_r)      o = alpha * o_read + (1 - alpha) * mean(values)
 
     q_r are the r = `channels` channels, at most all, with the largest sum of |q| over the query heads of a group; alpha is the
-    share of what is read, 1 without `mean_value`. Keys are stored twice, the second time channel by channel and unquantised,
-    every head as long as the longest of its layer: a step reads r channels of all keys.
+    share of what is read, 1 without `mean_value`. Keys are stored twice, the second time channel by channel and unquantised: a
+    step reads r channels of all keys.
 
     Paper: Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, 2023, arXiv:2312.04985.
     Differs from the paper: shares and mean are those of the sealed pairs. The newest pairs, not sealed yet, are read besides:
@@ -61,21 +63,26 @@ class SparQSelector(Selector):
         self.score_bytes += 4 * channels
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
-        return pairs * dim * dtype.itemsize
+        return pairs * dim * dtype.itemsize + 4 * (dim + 1)
 
     def prepare(self, store: KVStore) -> None:
         for segment in store.segments:
             self._index(segment)
 
     def _index(self, segment: Segment) -> None:
-        """Keep keys `[N, D, longest]`, and what a query of zeros attends to: the mean of the values, log of their number."""
+        """Keep keys channel by channel, and what a query of zeros attends to: the mean of the values, log of their number.
+
+        Keys of all streams lie flat, `[D, n]` of each stream of n pairs.
+        """
         if "sparq" in segment.index:
             return
         layout, none = segment.layout, segment.read(slice(0, 0))[0]
-        keys = none.new_zeros(layout.streams, none.shape[1], layout.longest)
+        keys = none.new_empty(layout.total * none.shape[1])
+        stored = [own for part in _parts(keys, layout) for own in part.keys]
         for block in segment.blocks():
             at = block.rows.start - layout.offsets[block.streams.start]
-            keys[block.streams, :, at : at + block.keys.shape[1]] = block.keys.mT
+            for n, own in enumerate(block.keys, start=block.streams.start):
+                stored[n][:, at : at + len(own)] = own.mT
         segment.index["sparq"] = keys, segment.attend(none.new_zeros(layout.streams, 1, none.shape[1]), Logits(1.0))
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
@@ -101,14 +108,18 @@ class SparQSelector(Selector):
         """Estimated logits `[q * N, G, longest]`, -inf past the end of a stream."""
         self._index(segment)
         (keys, _), layout = segment.index["sparq"], segment.layout
-        rows = torch.arange(len(few), device=few.device)[:, None] % layout.streams * keys.shape[1] + channels
-        step, keys = max(1, BLOCK // (rows.shape[1] * layout.longest)), keys.flatten(0, 1)
-        found = torch.cat([
-            call.logits(asked, keys.index_select(0, part.flatten()).unflatten(0, part.shape).mT)
-            for asked, part in zip(few.split(step), rows.split(step), strict=True)
-        ])  # fmt: skip
+        asked = few.unflatten(0, (-1, layout.streams)), channels.unflatten(0, (-1, layout.streams))
         weight = torch.zeros(layout.total, device=few.device) if segment.log_weight is None else segment.log_weight
-        return found.add_(for_tokens(layout.pad(weight, -torch.inf), len(few) // layout.streams)[:, None])
+        weight = for_tokens(layout.pad(weight, -torch.inf), len(asked[0]))[:, None]
+        parts = [
+            part.logits(call, *(of[:, part.streams].flatten(0, 1) for of in asked)) for part in _parts(keys, layout)
+        ]
+        if len(parts) == 1:
+            return parts[0].add_(weight)
+        found = torch.full((*few.shape[:2], layout.longest), -torch.inf, device=few.device)
+        for n, part in enumerate(parts):
+            found[n :: layout.streams, :, : part.shape[2]] = part
+        return found.add_(weight)
 
     def attend_to(self, call: LayerCall, queries: Tensor, selection: Selection) -> list[Partial]:
         parts = super().attend_to(call, queries, selection)
@@ -119,3 +130,30 @@ class SparQSelector(Selector):
         mean, _ = merge([segment.index["sparq"][1] for segment in call.store.segments])
         mean = for_tokens(mean, len(queries) // len(mean)).expand(-1, queries.shape[1], -1)
         return [*parts, (mean, merge(parts)[1] + rest)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys `[S, D, n]` of some streams, channel by channel."""
+
+    streams: slice
+    keys: Tensor
+
+    def logits(self, call: LayerCall, few: Tensor, channels: Tensor) -> Tensor:
+        """Logits `[q * S, G, n]` of `few [q * S, G, r]`, the chosen `channels [q * S, r]` of queries."""
+        count, dim, length = self.keys.shape
+        rows = torch.arange(len(few), device=few.device)[:, None] % count * dim + channels
+        step, keys = max(1, BLOCK // (rows.shape[1] * max(1, length))), self.keys.flatten(0, 1)
+        return torch.cat([
+            call.logits(asked, keys.index_select(0, part.flatten()).unflatten(0, part.shape).mT)
+            for asked, part in zip(few.split(step), rows.split(step), strict=True)
+        ])  # fmt: skip
+
+
+def _parts(keys: Tensor, layout: Layout) -> list[_Part]:
+    """Return all streams at once where they are equally long, else one by one."""
+    dim = len(keys) // max(1, layout.total)
+    if layout.uniform:
+        return [_Part(slice(0, layout.streams), keys.view(layout.streams, dim, layout.longest))]
+    bounds = itertools.pairwise(layout.offsets)
+    return [_Part(slice(n, n + 1), keys[dim * a : dim * b].view(1, dim, b - a)) for n, (a, b) in enumerate(bounds)]

@@ -129,9 +129,9 @@ def test_held_bytes_are_those_of_the_formula(name: str, books: dict[str, Path]) 
         parts = [part for segment in store.segments for part in segment.storage().values()]
         size = sum({t.data_ptr(): t.nbytes for part in parts for t in part}.values())
         dense = 4 * codec.sinks * 2 * 32 * 4
-        fixed = 4 * codec.fixed_bytes(32)
         shared = sum(t.nbytes for segment in store.segments for t in segment.storage().get("tables", []))
-        expected = sealed * codec.pair_bytes(32, torch.float32) + dense + fixed + shared
+        tiles = codec.tile_bytes(sealed // 4, 32, torch.float32) + codec.fixed_bytes(32)
+        expected = 4 * tiles + dense + shared
         # Indexes of blocks and bits that do not fill a byte.
         assert size == pytest.approx(expected, rel=0.02)
 

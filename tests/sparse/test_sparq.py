@@ -20,7 +20,7 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import facts_of
 from kvpress.plan import Geometry, plan
-from kvpress.sparse.sparq import Shared, SparQPress
+from kvpress.sparse.sparq import Shared, SparQPress, _parts
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
 
@@ -242,6 +242,16 @@ def index_of(segment: Segment) -> list[Tensor]:
     return [keys, mean, lse]
 
 
+def test_the_index_of_ragged_heads_holds_every_key_once() -> None:
+    model = tiny_model("llama")
+    with kvpress.get_press("adakv(knorm:0.3) + sparq:budget=16")(model) as session:
+        model.generate(tokens(2, 400), max_new_tokens=3)
+    parts = [part for layer in session.cache.layers for part in layer.store.segments]
+    assert not all(part.layout.uniform for part in parts)
+    for part in parts:
+        assert index_of(part)[0].shape == (part.layout.total * 32,)
+
+
 @pytest.mark.parametrize("storage", ["dense", "packed"])
 def test_the_index_is_the_same_whether_grown_or_built_at_once(storage: str) -> None:
     press = build(SPEC, 64, storage)
@@ -256,7 +266,8 @@ def test_the_index_is_the_same_whether_grown_or_built_at_once(storage: str) -> N
             for ours, theirs in zip(held, index_of(part), strict=True):
                 assert torch.equal(ours, theirs)
             keys, values = part.read(slice(None))
-            assert torch.equal(held[0].mT.flatten(0, 1), keys)
+            stored = [own.mT for some in _parts(held[0], part.layout) for own in some.keys]
+            assert torch.equal(torch.cat(stored), keys)
             mean = values.unflatten(0, (part.layout.streams, -1)).mean(1)
             torch.testing.assert_close(held[1][:, 0], mean, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(
