@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -16,10 +17,16 @@ def cpu_level() -> str | None:
     return os.environ.get("KVPRESS_CPU_LEVEL") or None
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvpress"
+def cache_dirs() -> list[Path]:
+    """Where compiled kernels may be kept, best first: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
+
+    Then a folder of this user's own among the temporary files: containers run as users without a home, or without one that
+    can be written to.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own = Path(tempfile.gettempdir()) / f"kvpress-{os.getuid()}"
+    # Without HOME, and as a user that the system does not know, the name stays as it was written.
+    return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), own]
 
 
 def cxx_compiler() -> str | None:

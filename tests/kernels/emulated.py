@@ -30,7 +30,7 @@ def runner() -> Path:
     """Compile the kernels and `runner.cpp` into one program for ARM, once for all processes."""
     files = [Path(__file__).with_name("runner.cpp"), *(build.SOURCES / f"{name}.cpp" for name in SOURCES)]
     key = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *sorted(build.SOURCES.glob("*.h"))]))
-    program = env.cache_dir() / f"emulated-{key.hexdigest()[:20]}"
+    program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:

@@ -1,22 +1,29 @@
 """Compile the C++ kernels once per machine with the system compiler and load them through ctypes.
 
-A library is named after everything that can change it (sources, flags, compiler version), so an upgrade of any
-of them builds a new file and never loads a stale one.
+A library is named after everything that can change it (sources, flags, compiler version) and after its contents: an upgrade
+builds a new file, and a damaged one is never loaded. Of several processes one compiles while the others wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvpress import env
+
+logger = logging.getLogger("kvpress")
 
 SOURCES = Path(__file__).parent
 # -w: GCC 12 warns about uninitialised variables inside its own AVX-512 headers.
@@ -66,33 +73,91 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _library(source: str, flags: tuple[str, ...]) -> Path:
-    """Path of the compiled shared library, building it when the cache has none."""
+def _library(source: str, flags: tuple[str, ...], folder: Path) -> Path:
+    """Path of the compiled shared library in a folder, built where it has none that is whole.
+
+    Raises:
+        BuildError: it does not compile.
+        OSError: the folder cannot be used.
+    """
     flags = (*COMMON_FLAGS, *flags)
     key = hashlib.sha256(repr((_run([compiler(), "--version"]), platform.machine(), source, flags)).encode())
     for file in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
         key.update(file.read_bytes())
-    target = env.cache_dir() / f"{Path(source).stem}-{key.hexdigest()[:20]}.so"
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{Path(source).stem}-{key.hexdigest()[:20]}"
+    if found := _whole(folder, name):
+        return found
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    with _alone_in(folder):
+        if found := _whole(folder, name):  # another process built it meanwhile
+            return found
         # A private file renamed into place: another process sees either nothing or a finished library.
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / "built.so"
             _run([compiler(), *flags, str(SOURCES / source), "-o", str(built)])
+            target = folder / f"{name}-{_digest(built)}.so"
             os.replace(built, target)
-    except OSError as error:
-        raise BuildError(f"cannot write to {target.parent}: {error}") from error
     return target
 
 
-def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    path = _library(source, flags)
+def _whole(folder: Path, name: str) -> Path | None:
+    """Return the library of that name whose contents are those it was built with; damaged ones would end the process."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        _check_owner(folder)
+        if path.stem.endswith(f"-{_digest(path)}"):
+            return path
+        logger.warning("%s is damaged and is compiled again", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder that others could put libraries into: what lies there is run."""
+    state = folder.stat()
+    if state.st_uid not in (os.getuid(), 0) or state.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"{folder} belongs to another user, or others can write to it")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds in a folder. The lock ends with its process; file systems without locks do without."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"cannot load {path.name}: {error}") from error
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Load a library from the first folder that can hold it and whose files may be run."""
+    failed: list[str] = []
+    for folder in env.cache_dirs():
+        try:
+            loaded = ctypes.CDLL(str(_library(source, flags, folder)))
+        except OSError as error:
+            failed.append(f"{folder} ({error})")
+            continue
+        if failed:
+            _say_once(
+                f"compiled kernels are kept in {folder}, because of {failed[0]}; set XDG_CACHE_HOME to another folder"
+            )
+        return loaded
+    raise BuildError(
+        f"no folder for compiled kernels can be used: {', '.join(failed)}; set XDG_CACHE_HOME to one that can"
+    )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 @functools.cache

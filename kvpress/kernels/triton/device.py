@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from kvpress import env
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +46,17 @@ def _capable(device: torch.device) -> bool:
 @functools.cache
 def _importable() -> bool:
     try:
-        importlib.import_module("triton")
+        triton = importlib.import_module("triton")
     except ImportError:
         return False
+    _give_home(getattr(triton, "knobs", None))
     return True
+
+
+def _give_home(knobs: Any) -> None:
+    """Let triton keep compiled kernels among the temporary files where the user has no home that can be written to."""
+    cache = getattr(knobs, "cache", None)
+    home = Path(getattr(cache, "home_dir", None) or "/")
+    kept = home / ".triton" if (home / ".triton").is_dir() else home
+    if cache is not None and not (home.is_absolute() and os.access(kept, os.W_OK)):
+        cache.home_dir = str(env.cache_dirs()[-1])
