@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
+from rich.text import Text
 
 from kvpress.cache.report import format_bytes
 from kvpress.core.spec import get_press, list_presses
@@ -39,7 +40,7 @@ def list_command() -> None:
     for column in ("press", "role", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("press", "role"))
     for entry in list_presses():
-        table.add_row(entry.name, entry.role, entry.summary, entry.paper or "-")
+        table.add_row(*map(Text, (entry.name, entry.role, entry.summary, entry.paper or "-")))
     _console().print(table)
 
 
@@ -59,15 +60,17 @@ def plan_command(
         geometry = Geometry.of(load_config(model))
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
     except (KeyError, ValueError, TypeError, OSError, NotImplementedError) as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}", markup=True, highlight=False)
-        raise typer.Exit(2) from error
+        _fail(error)
     length = f"{context} + {generated}" if generated else f"{context}"
-    table = Table(title=f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", ""))
+    title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
+    table = Table(title=Text(title, style="table.title"))
     table.add_column("press")
     for column in ("cache", "times smaller", "pairs per head"):
         table.add_column(column, justify="right")
     for spec, planned in rows:
-        table.add_row(spec, format_bytes(planned.total_bytes), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}")
+        table.add_row(
+            Text(spec), format_bytes(planned.total_bytes), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}"
+        )
     _console().print(table)
 
 
@@ -123,9 +126,8 @@ def calibrate_command(
                 progress.update(rows[what], completed=done, total=total)
 
             calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
-    except (ValueError, OSError, NotImplementedError) as error:
-        console.print(f"[red]error:[/] {error}", markup=True, highlight=False)
-        raise typer.Exit(2) from error
+    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+        _fail(error)
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 
@@ -154,6 +156,13 @@ def _sides(name: str, text: str) -> tuple[int, int]:
     if len(numbers) not in (1, 2):
         raise ValueError(f"{name} must be a number or two, keys,values; got {text!r}")
     return numbers[0], numbers[-1]
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Print an error as it is, brackets included, and leave."""
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    Console(stderr=True, soft_wrap=True).print(Text(f"error: {message}", style="red"))
+    raise typer.Exit(2) from error
 
 
 def _console() -> Console:

@@ -237,3 +237,17 @@ def test_mistakes_leave_with_status_2_and_a_reason(arguments: list[str], words: 
     for word in words:
         assert word in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[/]", "a[0]", "[bold]y"])
+def test_brackets_of_errors_and_names_are_printed_as_they_are(name: str, tmp_path: Path) -> None:
+    refused = runner.invoke(app, ["plan", "--model", "reference", "--press", f"knorm:{name}"])
+    assert refused.exit_code == 2
+    assert name in refused.output
+    folder = tmp_path / name.replace("/", "")
+    folder.mkdir()
+    (folder / "config.json").write_text(tiny_model("llama").config.to_json_string())
+    given = ["plan", "--model", str(folder), "--context", "300", "--press", "none"]
+    printed = runner.invoke(app, given)
+    assert printed.exit_code == 0, printed.output
+    assert folder.name in printed.output.replace("\n", "")

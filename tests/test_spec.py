@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import kvpress
 from kvpress import KIVIPress, KnormPress, QuestPress, SnapKVPress
 from kvpress.core.registry import Entry, find
+from kvpress.core.spec import press_from_dict
 from kvpress.presses import ComposedPress
 
 TABLE = Path(mkdtemp()) / "heads.tsv"
@@ -379,3 +380,21 @@ def test_any_text_is_a_press_or_a_clear_error(text: str) -> None:
     except (ValueError, KeyError, TypeError):
         return
     assert kvpress.get_press(kvpress.to_spec(press)) == press
+
+
+def test_deeply_nested_specs_are_refused_by_their_depth() -> None:
+    for spec in ("chunk(" * 2000 + "knorm:0.5" + ")" * 2000, "chunk(" * 2000, "knorm:budget=" + "(" * 3000):
+        with pytest.raises(
+            ValueError, match=r"nested at most 32 deep, got [23]000 in a spec that starts with '"
+        ) as raised:
+            kvpress.get_press(spec)
+        assert len(str(raised.value)) < 200
+    data: dict[str, Any] = {"name": "knorm"}
+    for _ in range(2000):
+        data = {"name": "chunk", "press": data}
+    with pytest.raises(ValueError, match="nested at most 32 deep, got 33"):
+        press_from_dict(data)
+    with pytest.raises((ValueError, TypeError)):
+        kvpress.get_press("knorm:" + "-" * 100_000 + "1")
+    with pytest.raises((ValueError, TypeError)):
+        kvpress.get_press("knorm:" + "[" * 100_000)

@@ -21,6 +21,9 @@ from typing import Any
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, entries, find, name_of, nearest
 
+MOST_NESTED = 32
+"""Parentheses of a spec inside one another; no wrapper needs more than a few."""
+
 
 def get_press(spec: str) -> BasePress:
     """Build a press from a spec such as `"adakv(expected_attention:0.6) + kivi:bits=2 + quest:budget=1024"`.
@@ -32,9 +35,25 @@ def get_press(spec: str) -> BasePress:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a press spec is text such as 'snapkv:0.5', got {type(spec).__name__}")
+    _check_nesting(spec)
     terms = _split(spec, "+")
     presses = [_parse_term(term.strip(), spec) for term in terms]
     return presses[0] if len(presses) == 1 else ComposedPress(presses)
+
+
+def _check_nesting(spec: str) -> None:
+    depth = deepest = 0
+    for char in spec:
+        depth += (char == "(") - (char == ")")
+        deepest = max(deepest, depth)
+    if deepest > MOST_NESTED:
+        raise _too_deep(deepest, spec[:60])
+
+
+def _too_deep(depth: int, start: str) -> ValueError:
+    return ValueError(
+        f"presses may be nested at most {MOST_NESTED} deep, got {depth} in a spec that starts with {start!r}"
+    )
 
 
 def list_presses() -> list[Entry]:
@@ -78,6 +97,23 @@ def press_to_dict(press: BasePress) -> dict[str, Any]:
 
 def press_from_dict(data: dict[str, Any]) -> BasePress:
     """Build a press from what `press_to_dict` returned."""
+    depth, level = 0, [data]
+    while level := [part for held in level for part in _parts(held)]:
+        depth += 1
+        if depth > MOST_NESTED:
+            raise _too_deep(depth, str(data.get("name"))[:60])
+    return _from_dict(data)
+
+
+def _parts(data: Any) -> list[Any]:
+    """Return the dictionaries right inside another one or its lists."""
+    values = data.values() if isinstance(data, dict) else ()
+    return [
+        part for value in values for part in (value if isinstance(value, list) else [value]) if isinstance(part, dict)
+    ]
+
+
+def _from_dict(data: Any) -> BasePress:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise ValueError(f"a press is written as {{'name': name, argument: value}}, got {data!r}")
     entry = find(data["name"])
@@ -86,9 +122,9 @@ def press_from_dict(data: dict[str, Any]) -> BasePress:
         if name == "name":
             continue
         if isinstance(value, dict):
-            value = press_from_dict(value)
+            value = _from_dict(value)
         elif isinstance(value, list):
-            value = [press_from_dict(v) for v in value] if value and isinstance(value[0], dict) else tuple(value)
+            value = [_from_dict(v) for v in value] if value and isinstance(value[0], dict) else tuple(value)
         arguments[name] = value
     return _build(entry, [], arguments, str(data))
 
@@ -188,7 +224,7 @@ def _value(text: str) -> Any:
         return constants[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

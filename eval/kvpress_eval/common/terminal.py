@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 MISSING = "-"
 
@@ -19,7 +20,7 @@ def plain_table(texts: Iterable[str], numbers: Iterable[str], gap: int = 2, **st
     """Return a table without lines: columns of texts, which fold where they are too long, then columns of numbers."""
     table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), **style)
     for heading in texts:
-        table.add_column(heading, overflow="fold")
+        table.add_column(Text(heading), overflow="fold")
     for heading in numbers:
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ def to_markdown(summaries: Sequence[PressSummary]) -> str:
     headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
     aligned = ["---" if column.folds else "---:" for column in COLUMNS]
     rows = [[column.text(summary) for column in COLUMNS] for summary in summaries]
-    problems = [f"- {summary.press}: {problem}" for summary in summaries for problem in summary.problems]
+    problems = [f"- {escaped(f'{summary.press}: {problem}')}" for summary in summaries for problem in summary.problems]
     return markdown(headings, aligned, rows, note(summaries), problems)
 
 
@@ -122,9 +123,14 @@ def markdown(
     problems: Sequence[str] = (),
 ) -> str:
     """Return rows under their headings as Markdown, and what is to be said below them."""
-    cells = [[text.replace("|", r"\|") for text in row] for row in (headings, aligned, *rows)]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
+    cells = [[escaped(text) for text in row] for row in (headings, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (cells[0], aligned, *cells[1:])]
     return "\n".join([*lines, "", note, *problems]) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Return text on one line without meaning to Markdown; underscores inside words have none, nor stars after numbers."""
+    return re.sub(r"[\\`\[\]<>|]|(?<!\d)\*|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:

@@ -97,8 +97,10 @@ def _files(report: Report) -> dict[str, bytes]:
         lines["samples"] = [{**cell.spec, **row} for cell in report.results.cells for row in flatten(cell)]
     for sheet in report.sheets:
         lines.setdefault(sheet.kind, []).extend({**sheet.conditions, **line} for line in sheet.lines)
-    boards = [f"## {board.name}\n\n{table.to_markdown(board.ranked)}" for board in report.boards]
-    sheets = [f"## {TITLES[sheet.kind]}: {sheet.name}\n\n{sheet.to_markdown()}" for sheet in report.sheets]
+    boards = [f"## {table.escaped(board.name)}\n\n{table.to_markdown(board.ranked)}" for board in report.boards]
+    sheets = [
+        f"## {TITLES[sheet.kind]}: {table.escaped(sheet.name)}\n\n{sheet.to_markdown()}" for sheet in report.sheets
+    ]
     files = {"frontier.png": frontier.frontier_png(report.boards[0].summaries)} if report.boards else {}
     files["table.md"] = "\n".join([*boards, *sheets]).encode()
     for name, rows in lines.items():

@@ -11,6 +11,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 class RunProgress:
@@ -76,7 +77,7 @@ class RunProgress:
 
     def problem(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(f"[red]{escape(text)}[/red]")
+        self._console.print(Text(text, style="red"))
 
     def _left(self) -> str:
         done = max(1, self._done)

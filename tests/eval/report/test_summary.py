@@ -13,7 +13,7 @@ import pytest
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_png, frontier_svg
-from kvpress_eval.report.table import print_table, records, to_markdown
+from kvpress_eval.report.table import escaped, markdown, print_table, records, to_markdown
 from kvpress_eval.results.read import read_run
 from kvpress_eval.results.summary import PressSummary, summarise
 from kvpress_eval.run.runner import RunResult, run
@@ -133,3 +133,16 @@ def test_a_grid_of_depths_and_lengths_is_a_heat_map(tmp_path: Path) -> None:
     lost = replace(results, cells=[replace(cell, rows=[]) for cell in results.cells])
     assert "Accuracy by depth and length" in page(lost)
     assert set(summarise(lost.cells)[0].grid.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("niah_single", "niah_single"), ("a|b", r"a\|b"), ("[a](b)", r"\[a\](b)"), ("<b>", r"\<b\>"), ("a\nb", "a b"),
+     ("`x`", r"\`x\`"),
+     ("_x_ *y*", r"\_x\_ \*y\*"), ("+1.2*", "+1.2*"), ("a\\|b", r"a\\\|b")],
+)  # fmt: skip
+def test_names_mean_nothing_to_markdown(text: str, expected: str) -> None:
+    assert escaped(text) == expected
+    table = markdown(["press", text], ["---", "---:"], [[text, "1"]], "note")
+    head, rule, row = table.splitlines()[:3]
+    assert [head, rule, row] == [f"| press | {expected} |", "| --- | ---: |", f"| {expected} | 1 |"]
