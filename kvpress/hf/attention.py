@@ -89,6 +89,9 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
 ) -> PressMask:
     """Mask function registered as `kvpress`: keeps the arguments for later."""
+    if kwargs.get("local_size") is None:
+        # Layers of ours say how many pairs they store, for models without a press. The model's own attention gets all tokens.
+        kv_length, kv_offset = kv_length + kv_offset, 0
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
         "q_offset": q_offset, "kv_offset": kv_offset, **kwargs,

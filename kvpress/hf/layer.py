@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,18 +19,43 @@ class PressLayer(CacheLayerMixin):
     """One full-attention layer of a cache, kept in a `KVStore`.
 
     `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
-    `generate` depend on it. `interrupted` says that a pass has failed between two layers of the cache.
+    `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
+    dense and even. `interrupted` says that a pass has failed between two layers of the cache.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Cache | None = None) -> None:
+        self.belong_to(cache)
         self.store: KVStore | None = None
         self.call: LayerCall | None = None
         self.static = False
         self.interrupted = False
         self.is_initialized = False
+
+    def belong_to(self, cache: Cache | None) -> None:
+        """Say which cache this is a layer of."""
+        self._cache = None if cache is None else weakref.ref(cache)
+
+    @property
+    def stores(self) -> list[KVStore]:
+        """The stores of all layers of the cache, this one's alone where the cache is not known."""
+        cache = None if self._cache is None else self._cache()
+        layers = [self] if cache is None else [layer for layer in cache.layers if isinstance(layer, PressLayer)]
+        return [layer.store for layer in layers if layer.store is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PressLayer:
+        """Copy everything; a layer that is copied with its cache belongs to the copy."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        cache = None if self._cache is None else self._cache()
+        twin.__dict__ |= copy.deepcopy({name: held for name, held in vars(self).items() if name != "_cache"}, memo)
+        twin.belong_to(memo.get(id(cache)))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cache": None}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -39,19 +67,13 @@ class PressLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
             return self.update(key_states, value_states)
-        if self.call is None and self.store.sealed:
-            raise RuntimeError(
-                "this cache holds compressed pairs and can only be read inside a press: put the call inside "
-                "`with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
-            )
         if self.call is None:
             self.check_whole()
+            return self._update_without_press(key_states, value_states)
         if self.static:
             self.store.window.write(key_states, value_states)
         else:
             self.store.append(key_states, value_states)
-        if self.call is None:
-            return self.store.window.filled_keys, self.store.window.filled_values
         self.call.store = self.store
         return key_states, value_states
 
@@ -62,6 +84,24 @@ class PressLayer(CacheLayerMixin):
                 "a forward pass that failed has left this cache with tokens in some of its layers only; go on with a copy "
                 "that was made before that pass (copy.deepcopy(cache)), or with a new cache"
             )
+
+    def _update_without_press(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new pairs and return all of them, where the model's own attention can read them.
+
+        The first layer checks for all, before anything is stored.
+        """
+        assert self.store is not None  # noqa: S101 - for type checkers
+        stores = self.stores
+        problem = why_unreadable(stores if self.store is stores[0] else [self.store])
+        if problem:
+            raise RuntimeError(
+                f"this cache holds compressed pairs that can only be read inside a press, because {problem}: put the call "
+                "inside `with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
+            )
+        self.store.append(key_states, value_states)
+        if key_states.shape[2] == 1:
+            self.store.since_eviction += 1
+        return dense_pairs(self.store)
 
     @property
     def keys(self) -> Tensor | None:
@@ -74,17 +114,7 @@ class PressLayer(CacheLayerMixin):
         return self._dense(1)
 
     def _dense(self, which: int) -> Tensor | None:
-        if self.store is None:
-            return None
-        window = (self.store.window.filled_keys, self.store.window.filled_values)[which]
-        if not self.store.sealed:
-            return window
-        if len(set(self.store.stored())) > 1:
-            raise ValueError("heads hold different numbers of pairs: see kvpress.kept_positions and the layer's store")
-        whole = self.store.open_segment(None)
-        parts = [*self.store.segments, whole]
-        shape = (self.store.batch, self.store.heads, -1, window.shape[-1])
-        return torch.cat([part.read(slice(None))[which].reshape(shape) for part in parts], dim=2)
+        return None if self.store is None else dense_pairs(self.store)[which]
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.seen
@@ -93,10 +123,14 @@ class PressLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        """Return how many pairs a pass will read, and the place of the first if they are counted back from the newest."""
+        if self.store is None:
+            return query_length, 0
+        stored = max(self.store.stored())
+        return stored + query_length, self.store.seen - stored
 
     def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(None if self._cache is None else self._cache())  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -139,6 +173,7 @@ def adopt_layer(cache: Cache, module: nn.Module) -> PressLayer | None:
         return None
     layer = cache.layers[index]
     if isinstance(layer, PressLayer):
+        layer.belong_to(cache)
         return layer
     if "Static" in type(layer).__name__:
         raise NotImplementedError(
@@ -149,5 +184,43 @@ def adopt_layer(cache: Cache, module: nn.Module) -> PressLayer | None:
     ours = PressLayer()
     if layer.is_initialized and layer.get_seq_length():
         ours.update(layer.keys, layer.values)
+    ours.belong_to(cache)
     cache.layers[index] = ours
     return ours
+
+
+def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
+    """Return all keys `[B, H, n, D]` and values `[B, H, n, Dv]`: copies, unless nothing is sealed yet.
+
+    Raises:
+        ValueError: heads or rows hold different numbers of pairs.
+    """
+    window = store.window
+    if not store.sealed:
+        return window.filled_keys, window.filled_values
+    if not all(part.layout.uniform for part in store.sealed):
+        raise ValueError("heads hold different numbers of pairs: see kvpress.kept_positions and the layer's store")
+    shape = (store.batch, store.heads, -1)
+    keys, values = zip(*(part.read(slice(None)) for part in store.sealed), strict=True)
+    return (
+        torch.cat([*(part.unflatten(0, shape) for part in keys), window.filled_keys], dim=2),
+        torch.cat([*(part.unflatten(0, shape) for part in values), window.filled_values], dim=2),
+    )
+
+
+def why_unreadable(stores: Sequence[KVStore]) -> str:
+    """Say why the layers of a cache cannot be read by a model without a press; nothing where they can.
+
+    Transformers makes one mask for all layers and rows, by the number of pairs in the first one.
+    """
+    for store in stores:
+        weighted = [part for part in (store.window, store.dense) if part is not None and part.log_weight is not None]
+        if store.segments or weighted:
+            return "they are encoded, weighted or chosen from by a selector"
+        if len(set(store.stored())) > 1:
+            return "heads or rows hold different numbers of them"
+        if store.sealed and any(count != store.window.first for count in store.sealed_tokens or []):
+            return "rows were padded, and masks would be read in the wrong places"
+    if len({store.stored()[0] for store in stores}) > 1:
+        return "layers hold different numbers of them"
+    return ""

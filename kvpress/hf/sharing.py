@@ -149,7 +149,7 @@ class Branch(Session):
 
     def begin(self, call: LayerCall) -> None:
         """Take over a layer whose attention has run, and observe it."""
-        layer = PressLayer()
+        layer = PressLayer(self.cache)
         layer.lazy_initialization(call.store.window.keys, call.store.window.values)
         assert layer.store is not None  # noqa: S101 - for type checkers
         # The tokens themselves are shared until the press has seen them.
@@ -159,6 +159,7 @@ class Branch(Session):
         self.call = replace(
             call,
             store=layer.store,
+            left={},
             kwargs={**call.kwargs, "past_key_values": self.cache},
             shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
             left={},
