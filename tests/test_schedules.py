@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvpress
 from tests.caches import CODEC, generate, pairs, positions
@@ -56,6 +57,37 @@ def test_decoding_press_leaves_the_prompt_whole() -> None:
     with kvpress.get_press("decoding(knorm):compression_interval=8,target_size=4")(model):
         cache = generate(model, tokens(1, 28), max_new_tokens=8).past_key_values
     assert pairs(cache) == {28 + 7}
+
+
+@pytest.mark.parametrize("reading", [False, True], ids=["press", "reading"])
+@pytest.mark.parametrize("base", ["knorm", "adakv(knorm)", "snapkv:window_size=2"])
+def test_a_turn_counts_as_one_step_of_decoding(base: str, reading: bool) -> None:
+    model, cache = tiny_model("llama"), DynamicCache()
+    press = kvpress.get_press(f"decoding({base}):compression_interval=4,target_size=6")
+    if reading:
+        model(tokens(1, 20), past_key_values=cache)
+    held = []
+    with kvpress.reading(model, press) if reading else press(model):
+        for length in [20, 3, 1, 1, 1, 1][reading:]:
+            model(tokens(1, length, seed=length), past_key_values=cache)
+            held.append(sum(cache.layers[0].store.stored()) / 2)
+    assert held[-5:] == [23, 24, 25, 6, 7]
+
+
+@pytest.mark.parametrize("length", [5, 6, 9])
+def test_a_turn_that_alone_fills_the_target_is_cut_at_once(length: int) -> None:
+    model, cache = tiny_model("llama"), DynamicCache()
+    with kvpress.get_press("decoding(knorm):compression_interval=100,target_size=6")(model):
+        model(tokens(1, 20), past_key_values=cache)
+        model(tokens(1, length, seed=1), past_key_values=cache)
+    assert pairs(cache) == ({25} if length < 6 else {6})
+
+
+def test_chunks_of_a_prompt_are_no_turns() -> None:
+    model = tiny_model("llama")
+    with kvpress.get_press("decoding(knorm):compression_interval=2,target_size=6")(model):
+        cache = generate(model, tokens(1, 28), max_new_tokens=2, prefill_chunk_size=7).past_key_values
+    assert pairs(cache) == {29}
 
 
 @pytest.mark.parametrize("spec", [spec for spec, _, _ in SCHEDULES.values()])

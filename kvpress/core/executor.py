@@ -8,15 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvpress.cache.layout import Layout
-from kvpress.cache.segment import DenseSegment
+from kvpress.cache.replaced import positions_of, seal_streams
 from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
-from kvpress.observe.view import View, score_arguments, view_groups
+from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
+
+FOLLOW = "kvpress_follow"
+"""Name under which a user's `forward_hook` gets what it runs by calling that of its base class."""
+MASKED = "masked_key_indices"
+"""Name under which presses written for NVIDIA kvpress leave indices (rows, heads, pairs) of what they evict on a module."""
 
 
 class Executor:
@@ -43,7 +47,14 @@ class Executor:
         return [hook for hook in self.recipe.hooks if acts and phase in hook.phases]
 
     def _acting(self, phase: Phase) -> tuple[Eviction, ...]:
-        return self.recipe.acting(phase) if self.evicts or phase == "decode" else ()
+        """Return the evictions of a phase; those of generated tokens follow the tokens of later turns too."""
+        if phase == "decode":
+            return self.recipe.acting(phase)
+        return tuple(
+            step
+            for step in self.recipe.evictions
+            if (self.evicts and step.acts_in(phase)) or (step.acts_in("decode") and not step.schedule.prompt)
+        )
 
     def _first_to_wait(self, phase: Phase) -> int:
         """Return which eviction of a phase is the first that waits for the end of the pass."""
@@ -65,7 +76,7 @@ class Executor:
 
     def after_layer(self, call: LayerCall) -> None:
         """Evict from one layer that has been read."""
-        if call.phase == "decode":
+        if call.phase == "decode" or _is_later_turn(call):
             call.store.since_eviction += 1
         for place in range(self.waiting[call.phase]):
             self._evict([call], place)
@@ -91,7 +102,22 @@ class Executor:
         """Run one eviction on one layer, or on all together."""
         phase = calls[0].phase
         step = self.steps[phase][place]
-        if phase == "decode" and calls[0].store.since_eviction < (step.schedule.every or 0):
+        if step.hook is None:
+            self._run(calls, step)
+            return
+        for call in calls:
+            follow = partial(self._follow, call, step.inside)
+            call.output = step.hook(call.module, (), {**hook_arguments(call), FOLLOW: follow}, call.output)
+            evict_masked(call)
+
+    def _follow(self, call: LayerCall, steps: Sequence[Eviction]) -> None:
+        for step in steps:
+            if step.acts_in(call.phase):
+                self._run([call], step)
+
+    def _run(self, calls: Sequence[LayerCall], step: Eviction) -> None:
+        phase: Phase = calls[0].phase if step.schedule.prompt else "decode"
+        if phase == "decode" and not _is_due(calls[0], step):
             return
         if step.compress is not None:
             for call in calls:
@@ -113,6 +139,20 @@ class Executor:
         else:
             target = store.targets[view.rows[0]] if store.targets else amount.of(view.seen - store.since_eviction)
         return target, view.seen
+
+
+def _is_later_turn(call: LayerCall) -> bool:
+    """Whether a pass brings tokens of a turn behind the prompt, all at once."""
+    return call.phase == "prefill" and call.seen_before > 0 and not call.prompt_end
+
+
+def _is_due(call: LayerCall, step: Eviction) -> bool:
+    """Whether an eviction of generated tokens follows a pass: after enough passes, or after one that alone fills the target."""
+    if call.phase == "prefill" and not _is_later_turn(call):
+        return False
+    target = step.schedule.target
+    fills = target is not None and call.store.seen - call.seen_before >= max(1, target.of(call.store.seen))
+    return fills or call.store.since_eviction >= (step.schedule.every or 0)
 
 
 def _prepares(step: Eviction, phase: Phase) -> bool:
@@ -162,6 +202,21 @@ class Group:
             view.group = []
 
 
+def keeps_every(older: Scored, counts: int | Tensor | None) -> bool:
+    """Whether every pair of a view stays, where so many of its older ones do; None for all."""
+    if counts is None or isinstance(counts, int):
+        return counts is None or counts >= older.view.length
+    return bool((counts >= older.view.length).all())
+
+
+def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | None) -> Tensor:
+    """Mark the pairs `[b, h, n]` of a view that stay, `counts` of the older ones and all newer ones."""
+    mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
+    if counts is not None and not keeps_every(older, counts):
+        mask[..., : older.view.length] = step.scorer.choose(older, counts)
+    return mask
+
+
 class Cut:
     """What one layer keeps in an eviction under way: a mask for each of its streams."""
 
@@ -182,10 +237,9 @@ class Cut:
 
     def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
         """Choose the pairs of a view that stay, `counts` of the older ones, and what takes their place; None keeps all."""
-        mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
-        if counts is not None and _fewer(counts, older.view.length):
+        mask = chosen(self.step, view, older, counts)
+        if not keeps_every(older, counts):
             self.everything = False
-            mask[..., : older.view.length] = self.step.scorer.choose(older, counts)
             rewritten = None if self.step.rewrite is None else self.step.rewrite(view, mask)
             if rewritten is not None:
                 self.rewritten.append((view, mask, rewritten))
@@ -238,11 +292,6 @@ class Cut:
         self.store.replace_dense(keys, values, log_weight, per_pair)
 
 
-def _fewer(counts: int | Tensor, length: int) -> bool:
-    """Whether some head keeps fewer pairs than it holds."""
-    return counts < length if isinstance(counts, int) else bool((counts < length).any())
-
-
 def close_gaps(view: View, mask: Tensor) -> Rewritten | None:
     """Rotate keys so that, once only the marked pairs stay, their distances to the next query have no gaps.
 
@@ -279,41 +328,49 @@ def replace_pairs(call: LayerCall, compress: Compress) -> None:
     changed = False
     for view in (view for group in view_groups(call) for view in group):
         new_keys, new_values = compress(*score_arguments(view))
+        stays = _take_masked(call.module, new_keys)
         if new_keys.shape[:3] != new_values.shape[:3] or new_keys.shape[:2] != view.keys.shape[:2]:
             raise ValueError(
                 f"compress returned keys {tuple(new_keys.shape)} and values {tuple(new_values.shape)} for keys "
                 f"{tuple(view.keys.shape)}; batch and head counts must stay, lengths must agree"
             )
-        changed |= new_keys is not view.keys or new_values is not view.values
-        if new_keys.shape[2] != view.length:
-            call.left.update(dict.fromkeys(view.rows, new_keys.shape[2]))
+        changed |= new_keys is not view.keys or new_values is not view.values or stays is not None
+        left = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
+        if left != view.length:
+            call.left.update(dict.fromkeys(view.rows, left))
         pads = store.seen - view.seen
         for place, n in enumerate(view.streams):
             i, j = divmod(place, new_keys.shape[1])
-            order, found = _positions(view, new_values, i, j)
-            keys[n], values[n] = new_keys[i, j][order], new_values[i, j][order]
+            own = slice(None) if stays is None else stays[i, j]
+            keys[n], values[n] = new_keys[i, j][own], new_values[i, j][own]
+            old = view.keys[i, j], view.values[i, j]
+            found = positions_of((keys[n], values[n]), old, view.positions[i, j])
             slots[n] = torch.where(found >= 0, found + pads, found)
-    if not changed:
-        return
-    sealed = DenseSegment(torch.cat(keys), torch.cat(values), Layout(len(stream) for stream in keys))
-    sealed._set_slots(torch.cat(slots))
-    store.seal(sealed, call.mask)
-    store.since_eviction = 0
+    if changed:
+        seal_streams(store, keys, values, slots, call.mask)
 
 
-def _positions(view: View, values: Tensor, row: int, head: int) -> tuple[Tensor, Tensor]:
-    """Original position of every returned pair, by equal values; -1 where values were rewritten. Ascending."""
-    old, new = view.values[row, head].double(), values[row, head].double()
-    probe = torch.linspace(0.5, 1.5, old.shape[-1], dtype=torch.float64, device=old.device)
-    ranked, order = (_project(old, probe)).sort(stable=True)
-    at = torch.searchsorted(ranked, _project(new, probe)).clamp_max(len(ranked) - 1)
-    found = order[at]
-    same = (old[found] == new).all(dim=-1)
-    positions = torch.where(same, view.positions[row, head][found], -1)
-    sorted_positions, index = positions.sort(stable=True)
-    return index, sorted_positions
+def evict_masked(call: LayerCall) -> None:
+    """Free the pairs that a user's hook has marked on the module of a layer."""
+    if vars(call.module).get(MASKED) is not None:
+        replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values))
 
 
-def _project(vectors: Tensor, probe: Tensor) -> Tensor:
-    # Row by row: a matrix product may round equal rows differently.
-    return (vectors * probe).sum(dim=-1)
+def _take_masked(module: nn.Module, keys: Tensor) -> Tensor | None:
+    """Take the marks of evicted pairs off a module; returns the mask `[b, h, n]` of those that stay, None for all.
+
+    Raises:
+        ValueError: the marks are no three index tensors, or refer to pairs that are not there.
+    """
+    marked = vars(module).pop(MASKED, None)
+    if marked is None:
+        return None
+    stays = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    try:
+        rows, heads, pairs = (torch.as_tensor(index, device=keys.device) for index in marked)
+        stays[rows, heads, pairs] = False
+    except (IndexError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"module.{MASKED} must be three index tensors (rows, heads, pairs) into keys {tuple(keys.shape[:3])}: {error}"
+        ) from error
+    return stays

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 from kvpress.core.model import ModelFacts
+from kvpress.observe.view import View
 
 HOST = "kvpress.hf.host"
 
@@ -19,6 +20,9 @@ class Host(Protocol):
 
     def open_press(self, press: Any, model: Any, capture: bool) -> AbstractContextManager[Any]:
         """Return a context manager that compresses the caches of `model`."""
+
+    def view_by_hand(self, wants: Any, module: Any, hidden_states: Any, keys: Any, values: Any, kwargs: Any) -> View:
+        """Return a view of bare keys and values, with what is wanted observed as far as the other arguments allow."""
 
     def facts_of(self, model: Any) -> ModelFacts:
         """Return what methods may know of a loaded model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -11,12 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvpress.core.by_hand import compress, view_by_hand
 from kvpress.core.checks import Count, Ratio, check_fields
+from kvpress.core.executor import FOLLOW
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer, merge, top
+from kvpress.core.overrides import (
+    ScoredByArguments,
+    adapt,
+    described,
+    described_recipe,
+    method,
+    overrides_score,
+    own_budget,
+)
+from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer, merge
 from kvpress.observe.observer import Wanted
-from kvpress.observe.view import View, score_arguments, view_of
+from kvpress.observe.view import View
 
 
 @dataclass
@@ -24,8 +34,12 @@ class BasePress:
     """A compression method, described by its `recipe`.
 
     `with press(model):` installs it. Presses hold configuration; what belongs to a request lives in the cache. Subclasses
-    written for NVIDIA kvpress override `compress`, or `score` of a `ScorerPress`.
+    written for NVIDIA kvpress override `compress`, `forward_hook`, or `score` of a `ScorerPress`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adapt(cls)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -56,9 +70,7 @@ class BasePress:
         Raises:
             ValueError, NotImplementedError: the press does not suit the model.
         """
-        if own_compress(self) is None:
-            return Recipe()
-        return Recipe((Eviction(NoScores(), compress=self.compress, reads_hidden_states=True),))
+        return Recipe()
 
     def post_init_from_model(self, model: nn.Module) -> None:
         """Look at the model when a `with` block is entered; for presses written for NVIDIA kvpress."""
@@ -72,9 +84,30 @@ class BasePress:
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values to keep, `[B, H, n', D]` each; the hook of presses written for NVIDIA kvpress."""
-        del module, hidden_states, attentions, kwargs
-        return keys, values
+        """Return the keys and values that the press keeps of a layer, `[B, H, n', D]` each, as after a prompt.
+
+        Presses written for NVIDIA kvpress override it. Called by hand, presses that look at queries need `module`,
+        `hidden_states` and the `position_embeddings` in `kwargs`; others take None. A press that only acts while tokens are
+        generated cuts to its target.
+
+        Raises:
+            ValueError: heads would keep different numbers of pairs, or more is needed than a single layer shows.
+        """
+        del attentions
+        return compress(described_recipe(self), view_by_hand(self, module, hidden_states, keys, values, kwargs))
+
+    def forward_hook(self, module: nn.Module, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Follow a pass of an attention layer and return its output; the hook of presses written for NVIDIA kvpress.
+
+        An override is called after every pass inside a `with` block; this one evicts as the press does without it.
+        """
+        del module, input
+        if FOLLOW not in kwargs:
+            raise RuntimeError(
+                "forward_hook follows attention layers inside `with press(model)`; it is not called by hand"
+            )
+        kwargs[FOLLOW]()
+        return output
 
     def __call__(self, model: Any, capture: bool = False) -> AbstractContextManager[Any]:
         """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used.
@@ -100,18 +133,6 @@ def remember(press: BasePress, cache: Any) -> None:
     """Make a cache the last one of a press."""
     held: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
     held.own.cache = held.latest = cache
-
-
-class NoScores(ByScore):
-    """Stands where a user's own `compress` chooses."""
-
-    def scores(self, view: View) -> Tensor:
-        raise NotImplementedError("a press with its own `compress` has no scores")
-
-
-def own_compress(press: BasePress) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the `compress` that a user's class brings, None where it is that of this library."""
-    return None if type(press).compress in (BasePress.compress, ScorerPress.compress) else press.compress
 
 
 @dataclass
@@ -171,10 +192,11 @@ class BudgetPress(BasePress):
 
     def validate(self) -> None:
         super().validate()
-        if self.budget is not None and self.compression_ratio:
+        budget = own_budget(self)
+        if budget is not None and self.compression_ratio:
             raise ValueError(
                 f"give either compression_ratio or budget, got compression_ratio={self.compression_ratio} and "
-                f"budget={self.budget}"
+                f"budget={budget}"
             )
 
     @property
@@ -185,7 +207,7 @@ class BudgetPress(BasePress):
     @property
     def amount(self) -> Amount:
         """How many pairs stay."""
-        return Amount(self.compression_ratio, self.budget, self.protected)
+        return Amount(self.compression_ratio, own_budget(self), described(self, "protected"))
 
 
 @dataclass
@@ -207,14 +229,11 @@ class ScorerPress(BudgetPress, ByScore):
         return Schedule()
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        if (compress := own_compress(self)) is not None:
-            step = Eviction(NoScores(), self.amount, compress=compress, reads_hidden_states=True)
-        elif _overrides_score(type(self)):
-            step = Eviction(
-                ScoredByArguments(self), self.amount, self.allocator, self.schedule, reads_hidden_states=True
-            )
+        amount, allocator, schedule = (described(self, name) for name in ("amount", "allocator", "schedule"))
+        if overrides_score(self):
+            step = Eviction(ScoredByArguments(self), amount, allocator, schedule, reads_hidden_states=True)
         else:
-            step = Eviction(self, self.amount, self.allocator, self.schedule)
+            step = Eviction(self, amount, allocator, schedule)
         return Recipe((step,))
 
     def scores(self, view: View) -> Tensor:
@@ -230,47 +249,10 @@ class ScorerPress(BudgetPress, ByScore):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Return how much each pair matters, `[B, H, n]`, with the arguments of NVIDIA kvpress."""
-        del module, hidden_states, attentions
-        return self.scores(view_of(kwargs, keys, values))
-
-    def compress(
-        self,
-        module: nn.Module,
-        hidden_states: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attentions: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        if self.amount.keeps_all:
-            return keys, values
-        scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
-        count = min(keys.shape[2], self.amount.of(keys.shape[2]))
-        rows = top(scores.float(), count).nonzero()[:, 2].view(*keys.shape[:2], count, 1)
-        return keys.gather(2, rows.expand(-1, -1, -1, keys.shape[3])), values.gather(
-            2, rows.expand(-1, -1, -1, values.shape[3])
-        )
-
-
-def _overrides_score(press: type[ScorerPress]) -> bool:
-    """Whether the class that says most about scores says it with the arguments of NVIDIA kvpress."""
-    closest = next(base for base in press.__mro__ if "score" in vars(base) or "scores" in vars(base))
-    return closest is not ScorerPress and "scores" not in vars(closest)
-
-
-@dataclass(frozen=True)
-class ScoredByArguments(ByScore):
-    """Scores of a press written for NVIDIA kvpress."""
-
-    press: ScorerPress
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        return self.press.wants
-
-    def scores(self, view: View) -> Tensor:
-        return self.press.score(*score_arguments(view))
+        """Return how much each pair matters, `[B, H, n]`, with the arguments of NVIDIA kvpress; see `compress`."""
+        del attentions
+        scores: Tensor = method(self, "scores")(view_by_hand(self, module, hidden_states, keys, values, kwargs))
+        return scores
 
 
 class Wrapping(BasePress):
@@ -295,8 +277,9 @@ class Wrapping(BasePress):
         if len(found.evictions) > 1:
             raise TypeError(f"{self._asks}, one and not several: wrap each part of {name}")
         (step,) = found.evictions
-        if step.compress is not None:
-            raise TypeError(f"{self._asks}, but {name} has its own `compress`")
+        if step.compress is not None or step.hook is not None:
+            own = "compress" if step.hook is None else "forward_hook"
+            raise TypeError(f"{self._asks}, but {name} has its own `{own}`")
         return replace(found, evictions=(self.wrap(step, model),))
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:

@@ -206,6 +206,9 @@ Rewrite = Callable[[View, Tensor], Rewritten | None]
 Compress = Callable[..., tuple[Tensor, Tensor]]
 """A user's own `compress`, which returns the keys and values to keep."""
 
+LayerHook = Callable[..., Any]
+"""A user's own `forward_hook`: gets an attention module, its arguments and its output, and returns the output."""
+
 
 @dataclass(frozen=True)
 class PassHook:
@@ -227,7 +230,8 @@ class Eviction:
     """One way to evict: by whose scores, how many pairs, when, and what becomes of them.
 
     The share `recent` of what stays are the newest pairs; scorer and allocator see the others only. `prepare` looks at the
-    whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule.
+    whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule; a
+    `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
     `fixed` evictions do not choose by scores, so no wrapper can change their choice.
     """
 
@@ -239,6 +243,8 @@ class Eviction:
     rewrite: Rewrite | None = None
     prepare: PassHook | None = None
     compress: Compress | None = None
+    hook: LayerHook | None = None
+    inside: tuple[Eviction, ...] = ()
     reads_hidden_states: bool = False
     fixed: bool = False
 
@@ -246,6 +252,10 @@ class Eviction:
     def hidden_states(self) -> Wanted:
         """The observer of hidden states, where they are read."""
         return Wanted(HiddenStates, self.schedule.hidden_states, self.schedule.prompt)
+
+    def acts_in(self, phase: Phase) -> bool:
+        """Whether anything may be evicted in a phase."""
+        return not self.is_identity and (self.hook is not None or self.schedule.acts_in(phase))
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
@@ -257,6 +267,7 @@ class Eviction:
         """Whether nothing is ever removed."""
         return (
             self.compress is None
+            and self.hook is None
             and self.amount.keeps_all
             and self.schedule.target is None
             and not self.allocator.decides
@@ -303,7 +314,7 @@ class Recipe:
 
     def acting(self, phase: Phase) -> tuple[Eviction, ...]:
         """Return the evictions that act in a phase."""
-        return tuple(e for e in self.evictions if e.schedule.acts_in(phase) and not e.is_identity)
+        return tuple(eviction for eviction in self.evictions if eviction.acts_in(phase))
 
     def watched(self, phase: Phase) -> tuple[Wanted, ...]:
         """Return what has to be watched in a phase, each wish once."""

@@ -113,7 +113,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
     if here.asked is module:
-        raise _QueriesFoundError(query)
+        raise AskedError(query, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
     forward = here.forward
     call = None if forward is None else forward.call
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
@@ -130,7 +130,7 @@ def attention(
 
     store, length = call.store, query.shape[2]
     call.queries = query
-    call.logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    call.logits = _logits(query, scaling, kwargs)
     call.sinks = kwargs.get("s_aux")
     session, static, whole = forward.session, forward.static, forward.watch is not None
     if static is not None:
@@ -160,24 +160,36 @@ def attention(
     return result, call.attentions
 
 
-class _QueriesFoundError(Exception):
-    """Ends the forward pass of an attention module that was only asked for its queries."""
+def _logits(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
+    return Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
 
-    def __init__(self, queries: Tensor) -> None:
+
+class AskedError(Exception):
+    """Ends the forward pass of an attention module that was only asked what it would read with: queries, logits and sinks."""
+
+    def __init__(self, queries: Tensor, logits: Logits, sinks: Tensor | None) -> None:
         super().__init__()
         self.queries = queries
+        self.logits = logits
+        self.sinks = sinks
 
 
-def queries_of(module: nn.Module, call: LayerCall) -> Tensor:
-    """Return the queries `[B, Hq, Q, D]` that an attention module under a press would make of the input of a call."""
+def asked(module: nn.Module, call: LayerCall) -> AskedError:
+    """Return what an attention module would make of the input of a call: its queries `[B, Hq, Q, D]` and how it reads."""
+    register()
     # Models may let layers leave things for each other in a dictionary.
     arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in call.kwargs.items()}
     arguments |= {"hidden_states": call.hidden_states, "attention_mask": None, "past_key_values": None}
-    before, here.asked = here.asked, module
+    config: Any = module.config
+    before, native, here.asked = here.asked, config._attn_implementation, module
+    if native != NAME:
+        config._attn_implementation_internal = NAME
     try:
         module.forward(**arguments)
-    except _QueriesFoundError as found:
-        return found.queries
+    except AskedError as found:
+        return found
     finally:
         here.asked = before
+        if native != NAME:
+            config._attn_implementation_internal = native
     raise NotImplementedError(f"{type(module).__name__} did not call its attention function")

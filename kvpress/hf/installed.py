@@ -299,10 +299,9 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         here.forward.session.before(here.forward, module, args, kwargs)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    del args, kwargs, output
-    if here.forward is not None:
-        here.forward.session.after(here.forward, module)
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    del args, kwargs
+    return output if here.forward is None else here.forward.session.after(here.forward, module, output)
 
 
 def _name(config: Any, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from kvpress.cache.replaced import replace_all
 from kvpress.cache.store import KVStore
 from kvpress.observe.call import LayerCall
 
@@ -20,7 +21,8 @@ class PressLayer(CacheLayerMixin):
 
     `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
     `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
-    dense and even. `interrupted` says that a pass has failed between two layers of the cache.
+    dense and even. `interrupted` says that a pass has failed between two layers of the cache, `padded` that rows of the last
+    pass began with padding.
     """
 
     is_sliding = False
@@ -32,6 +34,8 @@ class PressLayer(CacheLayerMixin):
         self.call: LayerCall | None = None
         self.static = False
         self.interrupted = False
+        self.padded = False
+        self.assigned: dict[int, Tensor] = {}
         self.is_initialized = False
 
     def belong_to(self, cache: Cache | None) -> None:
@@ -67,6 +71,8 @@ class PressLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
             return self.update(key_states, value_states)
+        if self.assigned:
+            raise ValueError("keys and values of different lengths were assigned to a layer of the cache; assign both")
         if self.call is None:
             self.check_whole()
             return self._update_without_press(key_states, value_states)
@@ -105,16 +111,50 @@ class PressLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """Stored keys as one dense tensor `[B, H, n, D]` for inspection: a copy, unless nothing is sealed yet."""
+        """Stored keys as one dense tensor `[B, H, n, D]`: a copy, unless nothing is sealed yet.
+
+        Keys and values that are assigned take the place of all stored pairs, once both have the same length.
+        """
         return self._dense(0)
+
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self._assign(0, keys)
 
     @property
     def values(self) -> Tensor | None:
-        """Stored values as one dense tensor `[B, H, n, Dv]` for inspection: a copy, unless nothing is sealed yet."""
+        """Stored values as one dense tensor `[B, H, n, Dv]`; see `keys`."""
         return self._dense(1)
 
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._assign(1, values)
+
     def _dense(self, which: int) -> Tensor | None:
-        return None if self.store is None else dense_pairs(self.store)[which]
+        if which in self.assigned or self.store is None:
+            return self.assigned.get(which)
+        return dense_pairs(self.store)[which]
+
+    def _assign(self, which: int, tensor: Tensor) -> None:
+        if self.store is None:
+            raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
+        if self.store.segments or self.padded:
+            raise NotImplementedError(
+                "keys and values can be assigned where they are dense and no row is padded; to change what a press keeps "
+                "otherwise, override its `score` or `compress`"
+            )
+        stored = dense_pairs(self.store)
+        expected = (*stored[which].shape[:2], stored[which].shape[3])
+        if tensor.dim() != 4 or (*tensor.shape[:2], tensor.shape[3]) != expected or tensor.shape[2] > self.store.seen:
+            raise ValueError(
+                f"{('keys', 'values')[which]} must have shape [{expected[0]}, {expected[1]}, n, {expected[2]}] with n at most "
+                f"the {self.store.seen} tokens seen, got {tuple(tensor.shape)}"
+            )
+        self.assigned[which] = tensor
+        keys, values = (self.assigned.get(part, stored[part]) for part in (0, 1))
+        if keys.shape[2] == values.shape[2]:
+            self.assigned = {}
+            replace_all(self.store, (keys, values), stored)
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.seen

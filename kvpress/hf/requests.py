@@ -103,7 +103,7 @@ class Forward:
         call, self.call = self.call, None
         if call is not None:
             layer = call.kwargs["past_key_values"].layers[call.module.layer_idx]
-            layer.call, layer.static = None, False
+            layer.call, layer.static, layer.padded = None, False, call.mask is not None
         return call
 
     def end(self) -> None:

@@ -44,8 +44,8 @@ class Running(Protocol):
     def before(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare an attention module's part of a pass."""
 
-    def after(self, forward: Any, module: nn.Module) -> None:
-        """End an attention module's part of a pass."""
+    def after(self, forward: Any, module: nn.Module, output: Any) -> Any:
+        """End an attention module's part of a pass, and return its output."""
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass."""

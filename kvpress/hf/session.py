@@ -22,7 +22,7 @@ from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf.attention import NAME, queries_of
+from kvpress.hf.attention import NAME, asked
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.installed import Block, Installation, check_free, install
@@ -206,7 +206,7 @@ class Session:
         selector = self.layers[id(following)].selector
         if selector is None or not isinstance(layer, PressLayer) or layer.store is None:
             return
-        queries = queries_of(following, call)
+        queries = asked(following, call).queries
         selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
 
     def observe(self, call: LayerCall) -> None:
@@ -221,14 +221,15 @@ class Session:
         """Whether something happens at the end of passes."""
         return self.executor.follows("prefill") or self.executor.follows("decode")
 
-    def after(self, forward: Forward, module: nn.Module) -> None:
-        """End an attention module's part of a pass."""
+    def after(self, forward: Forward, module: nn.Module, output: Any) -> Any:
+        """End an attention module's part of a pass, and return its output, which a user's hook may have replaced."""
         if id(module) not in self.layers:
-            return
+            return output
         forward.modules_left -= 1
         call = forward.release()
         if call is None:
-            return
+            return output
+        call.output = output
         if forward.static is not None:
             forward.static.calls.append(call)
         elif forward.watch is not None:
@@ -237,6 +238,7 @@ class Session:
             self.follow(call)
             if self.follows:
                 forward.passed.append(self._kept_of(call))
+        return call.output
 
     def follow(self, call: LayerCall) -> None:
         """Evict, and let the codec encode, once a layer's pass is over."""
@@ -269,6 +271,7 @@ class Session:
             queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
             lse=None,
             attentions=None,
+            output=None,
             read=None,
             rotary_angles=None if angles is None else partial(angles, empty),
         )

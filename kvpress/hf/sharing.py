@@ -159,7 +159,6 @@ class Branch(Session):
         self.call = replace(
             call,
             store=layer.store,
-            left={},
             kwargs={**call.kwargs, "past_key_values": self.cache},
             shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
             left={},

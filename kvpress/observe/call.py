@@ -27,7 +27,7 @@ class LayerCall:
     counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
     that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
-    chunks is read; 0 for other passes.
+    chunks is read; 0 for other passes. `output` is what the module returned, once it has.
     """
 
     module: nn.Module
@@ -52,6 +52,7 @@ class LayerCall:
     rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
+    output: Any = None
 
     @property
     def sealing(self) -> Sealing:

@@ -29,7 +29,8 @@ class View:
 
     `target` is how many pairs a head is to keep on average, of `available` in a layer that nothing but its ratios has cut.
     Views that together cover all kv heads of the same rows are each other's `group`; what is worked out for all of them can be
-    left in `memo`. `hidden` names the observer of hidden states.
+    left in `memo`. `hidden` names the observer of hidden states. A view of some pairs only says of which ones it is a part:
+    `whole`, and their `index [b, h, n]` there.
     """
 
     call: LayerCall
@@ -44,6 +45,8 @@ class View:
     group: list[View] = field(default_factory=list, repr=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     hidden: Wanted | None = None
+    whole: View | None = field(default=None, repr=False)
+    index: Tensor | None = field(default=None, repr=False)
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:
@@ -88,16 +91,17 @@ class View:
 
     def observer(self, wanted: Wanted) -> Any:
         """Return the observer of this layer that was wanted."""
-        if self.call is None:
+        if wanted not in self.call.store.observers:
             raise ValueError(
-                "this press scores what was observed while the model read: use it inside `with press(model)`"
+                "this press scores what is observed while a model reads: use it inside `with press(model)`, or call it with an "
+                "attention module, its hidden_states and their position_embeddings in kwargs"
             )
         return self.call.store.observers[wanted]
 
     @property
     def layer(self) -> int:
-        """Number of the attention layer; 0 outside a model."""
-        return 0 if self.call is None else self.call.layer
+        """Number of the attention layer."""
+        return self.call.layer
 
     def recorded(self, wanted: Wanted) -> Tensor:
         """Return the per-pair array `[b, h, n]` that an observer records; zeros where it saw nothing."""
@@ -154,6 +158,8 @@ class View:
             side={name: array.gather(2, index) for name, array in self.side.items()},
             group=[],
             memo={},
+            whole=self if self.whole is None else self.whole,
+            index=index if self.index is None else self.index.gather(2, index),
         )
 
     def oldest(self, count: int) -> View:
@@ -262,35 +268,40 @@ def _log_weight(part: Segment) -> Tensor:
     return torch.zeros(part.layout.total, device=part.device) if part.log_weight is None else part.log_weight
 
 
-def view_of(kwargs: dict[str, Any], keys: Tensor | None = None, values: Tensor | None = None) -> View:
-    """Return the view that a score is asked for; outside a model, one of bare `keys [B, H, n, D]` and `values`."""
-    if "kvpress" in kwargs:
-        view: View = kwargs["kvpress"]
-        return view
-    if keys is None or values is None:
-        raise ValueError("this press scores what was observed while the model read: use it inside `with press(model)`")
-    batch, heads, length = keys.shape[:3]
-    positions = torch.arange(length, device=keys.device).expand(batch, heads, -1)
-    return View(None, list(range(batch)), slice(0, heads), lambda: (keys, values), positions, length, {})  # type: ignore[arg-type]
-
-
 def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Arguments of `score` and `compress` for one view: its rows only, padding removed."""
+    """Arguments of `score` and `compress` for one view: its rows only, padding removed.
+
+    Of a view of some pairs only, those of its first head are the tokens that hidden states, angles and attention are of.
+    """
     call = view.call
     states = None if view.hidden is None else getattr(call.store.observers.get(view.hidden), "states", None)
     hidden = call.hidden_states if states is None else states
     kwargs = {**call.kwargs, "kvpress": view, "attention_mask": None}
-    whole = len(view.rows) == call.store.batch and hidden.shape[1] <= view.seen
-    if not whole:
-        hidden = hidden[view.rows][:, -view.seen :]
-    embeddings = call.kwargs.get("position_embeddings")
-    if embeddings is not None and not whole:
-        kwargs["position_embeddings"] = tuple(
-            part[view.rows if part.shape[0] > 1 else slice(None)][:, -view.seen :] for part in embeddings
-        )
     new = call.queries.shape[2]
     kwargs.setdefault("cache_position", torch.arange(view.seen - min(new, view.seen), view.seen))
     attentions = call.attentions
-    if attentions is not None and not whole:
-        attentions = attentions[view.rows][:, :, -view.seen :, -view.seen :]
+    embeddings = call.kwargs.get("position_embeddings")
+    if len(view.rows) != call.store.batch or hidden.shape[1] > view.seen:
+        hidden = hidden[view.rows][:, -view.seen :]
+        if embeddings is not None:
+            embeddings = [part[view.rows if part.shape[0] > 1 else slice(None)][:, -view.seen :] for part in embeddings]
+        attentions = None if attentions is None else attentions[view.rows][:, :, -view.seen :, -view.seen :]
+    if view.index is not None:
+        at = view.positions[:, 0] - (view.seen - hidden.shape[1])
+        if hidden.shape[1] and bool((at >= 0).all()):
+            rows = torch.arange(len(at), device=at.device)[:, None]
+            hidden = hidden[rows.to(hidden.device), at.to(hidden.device)]
+            kwargs["cache_position"] = view.positions[0, 0]
+            if embeddings is not None:
+                embeddings = [part.expand(len(at), -1, -1)[rows, at] for part in embeddings]
+            if attentions is not None:
+                attentions = attentions[rows[..., None], :, at[:, :, None], at[:, None]].permute(0, 3, 1, 2)
+    if embeddings is not None:
+        kwargs["position_embeddings"] = tuple(embeddings)
     return call.module, hidden, view.keys, view.values, attentions, kwargs
+
+
+def hook_arguments(call: LayerCall) -> dict[str, Any]:
+    """Keyword arguments of a module's forward pass, as a `forward_hook` written for NVIDIA kvpress expects them."""
+    positions = torch.arange(call.seen_before, call.store.seen, device=call.hidden_states.device)
+    return {**call.kwargs, "hidden_states": call.hidden_states, "cache_position": positions}

@@ -27,8 +27,8 @@ class DecodingPress(Wrapping):
 
     `base_press` may be any scorer, head-wise ones included; how much it keeps by itself does not matter here. `target_ratio`
     sets the target as a fraction of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
-    `PrefillDecodingPress`. A press that reads hidden states gets the newest
-    `hidden_states_buffer_size` of them.
+    `PrefillDecodingPress`. A later turn counts as one token, and is cut at once if it alone is as long as the target. A press
+    that reads hidden states gets the newest `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.

@@ -1,0 +1,78 @@
+"""What a press keeps of bare keys and values, where `score` or `compress` is called by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpress.core.executor import Group, chosen
+from kvpress.core.host import host
+from kvpress.core.overrides import described_recipe
+from kvpress.core.recipe import Eviction, Recipe, Scored
+from kvpress.observe.view import View, score_arguments
+
+
+def view_by_hand(
+    press: Any,
+    module: nn.Module | None,
+    hidden_states: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    kwargs: dict[str, Any] | None,
+) -> View:
+    """Return the view that a call by hand means: the one under way inside a block, else one of `keys [B, H, n, D]` alone.
+
+    What the press wants to watch is watched of `hidden_states [B, q, hidden]`, the newest q of the n tokens.
+    """
+    kwargs = kwargs or {}
+    view: View | None = kwargs.get("kvpress")
+    if view is None:
+        wants = described_recipe(press).watched("prefill")
+        return host().view_by_hand(wants, module, hidden_states, keys, values, kwargs)
+    if keys.shape[:3] != view.shape:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} are not those of the {view.length} pairs that the press was asked about: hand on keys "
+            "and values as they came"
+        )
+    return view if keys is view.keys and values is view.values else replace(view, vectors=lambda: (keys, values))
+
+
+def compress(recipe: Recipe, view: View) -> tuple[Tensor, Tensor]:
+    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe leave of a view."""
+    for step in recipe.evictions:
+        if not step.is_identity:
+            view = _evicted(step, view)
+    return view.keys, view.values
+
+
+def _evicted(step: Eviction, view: View) -> View:
+    if step.prepare is not None or step.hook is not None:
+        raise ValueError("this press looks at the whole model: use it inside `with press(model)`")
+    if step.compress is not None:
+        keys, values = step.compress(*score_arguments(view))
+        return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
+    amount = step.amount.at(view.call.depth) if step.schedule.target is None else step.schedule.target
+    amount.check(view.length)
+    group = Group([view], amount.of(view.length), view.length, step)
+    (view,), (older,) = group.views, group.older
+    scored = Scored(older, step.scorer)
+    everything = step.allocator.keeps_all([view.length], view.target)
+    (counts,) = (None,) if everything else step.allocator.counts([scored], view.target - group.newest)
+    mask = chosen(step, view, scored, counts)
+    group.forget()
+    length = int(mask[0, 0].sum())
+    if not bool((mask.sum(dim=2) == length).all()):
+        raise ValueError(
+            "heads would keep different numbers of pairs, which keys and values of one shape cannot hold: use the press inside "
+            "`with press(model)`"
+        )
+    rewritten = None if step.rewrite is None else step.rewrite(view, mask)
+    if rewritten is not None:
+        if rewritten.log_weight is not None:
+            raise ValueError("this press weighs pairs, which only a cache can hold: use it inside `with press(model)`")
+        keys = view.keys if rewritten.keys is None else rewritten.keys
+        values = view.values if rewritten.values is None else rewritten.values
+        view = replace(view, vectors=lambda: (keys, values))
+    return view.pairs(mask.nonzero()[:, 2].view(*mask.shape[:2], length))

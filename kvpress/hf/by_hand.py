@@ -1,0 +1,82 @@
+"""A layer's call made of bare tensors, for presses whose `score` or `compress` is called by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpress.cache.attention import Logits
+from kvpress.cache.store import KVStore
+from kvpress.hf.attention import asked
+from kvpress.hf.models import find_rotary, find_rotate
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View, view_groups
+
+
+def view_by_hand(
+    wants: Sequence[Wanted],
+    module: nn.Module | None,
+    hidden_states: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    kwargs: dict[str, Any],
+) -> View:
+    """Return a view of all pairs `keys [B, H, n, D]`, as an attention module sees them right after a prompt.
+
+    What is wanted is observed where a module, its input `hidden_states [B, q, hidden]` for the newest q tokens and their
+    `position_embeddings` are given.
+    """
+    store = KVStore(keys, values)
+    store.append(keys, values)
+    hidden = keys.new_empty(keys.shape[0], 0, 1) if hidden_states is None else hidden_states
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", 0)
+    layers = getattr(config, "num_hidden_layers", layer + 1)
+    call = LayerCall(
+        module=nn.Module() if module is None else module,
+        store=store,
+        layer=layer,
+        layers=layers,
+        depth=layer,
+        depths=layers,
+        kwargs=kwargs,
+        hidden_states=hidden,
+        seen_before=store.seen - hidden.shape[1],
+        queries=keys.new_empty(*keys.shape[:2], 0, keys.shape[3]),
+        logits=Logits(keys.shape[3] ** -0.5),
+        apply_rotary=None if module is None else find_rotate(module),
+    )
+    call.rotary_angles = _angles(call)
+    if wants and hidden.shape[1] and "position_embeddings" in kwargs:
+        found = asked(call.module, call)
+        call.queries, call.logits, call.sinks = found.queries, found.logits, found.sinks
+        for wanted in wants:
+            store.observers[wanted] = wanted.make()
+            store.observers[wanted].observe(call)
+    (view,) = (view for group in view_groups(call) for view in group)
+    return view
+
+
+def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return the rotary angles of the layer: those of the embedding on its module, else as far as they were given."""
+    embedding = find_rotary(call.module, call.module)
+    if embedding is not None:
+        return partial(embedding, call.store.window.keys)
+
+    def given(positions: Tensor) -> tuple[Tensor, Tensor]:
+        known = call.kwargs.get("position_embeddings")
+        at = positions - call.seen_before
+        if known is None or bool((at < 0).any()) or bool((at >= known[0].shape[1]).any()):
+            raise ValueError(
+                "this press needs rotary angles: give the attention module with its `rotary_emb`, or position_embeddings of "
+                "all tokens in kwargs, or use it inside `with press(model)`"
+            )
+        cos, sin = (
+            part.expand(len(at), -1, -1).gather(1, at[..., None].expand(-1, -1, part.shape[2])) for part in known
+        )
+        return cos, sin
+
+    return given
