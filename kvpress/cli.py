@@ -27,9 +27,9 @@ app = typer.Typer(
 )
 
 PLANNED = (
-    "none", "snapkv:0.5", "snapkv:0.75", "snapkv:0.9", "adakv(expected_attention:0.5)", "snapkv:budget=1024", "kivi:bits=8",
-    "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5 + kivi:bits=4",
-    "expected_attention:0.5 + kivi:bits=2 + quest:budget=1024",
+    "none", "snapkv:0.5", "snapkv:0.75", "snapkv:0.9", "adakv(expected_attention:0.5,epsilon=0.02)", "snapkv:budget=1024",
+    "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
+    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024",
 )  # fmt: skip
 
 

@@ -83,6 +83,16 @@ def test_a_turn_that_alone_fills_the_target_is_cut_at_once(length: int) -> None:
     assert pairs(cache) == ({25} if length < 6 else {6})
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_turn_in_chunks_counts_as_one_step(chunk: int | None) -> None:
+    model, cache = tiny_model("llama"), DynamicCache()
+    with kvpress.get_press("decoding(knorm):compression_interval=3,target_size=6")(model):
+        model(tokens(1, 20), past_key_values=cache)
+        ids = torch.cat([tokens(1, 20), tokens(1, 5, seed=1)], dim=1)
+        generate(model, ids, past_key_values=cache, max_new_tokens=4, prefill_chunk_size=chunk)
+    assert pairs(cache) == {6 + 1}
+
+
 def test_chunks_of_a_prompt_are_no_turns() -> None:
     model = tiny_model("llama")
     with kvpress.get_press("decoding(knorm):compression_interval=2,target_size=6")(model):

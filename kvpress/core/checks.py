@@ -33,7 +33,7 @@ class Range:
             kind = "whole number" if self.whole else "number"
             raise TypeError(f"{name} must be a {kind} {self}, got {value!r} of type {type(value).__name__}")
         above = self.least < value if self.above else self.least <= value
-        if not (above and (value < self.most if self.below else value <= self.most)):
+        if not (above and (value <= self.most if self.most < math.inf and not self.below else value < self.most)):
             raise ValueError(f"{name} must be {self}, got {value}")
 
 

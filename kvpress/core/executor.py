@@ -142,17 +142,19 @@ class Executor:
 
 
 def _is_later_turn(call: LayerCall) -> bool:
-    """Whether a pass brings tokens of a turn behind the prompt, all at once."""
-    return call.phase == "prefill" and call.seen_before > 0 and not call.prompt_end
+    """Whether a pass ends a turn behind the prompt."""
+    return call.phase == "prefill" and call.prompt_start > 0
 
 
 def _is_due(call: LayerCall, step: Eviction) -> bool:
-    """Whether an eviction of generated tokens follows a pass: after enough passes, or after one that alone fills the target."""
-    if call.phase == "prefill" and not _is_later_turn(call):
-        return False
-    target = step.schedule.target
-    fills = target is not None and call.store.seen - call.seen_before >= max(1, target.of(call.store.seen))
-    return fills or call.store.since_eviction >= (step.schedule.every or 0)
+    """Whether an eviction of generated tokens follows a pass: after enough of them, or after a turn that fills the target."""
+    if call.phase == "prefill":
+        if not _is_later_turn(call):
+            return False
+        target = step.schedule.target
+        if target is not None and call.store.seen - call.prompt_start >= max(1, target.of(call.store.seen)):
+            return True
+    return call.store.since_eviction >= (step.schedule.every or 0)
 
 
 def _prepares(step: Eviction, phase: Phase) -> bool:

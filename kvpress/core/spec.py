@@ -26,7 +26,7 @@ MOST_NESTED = 32
 
 
 def get_press(spec: str) -> BasePress:
-    """Build a press from a spec such as `"adakv(expected_attention:0.6) + kivi:bits=2 + quest:budget=1024"`.
+    """Build a press from a spec such as `"adakv(expected_attention:0.6,epsilon=0.02) + kivi:bits=2 + quest:budget=1024"`.
 
     Names ignore case, dashes and underscores. Unknown names are a `KeyError`, unknown or wrong arguments a `ValueError` or
     `TypeError`; both name the nearest valid one.

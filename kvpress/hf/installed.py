@@ -242,7 +242,8 @@ class Installation:
         try:
             if session is not None:
                 cache = kwargs.get("past_key_values")
-                here.request.cache = cache if isinstance(cache, Cache) else None
+                if isinstance(cache, Cache):
+                    here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
                 if session.captured is not None:
                     check_captured_generate(self.model, *args, **kwargs)

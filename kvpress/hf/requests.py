@@ -31,7 +31,8 @@ reading: dict[int, Forward] = {}
 class Request:
     """A call of `generate`, of the first `cache` that it uses: others, such as that of a negative prompt, only help it.
 
-    `prompt_end` is the length of its prompt where that comes in chunks, else 0. Without a `session` it is none of a press, and
+    `prompt_end` is the length of its prompt where that comes in chunks, else 0, and `prompt_start` how much of it the cache had
+    seen before. Without a `session` it is none of a press, and
     without `owns_cache` no block can say that the cache is its own.
     """
 
@@ -40,6 +41,7 @@ class Request:
     owns_cache: bool = True
     cache: Cache | None = None
     prompt_end: int = 0
+    prompt_start: int = 0
 
     def is_of(self, cache: Any) -> bool:
         """Whether a cache is the one that the call is about."""

@@ -27,7 +27,8 @@ class LayerCall:
     counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
     that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
-    chunks is read; 0 for other passes. `output` is what the module returned, once it has.
+    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `output` is what
+    the module returned, once it has.
     """
 
     module: nn.Module
@@ -38,6 +39,7 @@ class LayerCall:
     hidden_states: Tensor
     seen_before: int
     prompt_end: int = 0
+    prompt_start: int = 0
     depth: int = 0
     depths: int = 1
     phase: Phase = "prefill"

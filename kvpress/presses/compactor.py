@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kvpress.core.checks import Count, NotNegative, Size
+from kvpress.core.checks import Count, NotNegative, Positive, Size
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
@@ -30,14 +31,15 @@ class CompactorPress(ScorerPress):
 
         score = blending * z(leverage) + z(chunk attention),   z(x) = (x - mean) / std over the pairs of a row
 
-    The terms are those of `LeverageScorePress`, with its `sketch_dimension`, and `NonCausalAttnPress`, with its `chunk_size`.
-    `blending` defaults to the fraction of the tokens read that is removed: the harder a cache is cut, the more leverage counts.
-    The first `sink_size_start` and last `sink_size_end` tokens are always kept.
+    The terms are those of `LeverageScorePress`, with its `sketch_dimension`, and `NonCausalAttnPress`, with its `chunk_size`
+    and `scale`. `blending` defaults to the fraction of the tokens read that is removed: the harder a cache is cut, the more
+    leverage counts. The first `sink_size_start` and last `sink_size_end` tokens are always kept; both terms are those of the
+    tokens between them, and chunks begin there.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.
     Differs from the paper: the ratio is given, not calibrated per context; pairs of earlier turns count as average in the
-    attention term.
+    attention term; the last tokens take part in the attention of their chunk.
     """
 
     sink_size_start: Size = 8
@@ -45,6 +47,7 @@ class CompactorPress(ScorerPress):
     chunk_size: Count = 256
     sketch_dimension: Count = 48
     blending: NotNegative | None = None
+    scale: Positive | None = field(default=None, kw_only=True)
 
     @property
     def protected(self) -> int:
@@ -52,7 +55,7 @@ class CompactorPress(ScorerPress):
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(ChunkMass, self.chunk_size),)
+        return (Wanted(ChunkMass, self.chunk_size, self.scale, self.sink_size_start),)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite at both ends."""
@@ -64,10 +67,16 @@ class CompactorPress(ScorerPress):
     def blend(self, view: View, weigh_values: bool) -> Tensor:
         """Return the sum of both terms, the attention with or without the norm of the values."""
         weight = 1 - view.target / view.seen if self.blending is None else self.blending
-        scores = weight * standardised(leverage(view, self.sketch_dimension))
-        scores += standardised(chunk_attention(view, self.wants[0], weigh_values=weigh_values))
-        ends = (view.positions < self.sink_size_start) | (view.positions >= view.seen - self.sink_size_end)
-        return scores.masked_fill(ends, torch.inf)
+        sinks, newest = view.positions < self.sink_size_start, view.positions >= view.seen - self.sink_size_end
+        # What every head holds of either end: an earlier eviction may have left them different parts.
+        start, stop = int(sinks.sum(dim=2).min()), view.length - int(newest.sum(dim=2).min())
+        if start >= stop:
+            return torch.full(view.shape, torch.inf, device=view.positions.device)
+        between = view.pairs(torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1))
+        scores = weight * standardised(leverage(between, self.sketch_dimension))
+        scores += standardised(chunk_attention(between, self.wants[0], weigh_values=weigh_values))
+        scores = pad(scores, (start, view.length - stop), value=torch.inf)
+        return scores.masked_fill(sinks | newest, torch.inf)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset
     "expected_attention_stats",
     "evict",
     "Devoto et al., 2025, arXiv:2510.00636",
-    example="expected_attention_stats:0.5",
+    example="expected_attention_stats:0.5,epsilon=0.02",
     needs="statistics of the model's queries: `kvpress calibrate --method expected_attention` (`stats_folder`)",
     refuses=(
         Refusal(

@@ -49,7 +49,8 @@ LEAD = 8
 class KVzipPress(BudgetPress):
     """Keep the pairs that the model reads when it repeats its prompt; heads and layers compete.
 
-    Behind the prompt, chunk after chunk is read again, led in by `repeat_prompt`, and then taken back. With the softmax of
+    Behind the prompt, chunk after chunk of 2048 tokens is read again, led in by `repeat_prompt`, and then taken back. A later
+    chunk is asked for as "the part of the previous context" that starts with the last 8 tokens before it. With the softmax of
     its queries i over the sinks, the chunk c and what is read itself,
 
         score[b, h, t] = max over i and the group of softmax(q_i . k)[t],   t in c
@@ -161,7 +162,10 @@ class _Questions:
         if not self.text:
             return [], [], []
         tokenizer = self.tokenizer or self._beside()
-        later = self.text.rstrip(".") + ", starting with"
+        later = (
+            self.text.replace("the previous context", "the part of the previous context").rstrip(".")
+            + ", starting with"
+        )
         first, later, suffix = (
             tokenizer.encode(text, add_special_tokens=False) for text in (self.text, later, _answer_header(tokenizer))
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvpress.cache import attention
-from kvpress.core.checks import Count
+from kvpress.core.checks import Count, Positive
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
@@ -34,18 +34,20 @@ class NonCausalAttnPress(ScorerPress):
         score      = avg_pool(a * ||v||, 3)
 
     Chunks are `chunk_size` real tokens of a row, counted from where the prompt, or the turn, begins. Pairs that were not
-    read in this turn have no such attention and count as average, a = 1.
+    read in this turn have no such attention and count as average, a = 1. `scale` takes the place of the model's factor of the
+    products q . k; 1 is that of the authors' code and of NVIDIA kvpress, which do not scale them.
 
     Paper: the attention part of Compactor, Chari & Van Durme, 2025, arXiv:2507.08143.
-    Differs from the paper: logits are the model's own, with its scale, soft cap and attention sinks; the sums are not
-    standardised, which would change no choice among the pairs of a head.
+    Differs from the paper: logits are the model's own, with its scale unless `scale` is given, soft cap and attention sinks;
+    the sums are not standardised, which would change no choice among the pairs of a head.
     """
 
     chunk_size: Count = 256
+    scale: Positive | None = field(default=None, kw_only=True)
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(ChunkMass, self.chunk_size),)
+        return (Wanted(ChunkMass, self.chunk_size, self.scale),)
 
     def without_values(self) -> ByScore:
         return ChunkAttention(self)
@@ -84,14 +86,15 @@ class ChunkMass(Observer):
 
     The last chunk counts as far as it has been read and is computed again when more of it comes, so that reading a prompt
     in pieces ends with what reading it at once gives. What was read without a break are the columns `first` to `end`;
-    `queries [B, Hq, < size, D]` are the newest, those of open chunks among them.
+    `queries [B, Hq, < size, D]` are the newest, those of open chunks among them. Logits are scaled by `scale`, None for the
+    model's own factor; the first `skip` tokens of a row are in no chunk.
     """
 
     held = ("queries",)
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.sides = (f"mass in chunks of {size}",)
+    def __init__(self, size: int, scale: float | None = None, skip: int = 0) -> None:
+        self.size, self.scale, self.skip = size, scale, skip
+        self.sides = (f"mass in chunks of {size}, scale {scale}, behind {skip}",)
         self.first = self.end = 0
         self.queries: Tensor | None = None
 
@@ -118,10 +121,12 @@ class ChunkMass(Observer):
         self.queries = queries[:, :, queries.shape[2] - rest :].clone(memory_format=torch.contiguous_format)
 
     def _real(self, call: LayerCall, end: int) -> list[int]:
-        """Real tokens of each row in the columns from `first` to `end`."""
+        """Real tokens of each row in the columns from `first` to `end` that are in chunks."""
         if call.mask is None:
-            return [end - self.first] * call.store.batch
-        return call.mask[:, self.first : end].sum(dim=1).tolist()
+            counts = [end - self.first] * call.store.batch
+        else:
+            counts = call.mask[:, self.first : end].sum(dim=1).tolist()
+        return [max(0, count - (0 if self.first else self.skip)) for count in counts]
 
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:
         """Return what the newest `tokens` of some rows, which start with a chunk, receive: `[b, H, tokens]`."""
@@ -142,8 +147,9 @@ class ChunkMass(Observer):
         rows = queries.reshape(batch, heads, groups, chunks, size, dim).transpose(2, 3).reshape(-1, groups * size, dim)
         keys = keys.reshape(-1, size, dim)
         received = torch.zeros(keys.shape[:2], device=keys.device)
+        logits = call.logits if self.scale is None else replace(call.logits, scale=self.scale)
         for block in attention.query_blocks(rows, keys):
-            scores = call.logits(rows[:, block], keys)
+            scores = logits(rows[:, block], keys)
             total = scores.logsumexp(dim=2)
             if call.sinks is not None:
                 sinks = call.sinks.float().view(1, heads, 1, groups, 1).expand(batch, -1, chunks, -1, size)

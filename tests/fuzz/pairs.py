@@ -35,14 +35,16 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
 
     Ratios are of all tokens seen; of presses in a row each is of what the one before it leaves. What is kept of a prompt stays
     the budget of methods that evict while tokens are generated, unless a schedule sets another. An interval counts generated
-    tokens since pairs were last evicted, by whichever press; one that keeps everything counts for nothing.
+    tokens since pairs were last evicted, by whichever press; one that keeps everything counts for nothing. A later turn
+    counts as one token; presses that leave prompts alone cut it at once if it is as long as their target.
     """
     if any(part["name"] in DECIDING for part in inside(tree)):
         return None
     prompt, schedules = _phases(tree)
     stored, seen, since, held = 0, 0, 0, None
     for event in events:
-        seen += event.new
+        turn, seen = seen > 0, seen + event.new
+        since += turn
         stored += event.new
         removing = [press for press in prompt if _removes(press)]
         if event.evicts and removing:
@@ -53,6 +55,11 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
                     return None
                 held = share
             stored, since = min(stored, held), 0
+        for press in schedules if turn else ():
+            interval, target = _of_decoding(press, seen, held)
+            fills = target is not None and press["name"] in intervals() and event.new >= max(1, target)
+            if press not in prompt and target is not None and (since >= interval or fills):
+                stored, since = min(stored, target), 0
         for _ in range(event.read):
             seen, stored, since = seen + 1, stored + 1, since + 1
             for press in schedules:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress import CompactorPress, LeverageScorePress, NonCausalAttnPress
+from kvpress import CompactorPress
+from kvpress.presses.leverage_score import leverage
 from tests.caches import prefill
 from tests.models import tiny_model, tokens
 from tests.presses.scoring import one_view
+from tests.presses.test_non_causal_attn import SIZE, brute_force
 
 
 def z(scores: Tensor) -> Tensor:
@@ -27,15 +29,19 @@ def z(scores: Tensor) -> Tensor:
         ({"compression_ratio": 0.75, "blending": 0.2}, 0.2),
         ({"compression_ratio": 0.75, "blending": 0.0}, 0.0),
         ({"budget": 10}, 0.75),
+        ({"compression_ratio": 0.75, "scale": 1.0}, 0.75),
     ],
 )
-def test_the_two_terms_are_standardised_per_row_and_blended(arguments: dict[str, Any], weight: float) -> None:
-    model, ids = tiny_model("llama"), tokens(2, 40)
-    _, found = one_view(model, CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=8), ids)
-    _, leverage = one_view(model, LeverageScorePress(0.5), ids)
-    _, received = one_view(model, NonCausalAttnPress(0.5, chunk_size=8), ids)
-    expected = weight * z(leverage) + z(received)
-    torch.testing.assert_close(found[..., 3:-2].double(), expected[..., 3:-2], atol=1e-4, rtol=1e-4)
+def test_the_two_terms_of_what_lies_between_the_sinks_are_standardised_and_blended(
+    arguments: dict[str, Any], weight: float
+) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 40)
+    press = CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=SIZE)
+    view, found = one_view(model, press, ids)
+    between = view.pairs(torch.arange(3, 38).expand(*view.shape[:2], -1))
+    received = brute_force(model, ids, press.scale, slice(3, 38))[view.call.layer]
+    expected = weight * z(leverage(between, 48)) + z(received[None])
+    torch.testing.assert_close(found[..., 3:-2].double(), expected, atol=1e-4, rtol=1e-4)
     ends = torch.cat([found[..., :3], found[..., -2:]], dim=2)
     assert bool(ends.isposinf().all())
 
@@ -79,3 +85,10 @@ def test_inside_a_decoding_schedule_the_ends_stay() -> None:
 def test_configuration(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CompactorPress(**arguments)
+
+
+def test_ends_that_an_earlier_press_took_from_some_heads() -> None:
+    model = tiny_model("llama")
+    press = kvpress.KnormPress(0.5) + CompactorPress(0.5, sink_size_start=6, sink_size_end=4, chunk_size=8)
+    kept = kvpress.kept_positions(prefill(model, press, tokens(1, 40)))
+    assert {len(head) for layer in kept for head in layer[0]} == {10}

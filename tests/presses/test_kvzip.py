@@ -73,6 +73,17 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, layerwi
     assert layerwise or len({len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]}) > 1
 
 
+def test_later_chunks_are_asked_for_in_the_words_of_the_authors() -> None:
+    asked = []
+    words = Words(False)
+    words.encode = lambda text, add_special_tokens: asked.append(text) or []
+    KVzipPress(0.5, tokenizer=words).recipe().evictions[0].prepare.check()
+    assert asked[:2] == [
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with",
+    ]
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_later_chunks_compete_with_the_sinks_and_are_led_in(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvzip, "CHUNK", 16)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.observe.call import LayerCall
+from kvpress.presses.non_causal_attn import ChunkMass
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.presses.scoring import Recorded, one_view, scored
 from tests.probes import Watching
@@ -30,8 +31,8 @@ def rotated_queries(model: Any, ids: Tensor) -> dict[int, Any]:
     return found
 
 
-def brute_force(model: Any, ids: Tensor) -> dict[int, Tensor]:
-    """Scores `[H, n]` of one row by layer, in float64."""
+def brute_force(model: Any, ids: Tensor, scale: float | None = None, between: slice = slice(None)) -> dict[int, Tensor]:
+    """Scores `[H, n]` of one row by layer, in float64; chunks and neighbours are those of the tokens `between`."""
     stock = model(ids, use_cache=True).past_key_values
     result = {}
     for layer, (queries, logits, sinks) in rotated_queries(model, ids).items():
@@ -39,17 +40,17 @@ def brute_force(model: Any, ids: Tensor) -> dict[int, Tensor]:
         mass = torch.zeros(keys.shape[:2], dtype=torch.float64)
         groups = len(queries) // len(keys)
         for head, query in enumerate(queries.double()):
-            for start in range(0, ids.shape[1], SIZE):
+            for start in range(between.start or 0, ids.shape[1], SIZE):
                 part = slice(start, start + SIZE)
-                scores = query[part] @ keys[head // groups, part].T * logits.scale
+                scores = query[part] @ keys[head // groups, part].T * (scale or logits.scale)
                 if logits.softcap is not None:
                     scores = logits.softcap * torch.tanh(scores / logits.softcap)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[head].double().expand(len(scores), 1)], dim=1)
                 weights = torch.softmax(scores, dim=1)[:, : len(scores)]
                 mass[head // groups, part] += weights.sum(dim=0) / groups
-        weighted = mass * values.norm(dim=-1)
-        smooth = [weighted[:, max(0, t - 1) : t + 2].mean(dim=1) for t in range(ids.shape[1])]
+        weighted = (mass * values.norm(dim=-1))[:, between]
+        smooth = [weighted[:, max(0, t - 1) : t + 2].mean(dim=1) for t in range(weighted.shape[1])]
         result[layer] = torch.stack(smooth, dim=1)
     return result
 
@@ -76,7 +77,7 @@ def test_every_chunk_is_read_in_both_directions(
 
 def test_a_query_is_spread_over_its_chunk_once() -> None:
     view, _ = one_view(tiny_model("llama"), kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE), tokens(2, 37))
-    sums = [part.sum(dim=2) for part in view.side[f"mass in chunks of {SIZE}"].split(SIZE, dim=2)]
+    sums = [part.sum(dim=2) for part in view.side[ChunkMass(SIZE).sides[0]].split(SIZE, dim=2)]
     for total, size in zip(sums, (8, 8, 8, 8, 5), strict=True):
         torch.testing.assert_close(total, torch.full((2, 2), float(size)))
 
@@ -91,7 +92,7 @@ def test_pairs_of_earlier_turns_count_as_average() -> None:
     with recorded(model):
         model(tokens(1, 11, seed=1), past_key_values=cache)
     view, scores = recorded.found[0]
-    mass = view.side[f"mass in chunks of {SIZE}"]
+    mass = view.side[ChunkMass(SIZE).sides[0]]
     assert bool((mass[..., :kept] == 0).all())
     torch.testing.assert_close(mass[..., kept:].sum(dim=2), torch.full((1, 2), 11.0))
     norms = view.values.norm(dim=-1)
@@ -116,3 +117,20 @@ def test_inside_a_decoding_schedule() -> None:
 def test_configuration() -> None:
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         kvpress.NonCausalAttnPress(chunk_size=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.05])
+def test_a_scale_takes_the_place_of_the_models(scale: float) -> None:
+    model, ids = tiny_model("granite"), tokens(1, 21)
+    expected = brute_force(model, ids, scale)
+    found = scored(model, kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE, scale=scale), ids)
+    for layer, scores in expected.items():
+        ((_, own),) = found[layer]
+        torch.testing.assert_close(own[0].double(), scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "error"), [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)])
+def test_bad_scales(scale: Any, error: type[Exception]) -> None:
+    for press in (kvpress.NonCausalAttnPress, kvpress.CompactorPress):
+        with pytest.raises(error, match="scale must be a number > 0 or None"):
+            press(0.5, scale=scale)

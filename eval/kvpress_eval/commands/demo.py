@@ -20,12 +20,12 @@ PRESSES = (
     "snapkv:0.5",
     "tova:0.5",
     "h2o:0.5",
-    "expected_attention:0.5,epsilon=0.01",
-    "adakv(expected_attention:0.5,epsilon=0.01)",
+    "expected_attention:0.5,epsilon=0.02",
+    "adakv(expected_attention:0.5,epsilon=0.02)",
     "kivi:bits=4,residual_length=32",
     "kivi:bits=2,residual_length=32",
     "quest:budget=128",
-    "expected_attention:0.25,epsilon=0.01 + kivi:bits=4,residual_length=32 + quest:budget=128",
+    "expected_attention:0.25,epsilon=0.02 + kivi:bits=4,residual_length=32 + quest:budget=128",
 )
 
 
