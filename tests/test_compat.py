@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import nn
 from transformers import DynamicCache
 
 import kvpress
+import kvpress.presses
 from kvpress import BasePress, DecodingPress, KnormPress, ScorerPress
+from kvpress.core.aliases import MODULES
+from kvpress.utils import (
+    extract_keys_and_values,
+    get_prerope_key_states,
+    get_prerope_query_states,
+    set_keys_and_values,
+)
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
@@ -140,3 +149,56 @@ def test_constructors_take_the_same_arguments() -> None:
     assert DecodingPress(inner, 512, 2048, 256) == DecodingPress(inner)
     assert kvpress.PrefillDecodingPress(inner, DecodingPress(inner)).recipe().acting("decode")
     assert isinstance(tiny_model("llama").model, nn.Module)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_of_the_peer_can_be_imported(module: str) -> None:
+    found = importlib.import_module(f"kvpress.presses.{module}")
+    assert getattr(kvpress.presses, module) is found
+    assert found.BasePress is BasePress
+    with pytest.raises(ImportError, match="cannot import name 'NoSuchPress'"):
+        exec(f"from kvpress.presses.{module} import NoSuchPress")  # noqa: S102 - our own text
+
+
+def test_classes_are_found_where_the_peer_has_them() -> None:
+    from kvpress.presses.expected_attention_with_stats import ExpectedAttentionStatsPress
+    from kvpress.presses.scorer_press import ScorerPress as Scorer
+    from kvpress.presses.snapkv_press import SnapKVPress
+
+    from kvpress.pipeline import KVPressTextGenerationPipeline
+
+    assert Scorer is ScorerPress
+    assert SnapKVPress is kvpress.SnapKVPress
+    assert ExpectedAttentionStatsPress is kvpress.ExpectedAttentionStatsPress
+    assert KVPressTextGenerationPipeline is kvpress.KVPressTextGenerationPipeline
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("kvpress.presses.no_such_press")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "smollm3"])
+def test_vectors_before_the_rotary_embedding_are_the_models_own(family: str) -> None:
+    """They are unrotated where the rotary embedding has no angle: for the first token, and at any place in one of them."""
+    model, found = tiny_model(family), {}
+
+    class Asking(BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            queries = get_prerope_query_states(module, hidden_states)
+            found[module.layer_idx] = queries, get_prerope_key_states(module, hidden_states), keys
+            alone = [get_prerope_key_states(module, hidden_states[:, i : i + 1]) for i in range(6)]
+            torch.testing.assert_close(torch.cat(alone, dim=2), found[module.layer_idx][1], atol=1e-5, rtol=1e-5)
+            return keys, values
+
+    with Asking()(model):
+        model(tokens(2, 6), past_key_values=DynamicCache())
+    for queries, keys, stored in found.values():
+        assert queries.shape == (2, 4, *keys.shape[2:])
+        torch.testing.assert_close(keys[:, :, 0], stored[:, :, 0])
+        torch.testing.assert_close(keys.norm(dim=-1), stored.norm(dim=-1))
+
+
+def test_keys_and_values_of_a_cache() -> None:
+    cache = run(KnormPress(0.5), tokens(1, 20))
+    keys, values = extract_keys_and_values(cache, 1)
+    assert keys.shape == (1, 2, 10, 32)
+    set_keys_and_values(cache, 1, keys[:, :, 1:], values[:, :, 1:])
+    assert cache.layers[1].keys.shape == (1, 2, 9, 32)

@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
 from kvpress.hf.requests import here
-from kvpress.observe.call import LayerCall
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
@@ -113,7 +112,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
     if here.asked is module:
-        raise AskedError(query, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
+        raise AskedError(query, key, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
     forward = here.forward
     call = None if forward is None else forward.call
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
@@ -165,21 +164,25 @@ def _logits(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Log
 
 
 class AskedError(Exception):
-    """Ends the forward pass of an attention module that was only asked what it would read with: queries, logits and sinks."""
+    """Ends the forward pass of an attention module that was only asked for its queries, new keys, logits and sinks."""
 
-    def __init__(self, queries: Tensor, logits: Logits, sinks: Tensor | None) -> None:
+    def __init__(self, queries: Tensor, keys: Tensor, logits: Logits, sinks: Tensor | None) -> None:
         super().__init__()
         self.queries = queries
+        self.keys = keys
         self.logits = logits
         self.sinks = sinks
 
 
-def asked(module: nn.Module, call: LayerCall) -> AskedError:
-    """Return what an attention module would make of the input of a call: its queries `[B, Hq, Q, D]` and how it reads."""
+def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> AskedError:
+    """Return what an attention module would make of `hidden_states [B, Q, hidden]` and the other arguments of its forward.
+
+    That is its queries `[B, Hq, Q, D]`, keys `[B, H, Q, D]` and how it reads.
+    """
     register()
     # Models may let layers leave things for each other in a dictionary.
-    arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in call.kwargs.items()}
-    arguments |= {"hidden_states": call.hidden_states, "attention_mask": None, "past_key_values": None}
+    arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
+    arguments |= {"hidden_states": hidden_states, "attention_mask": None, "past_key_values": None}
     config: Any = module.config
     before, native, here.asked = here.asked, config._attn_implementation, module
     if native != NAME:

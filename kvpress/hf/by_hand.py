@@ -51,7 +51,7 @@ def view_by_hand(
     )
     call.rotary_angles = _angles(call)
     if wants and hidden.shape[1] and "position_embeddings" in kwargs:
-        found = asked(call.module, call)
+        found = asked(call.module, hidden, kwargs)
         call.queries, call.logits, call.sinks = found.queries, found.logits, found.sinks
         for wanted in wants:
             store.observers[wanted] = wanted.make()

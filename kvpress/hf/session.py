@@ -209,7 +209,7 @@ class Session:
         selector = self.layers[id(following)].selector
         if selector is None or not isinstance(layer, PressLayer) or layer.store is None:
             return
-        queries = asked(following, call).queries
+        queries = asked(following, call.hidden_states, call.kwargs).queries
         selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
 
     def observe(self, call: LayerCall) -> None:

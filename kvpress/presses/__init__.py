@@ -2,8 +2,12 @@
 
 from typing import Any
 
+from kvpress.core.aliases import install
+from kvpress.core.registry import class_named
+
 
 def __getattr__(name: str) -> Any:
-    from kvpress.core.registry import class_named
-
     return class_named(name, __name__)
+
+
+install(__name__)

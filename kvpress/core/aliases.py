@@ -1,0 +1,33 @@
+"""Names under which NVIDIA kvpress has its modules, so that imports written for it find the classes of this library."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from kvpress.core.registry import class_named
+
+MODULES = (
+    "adakv_press", "base_press", "block_press", "cam_press", "chunk_press", "chunkkv_press", "compactor_press",
+    "composed_press", "criticalkv_press", "decoding_press", "duo_attention_press", "expected_attention_press",
+    "expected_attention_with_stats", "key_rerotation_press", "keydiff_press", "knorm_press", "kvzip_press", "leverage_press",
+    "non_causal_attention_press", "observed_attention_press", "per_layer_compression_press", "prefill_decoding_press",
+    "pyramidkv_press", "random_press", "scorer_press", "simlayerkv_press", "snapkv_press", "streaming_llm_press", "tova_press",
+)  # fmt: skip
+"""Modules of `kvpress.presses` there, as far as their methods are here."""
+
+
+class Alias(ModuleType):
+    """A module without a file: its classes are looked up by their names, wherever they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return class_named(name, self.__name__)
+
+
+def install(package: str) -> None:
+    """Let the names of `MODULES` be imported from a package."""
+    for name in MODULES:
+        alias = Alias(f"{package}.{name}", f"Stands for a module of NVIDIA kvpress; see `{package}`.")
+        sys.modules.setdefault(alias.__name__, alias)
+        setattr(sys.modules[package], name, alias)

@@ -1,0 +1,5 @@
+"""The pipeline under the module name of NVIDIA kvpress; it lives in `kvpress.hf.pipeline`."""
+
+from kvpress.hf.pipeline import KVPressTextGenerationPipeline
+
+__all__ = ["KVPressTextGenerationPipeline"]
