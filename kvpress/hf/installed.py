@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate
+from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
 from kvpress.hf.running import Running
@@ -150,6 +151,7 @@ class Installation:
         try:
             if not self._undo:
                 self._install()
+            self._undo.append(run_eagerly([session.given]))
             if self._undo_generate is None and hasattr(self.model, "generate"):
                 self._undo_generate = Replaced(self.model, "generate", self._generate).put()
             if session.recorder is not None:
@@ -173,6 +175,7 @@ class Installation:
 
     def _install(self) -> None:
         register()
+        self._undo.append(run_eagerly(self.model.modules()))
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
         before = {key: config._attn_implementation for key, config in configs.items()}
         self._undo.append(Replaced(self.decoder, "forward", self._decode).put())

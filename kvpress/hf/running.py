@@ -17,6 +17,7 @@ class Running(Protocol):
     """A `with press(model)` block (`kvpress.hf.session.Session`)."""
 
     press: Any
+    given: Any
     model: Any
     decoder: Any
     evict: bool

@@ -25,6 +25,7 @@ from kvpress.core.selector import Selector
 from kvpress.hf.attention import NAME, asked
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
+from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
 from kvpress.hf.layer import PressLayer, adopt_layer
 from kvpress.hf.models import config_layers, facts_of, is_attention
@@ -51,6 +52,7 @@ class Session:
         private: bool = False,
     ) -> None:
         self.press = press
+        self.given, model = model, original(model)
         self.model = model
         self.evict = evict
         self.block = Block(private)
