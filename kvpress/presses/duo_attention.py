@@ -50,6 +50,7 @@ class DuoAttentionPress(StreamingHeadsPress):
     """
 
     sizes: ClassVar[tuple[int, int]] = (128, 256)
+    beside: ClassVar[str] = "full_attention_heads.tsv"
 
     on_the_fly_scoring: bool = False
 
@@ -65,21 +66,21 @@ class DuoAttentionPress(StreamingHeadsPress):
     @property
     def remedy(self) -> str:
         return (
-            "give table=, the folder of full_attention_heads.tsv that the authors publish for the model, or set "
-            "on_the_fly_scoring=True"
+            "give table=, the folder of full_attention_heads.tsv that the authors publish for the model, put that file into "
+            "the folder of the model, or set on_the_fly_scoring=True"
         )
 
     @property
     def measured(self) -> tuple[Wanted, ...]:
-        return (Wanted(OutsideMass, *self.window),) if self.on_the_fly_scoring else ()
+        return (Wanted(OutsideMass, *self.window(self.table)),) if self.on_the_fly_scoring else ()
 
     @property
     def decision(self) -> PassHook | None:
         return PassHook(self._decide, ("prefill",)) if self.on_the_fly_scoring else None
 
-    def streaming(self, view: View) -> Tensor | None:
+    def streaming(self, table: str | None, view: View) -> Tensor | None:
         if not self.on_the_fly_scoring:
-            return super().streaming(view)
+            return super().streaming(table, view)
         (wanted,) = self.measured
         return getattr(view.call.store.observers.get(wanted), "streaming", None)
 

@@ -29,3 +29,4 @@ class RLKVPress(StreamingHeadsPress):
     """
 
     sizes: ClassVar[tuple[int, int]] = (16, 64)
+    beside: ClassVar[str] = "adapter_weights.tsv"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -31,12 +33,15 @@ class StreamingHeadsPress(BasePress):
 
     After the prompt and every `interval` generated tokens, these streaming heads are cut down to the first `sink_size` and the
     newest `recent_size` tokens, so that they never hold more than `sink_size + recent_size + interval` pairs. The other heads
-    keep everything. `table` is a .tsv file with a line per layer and a column per kv head, or the folder that holds it. Sizes
-    that are None are those of the config.json beside it, else of the method.
+    keep everything. `table` is a .tsv file with a line per layer and a column per kv head, or the folder that holds it; None is
+    the one in the folder of the model, under the name that the authors give it. Sizes that are None are those of the
+    config.json beside it, else of the method.
     """
 
     sizes: ClassVar[tuple[int, int]]
     """Sinks and recent tokens of the method."""
+    beside: ClassVar[str]
+    """Name of the table in the folder of a model."""
 
     head_compression_ratio: Share = 0.0
     table: str | None = field(default=None, kw_only=True)
@@ -49,8 +54,6 @@ class StreamingHeadsPress(BasePress):
         if self.table is not None:
             self.table = os.fspath(self.table)
             read_head_table(self.table)
-        elif self.head_compression_ratio and not self.measures:
-            raise ValueError(f"{type(self).__name__} needs to know which heads stream: {self.remedy}")
 
     @property
     def measures(self) -> bool:
@@ -60,22 +63,32 @@ class StreamingHeadsPress(BasePress):
     @property
     def remedy(self) -> str:
         """What to do where there is no table."""
-        return "give table=, a .tsv file of one value per layer and kv head"
+        return f"give table=, a .tsv file of one value per layer and kv head, or put {self.beside} into the folder of the model"
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Sinks and recent tokens that a streaming head keeps."""
-        known = HeadTable("", torch.empty(0)) if self.table is None else read_head_table(self.table)
+    def source(self, model: ModelFacts | None) -> str | None:
+        """Return the table for a model; None where there is none, and none is needed."""
+        if self.table is not None or model is None or self.measures or not self.head_compression_ratio:
+            return self.table
+        found = Path(model.source) / self.beside
+        if not (model.source and found.is_file()):
+            raise ValueError(f"{type(self).__name__} needs to know which heads of {model.name} stream: {self.remedy}")
+        return str(found)
+
+    def window(self, table: str | None) -> tuple[int, int]:
+        """Return the sinks and recent tokens that a streaming head keeps."""
+        known = HeadTable("", torch.empty(0)) if table is None else read_head_table(table)
         given = zip((self.sink_size, self.recent_size), (known.sink_size, known.recent_size), self.sizes, strict=True)
         sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in given)
         return sink_size, recent_size
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        if self.table is not None and model is not None:
-            read_head_table(self.table).check(model)
+        table = self.source(model)
+        if table is not None and model is not None:
+            read_head_table(table).check(model)
+        window = self.window(table)
         step = Eviction(
-            SinksAndNewest(self.window[0], self.measured),
-            allocator=Windows(*self.window, self.head_compression_ratio, self.streaming),
+            SinksAndNewest(window[0], self.measured),
+            allocator=Windows(*window, self.head_compression_ratio, partial(self.streaming, table)),
             schedule=Schedule(every=self.interval),
             prepare=self.decision,
             fixed=True,
@@ -92,11 +105,11 @@ class StreamingHeadsPress(BasePress):
         """What decides, after a prompt, which heads stream."""
         return None
 
-    def streaming(self, view: View) -> Tensor | None:
+    def streaming(self, table: str | None, view: View) -> Tensor | None:
         """Return which heads of a layer stream, `[B, H]` on the host; None where that is not known."""
-        if self.table is None:
+        if table is None:
             return None
-        chosen = lowest(read_head_table(self.table).values, self.head_compression_ratio)[view.call.layer]
+        chosen = lowest(read_head_table(table).values, self.head_compression_ratio)[view.call.layer]
         return chosen.expand(view.call.store.batch, -1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +199,29 @@ def test_all_and_no_heads(table: str) -> None:
 def test_sizes_come_from_the_argument_then_the_table_then_the_method(tmp_path: Path) -> None:
     bare = write(tmp_path / "bare", "1 0\n")
     known = write(tmp_path / "known", "1 0\n", sink_size=5, recent_size=7)
-    assert DuoAttentionPress(0.5, table=bare).window == (128, 256)
-    assert RLKVPress(0.5, table=bare).window == (16, 64)
-    assert DuoAttentionPress(0.5, table=known).window == (5, 7)
-    assert DuoAttentionPress(0.5, table=known, sink_size=0).window == (0, 7)
+    assert DuoAttentionPress(0.5, table=bare).window(bare) == (128, 256)
+    assert RLKVPress(0.5, table=bare).window(bare) == (16, 64)
+    assert DuoAttentionPress(0.5, table=known).window(known) == (5, 7)
+    assert DuoAttentionPress(0.5, table=known, sink_size=0).window(known) == (0, 7)
     assert RLKVPress(0.5, table=bare).recipe().kept(280) == 180
+
+
+@pytest.mark.parametrize("press", [RLKVPress, DuoAttentionPress])
+def test_a_table_in_the_folder_of_the_model_is_found(press: Any, table: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(Path(table) / "full_attention_heads.tsv", folder / press.beside)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config._name_or_path = str(folder)
+    found = press(sink_size=2, recent_size=6)
+    found.head_compression_ratio = 0.5  # as evaluation scripts set it
+    assert streams(prefill(model, found, tokens(2, 40))) == STREAMING
 
 
 def test_configuration(table: str) -> None:
     for press in (RLKVPress, DuoAttentionPress):
-        with pytest.raises(ValueError, match=r"give table="):
-            press(0.5)
+        with pytest.raises(ValueError, match=r"which heads of LlamaForCausalLM stream: give table="):
+            prefill(tiny_model("llama"), press(0.5), tokens(1, 20))
         with pytest.raises(ValueError, match=r"head_compression_ratio must be in \[0, 1\], got 1.5"):
             press(1.5, table=table)
         with pytest.raises(TypeError, match="head_compression_ratio"):
