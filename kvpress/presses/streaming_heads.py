@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import Count, Share, Size
+from kvpress.core.checks import Count, Share, Size, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Allocator, ByScore, Eviction, PassHook, Recipe, Schedule, Scored
@@ -79,6 +79,8 @@ class StreamingHeadsPress(BasePress):
         known = HeadTable("", torch.empty(0)) if table is None else read_head_table(table)
         given = zip((self.sink_size, self.recent_size), (known.sink_size, known.recent_size), self.sizes, strict=True)
         sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in given)
+        check_count("sink_size", sink_size, least=0)
+        check_count("recent_size", recent_size)
         return sink_size, recent_size
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
