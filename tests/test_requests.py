@@ -193,9 +193,9 @@ def test_the_cache_of_a_request_is_not_that_of_its_negative_prompt(chunk: int | 
 # -- modes of torch ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", PRESSES.values(), ids=PRESSES)
-def test_caches_go_from_mode_to_mode(spec: str) -> None:
-    model, press = tiny_model("llama"), kvpress.get_press(spec)
+@pytest.mark.parametrize("name", ["window", "composed", "h2o-kivi", "decoding", "tidal", "kvzip", "zipcache"])
+def test_caches_go_from_mode_to_mode(name: str) -> None:
+    model, press = tiny_model("llama"), kvpress.get_press(PRESSES[name])
     modes = [torch.inference_mode, torch.no_grad, torch.inference_mode, torch.inference_mode, torch.enable_grad]
     found = []
     for order in (modes, modes[::-1], [torch.no_grad] * 5):
@@ -206,7 +206,7 @@ def test_caches_go_from_mode_to_mode(spec: str) -> None:
                     if step == 3:
                         cache.batch_select_indices(torch.tensor([1, 0]))
                     lengths = (40, 6, 1, 1, 1)
-                    for part in range(1 if step < 2 else 7):
+                    for part in range(1 if step < 2 else 5):
                         new = tokens(2, lengths[step], seed=10 * step + part)
                         logits.append(model(new, past_key_values=cache).logits.detach().clone())
         found.append((torch.cat(logits, dim=1), positions(cache)))
