@@ -47,7 +47,8 @@ class TidalDecodePress(SelectorPress):
     mean or maximum of the attention weights over its query heads; "query" for each query head, which reads up to as many times
     more. Every `correction` generated tokens (0: never), the newest ones are read again with full attention and their
     pairs overwritten, so that errors of the sparse layers do not pile up in the cache. Of tokens that a head evicted or
-    encoded meanwhile, neither they nor the older ones are read again: fewer tokens then, or none.
+    encoded meanwhile, neither they nor the older ones are read again: fewer tokens then, or none. All rows of a batch read as
+    many again, so with evictions while tokens are generated, which tokens of a row are corrected may depend on the other rows.
 
     Paper: Yang et al., TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention, 2024,
     arXiv:2410.05076.
