@@ -81,6 +81,19 @@ class Executor:
         for place in range(self.waiting[call.phase]):
             self._evict([call], place)
 
+    @property
+    def chunk(self) -> int | None:
+        """How many tokens of a prompt may be read at a time; None for any number."""
+        return self.recipe.chunk if self.evicts else None
+
+    def after_chunk(self, call: LayerCall) -> None:
+        """Evict from one layer that has read a part of a prompt, where whole chunks are left."""
+        if self.chunk is None or (call.prompt_end - call.store.seen) % self.chunk:
+            return
+        for place, step in enumerate(self.steps["prefill"]):
+            if step.schedule.chunk is not None:
+                self._evict([call], place)
+
     def after_pass(self, done: Pass) -> None:
         """Act on all layers of a pass of a phase that is followed."""
         hooks = self.hooks[done.phase]
@@ -129,7 +142,8 @@ class Executor:
         """Return how many pairs per head a view is to keep on average, and of how many that earlier evictions left."""
         store, depth = view.call.store, view.call.depth
         if phase == "prefill":
-            tokens = view.call.left.get(view.rows[0], view.seen)
+            unread = max(0, view.call.prompt_end - store.seen)
+            tokens = view.call.left.get(view.rows[0], view.seen + unread)
             return step.amount.at(depth).of(tokens), tokens
         amount = step.amount.at(depth)
         if step.schedule.target is not None:

@@ -142,6 +142,7 @@ class Amount:
 class Schedule:
     """When pairs are evicted: after a `prompt`, and after `every` so many generated tokens, None for never.
 
+    With a `chunk`, prompts are read in chunks of at most so many tokens, and evicted from after each of them.
     While tokens are generated, `target` says how many pairs stay; None keeps as many as stayed of the prompt. `hidden_states`
     bounds those that are held for presses that read them.
     """
@@ -150,6 +151,7 @@ class Schedule:
     every: int | None = None
     target: Amount | None = None
     hidden_states: int = HIDDEN_STATES
+    chunk: int | None = None
 
     def acts_in(self, phase: Phase) -> bool:
         """Whether anything is evicted in a phase."""
@@ -322,6 +324,12 @@ class Recipe:
         wants = [wanted for eviction in evictions for wanted in eviction.wants]
         return tuple(dict.fromkeys([*wants, *self.observers]))
 
+    @property
+    def chunk(self) -> int | None:
+        """How many tokens of a prompt are read at most before something is evicted; None for all of them."""
+        chunks = [step.schedule.chunk for step in self.acting("prefill") if step.schedule.chunk is not None]
+        return min(chunks, default=None)
+
     def kept(self, tokens: int) -> int:
         """Return how many of the `tokens` of a prompt stay per head, on average."""
         for eviction in self.acting("prefill"):
@@ -352,7 +360,7 @@ class Recipe:
     @property
     def shares_prefill(self) -> bool:
         """Whether one reading of a prompt can serve this press and others."""
-        if self.pattern is not None:
+        if self.pattern is not None or self.chunk is not None:
             return False
         prepared = [eviction.prepare for eviction in self.acting("prefill")]
         return not any(

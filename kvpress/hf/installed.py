@@ -154,11 +154,11 @@ class Installation:
             self._undo.append(run_eagerly([session.given]))
             if self._undo_generate is None and hasattr(self.model, "generate"):
                 self._undo_generate = Replaced(self.model, "generate", self._generate).put()
-            if session.recorder is not None:
+            if session.replaces_forward:
                 if self.forward is None:
                     self.forward = Replaced(self.model, "forward", self._run_model)
                     self._undo.append(self.forward.put())
-                session.capture(self.forward.before)
+                session.replace_forward(self.forward.before)
             self.sessions.append(session)
             self._was_open_to_all |= not session.block.private
             session.block.enter()
@@ -263,15 +263,17 @@ class Installation:
             self._end()
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the whole model, which a session may replay."""
+        """Run the whole model, which a session may replay, or read a prompt by in chunks; it counts as a request of its own."""
         request = self._request()
-        session = self._begin()[0] if request is None else request.session
+        if request is not None:
+            return _stand_in(request.session, forward)(*args, **kwargs)
+        session, owns_cache = self._begin()
+        outer, here.request = here.request, Request(self.model, session, owns_cache)
         try:
-            captured = None if session is None else session.captured
-            return (forward if captured is None else captured)(*args, **kwargs)
+            return _stand_in(session, forward)(*args, **kwargs)
         finally:
-            if request is None:
-                self._end()
+            here.request = outer
+            self._end()
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder as a pass of its session, or as if nothing were installed where it has none."""
@@ -286,6 +288,12 @@ class Installation:
             return _run(Forward.of(session, None, owns_cache), decode, args, kwargs)
         finally:
             self._end()
+
+
+def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs in the place of a model's own `forward`."""
+    found = None if session is None else session.chunked or session.captured
+    return forward if found is None else found
 
 
 def _run(forward: Forward | None, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

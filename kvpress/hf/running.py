@@ -25,6 +25,7 @@ class Running(Protocol):
     shares_caches: bool
     recorder: Any
     captured: Any
+    chunked: Any
     recipe: Recipe
     executor: Executor
     cache: Cache | None
@@ -36,8 +37,12 @@ class Running(Protocol):
     def follows(self) -> bool:
         """Whether something happens at the end of passes."""
 
-    def capture(self, forward: Callable[..., Any]) -> None:
-        """Replay the decode steps of the model's own `forward`."""
+    @property
+    def replaces_forward(self) -> bool:
+        """Whether something stands in for the model's own `forward`."""
+
+    def replace_forward(self, forward: Callable[..., Any]) -> None:
+        """Stand in for the model's own `forward`."""
 
     def run(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the decoder as a pass of this session."""

@@ -25,6 +25,7 @@ from kvpress.core.selector import Selector
 from kvpress.hf.attention import NAME, asked
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
+from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
 from kvpress.hf.layer import PressLayer, adopt_layer
@@ -69,6 +70,7 @@ class Session:
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         self.recorder = recorder
         self.captured: CapturedForward | None = None
+        self.chunked: ChunkedForward | None = None
         self._cache: Cache | None = None
         self._installation: Installation | None = None
 
@@ -123,10 +125,17 @@ class Session:
             if looking is not None and looking.looks_ahead:
                 self.layers[id(self.modules[layer])].following = self.modules[later]
 
-    def capture(self, forward: Callable[..., Any]) -> None:
-        """Replay the decode steps of the model's own `forward`."""
-        assert self.recorder is not None  # noqa: S101 - for type checkers
-        self.captured = CapturedForward(self, forward, self.recorder)
+    @property
+    def replaces_forward(self) -> bool:
+        """Whether something stands in for the model's own `forward`."""
+        return self.recorder is not None or self.executor.chunk is not None
+
+    def replace_forward(self, forward: Callable[..., Any]) -> None:
+        """Replay the decode steps of the model's own `forward`, or read prompts in chunks by it."""
+        if self.recorder is not None:
+            self.captured = CapturedForward(self, forward, self.recorder)
+        if self.executor.chunk is not None:
+            self.chunked = ChunkedForward(self, self.captured or forward, self.executor.chunk)
 
     def exit(self) -> None:
         """Leave the block; what is under way in other threads goes on as it began."""
@@ -248,7 +257,10 @@ class Session:
     def follow(self, call: LayerCall) -> None:
         """Evict, and let the codec encode, once a layer's pass is over."""
         store = call.store
-        if store is None or call.queries.numel() == 0 or store.seen < call.prompt_end:
+        if store is None or call.queries.numel() == 0:
+            return
+        if store.seen < call.prompt_end:
+            self.executor.after_chunk(call)
             return
         self.executor.after_layer(call)
         if not self.executor.follows(call.phase):

@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sink_size_start": (2,),
     "sink_size_end": (2,),
     "n_future_positions": (16, 64),
+    "chunk": (7, 16),
     "chunk_size": (8, 16),
     "chunk_length": (7, 16),
     "block_size": (5, 16),
@@ -157,7 +158,7 @@ def intervals() -> list[str]:
 
 def schedules() -> list[str]:
     """When a press evicts, and how it is told how much."""
-    return ["ratio", "budget", "after another", *intervals(), "prefill_decoding"]
+    return ["ratio", "budget", "after another", "bounded", *intervals(), "prefill_decoding"]
 
 
 # -- text and trees ----------------------------------------------------------------------------------------------------
@@ -295,6 +296,8 @@ def evicting(scorer: str, wrapper: str | None, outer: str | None, schedule: str,
             tree = {**settings_for(name, rng, inner and name != "per_layer_compression"), methods()[name].holds: tree}
             if name == "per_layer_compression":
                 tree["compression_ratios"] = rng.choice(VALUES["compression_ratios"])
+    if schedule == "bounded":
+        return [{**settings_for(schedule, rng), "press": tree}]
     if schedule == "after another":
         return [settings_for(rng.choice(BEFORE), rng), tree]
     if schedule in intervals():
