@@ -29,7 +29,7 @@ app = typer.Typer(
 PLANNED = (
     "none", "snapkv:0.5", "snapkv:0.75", "snapkv:0.9", "adakv(expected_attention:0.5,epsilon=0.02)", "snapkv:budget=1024",
     "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
-    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024",
+    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def plan_command(
     generated: Annotated[int, typer.Option(help="Tokens generated after them.", min=0)] = 0,
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
 ) -> None:
-    """Print the memory that each method takes for a model's cache, from its configuration alone."""
+    """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
     from kvpress.hf.models import load_config
     from kvpress.plan import Geometry, plan
 
@@ -65,12 +65,11 @@ def plan_command(
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
     table = Table(title=Text(title, style="table.title"))
     table.add_column("press")
-    for column in ("cache", "times smaller", "pairs per head"):
+    for column in ("times smaller", "pairs per head", "cache", "peak, read at once", "peak, in chunks"):
         table.add_column(column, justify="right")
     for spec, planned in rows:
-        table.add_row(
-            Text(spec), format_bytes(planned.total_bytes), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}"
-        )
+        sizes = map(format_bytes, (planned.total_bytes, planned.peak_bytes, planned.chunked_peak_bytes))
+        table.add_row(Text(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes)
     _console().print(table)
 
 

@@ -42,11 +42,17 @@ class Geometry(ModelFacts):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since."""
+    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since.
+
+    `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
+    chunks: without `bounded(x)`, nothing is evicted before the last of them.
+    """
 
     total_bytes: int
     uncompressed_bytes: int
     pairs_per_head: int
+    peak_bytes: int = 0
+    chunked_peak_bytes: int = 0
 
     @property
     def factor(self) -> float:
@@ -80,10 +86,33 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
         total += layer.kv_heads * batch * stream.bytes
         uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes
         pairs.append(stream.pairs)
+    peaks = _peaks(recipe, model, context, batch)
     windows = batch * min(tokens, model.window)
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean)
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean, *(peak + rest for peak in peaks))
+
+
+def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[int, int]:
+    """Return the most bytes of the layers that grow while a prompt is read at once, and in chunks."""
+    whole = [layer.kv_heads * batch * context * model.pair_bytes(layer) for layer in model.growing]
+    if not whole:
+        return 0, 0
+    if recipe.chunk is not None:
+        kept, chunk = sum(whole) * recipe.kept(context) / context, min(1.0, recipe.chunk / context)
+        # Pieces that end inside a chunk leave up to one of them in every layer.
+        at_once, in_pieces = (min(sum(whole), round(kept + chunk * size)) for size in (max(whole), sum(whole)))
+        return at_once, in_pieces
+    if any(step.allocator.scope == "cache" or step.prepare is not None for step in recipe.acting("prefill")):
+        return sum(whole), sum(whole)
+    # Layers are compressed one after the other, each while those before it hold what they keep.
+    held, peak = 0.0, 0.0
+    for layer, size in zip(model.growing, whole, strict=True):
+        stream = _stream(recipe, model, layer)
+        stream.read(context, recipe.kept(context))
+        peak = max(peak, held + size)
+        held += layer.kv_heads * batch * stream.bytes
+    return round(max(peak, held)), sum(whole)
 
 
 def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream:

@@ -67,7 +67,8 @@ class ChunkedForward:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):
             check_mask(mask)
-            check_padding(mask)
+            if not self.session.prefill_until:  # the mask of the whole prompt was checked
+                check_padding(mask)
 
     def _read(self, arguments: dict[str, Any], edges: list[int], seen: int) -> Any:
         """Read the tokens between edges, one pass each."""

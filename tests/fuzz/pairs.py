@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.specs import Tree, inside, intervals, parts_of, place_of, setting
+from tests.fuzz.specs import Tree, inside, intervals, methods, parts_of, place_of, setting
 
 STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
@@ -79,7 +79,7 @@ def _phases(tree: Tree) -> tuple[list[Tree], list[Tree]]:
             schedules.append(part["decoding_press"])
         elif part["name"] in intervals():
             schedules.append(part)
-        elif place_of(part) in ("scorer", "wrapper"):
+        elif place_of(part) in ("scorer", "wrapper") or methods()[part["name"]].holds == "press":
             prompt.append(part)
             if any(inner["name"] == "h2o" for inner in inside(part)):
                 schedules.append(part)

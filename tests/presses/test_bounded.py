@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.window import GROWTH
+from kvpress.plan import Geometry, plan
 from tests.models import FAMILIES, padded_batch, position_ids, tiny_model, tokens
 from tests.test_memory import held
 
@@ -56,6 +57,19 @@ def test_the_peak_is_the_budget_and_a_chunk(scorer: str) -> None:
     assert peaks(model, inner, tokens(1, 400), prefill_chunk_size=100)[0] >= 3 * 300 * PAIR
 
 
+@pytest.mark.parametrize("spec", ["knorm:0.9", "bounded(knorm:0.9):chunk=64", "streaming_llm:budget=100", "none"])
+def test_peaks_are_planned(spec: str) -> None:
+    model, press = tiny_model("llama"), kvpress.get_press(spec)
+    planned = plan(press, Geometry.of(model.config), 1600)
+    at_once = peaks(model, press, tokens(1, 1600))[0]
+    assert planned.peak_bytes == pytest.approx(at_once, rel=0.03)
+    in_chunks = peaks(model, press, tokens(1, 1600), prefill_chunk_size=32)[0]
+    if "bounded" in spec:  # what every layer holds besides depends on where the pieces end
+        assert in_chunks <= planned.chunked_peak_bytes <= 1.3 * in_chunks
+    else:
+        assert planned.chunked_peak_bytes == pytest.approx(in_chunks, rel=0.03)
+
+
 def outcome(model: Any, spec: str, ids: torch.Tensor, mask: Any = None, **kwargs: Any) -> tuple[Any, Any]:
     with kvpress.get_press(spec)(model) as session:
         out = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **kwargs)
@@ -97,6 +111,15 @@ def test_a_padded_row_is_compressed_as_alone(spec: str) -> None:
         assert torch.equal(generated[row : row + 1], alone[0])
         for layer, own in zip(positions, alone[1], strict=True):
             assert all(torch.equal(a - (100 - length), b) for a, b in zip(layer[row], own[0], strict=True))
+
+
+def test_rows_of_padding_alone_may_come_first() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([100, 9])
+    found = [outcome(model, "bounded(keydiff:0.7):chunk=32", ids, mask, prefill_chunk_size=n) for n in (None, 7, 50)]
+    for other in found[1:]:
+        same(found[0], other)
+    with pytest.raises(ValueError, match="row 1 of the batch is padded on the right"):
+        outcome(model, "bounded(keydiff:0.7):chunk=32", ids, torch.stack([mask[0], mask[1].flip(0)]))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral"])  # it has no full attention
