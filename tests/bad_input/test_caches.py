@@ -91,7 +91,9 @@ def test_15_cache_of_another_batch() -> None:
 
 def test_16_a_compressed_cache_is_not_read_without_a_press() -> None:
     model = tiny_model("llama")
-    cache = read_first(model)
+    cache = DynamicCache(config=model.config)
+    with kvpress.get_press("adakv(knorm:0.5)")(model):
+        model(tokens(2, 10), past_key_values=cache)
     with pytest.raises(RuntimeError, match=r"with press\(model\).*kvpress\.reading\(model\)"):
         model(tokens(2, 4), past_key_values=cache)
     with kvpress.get_press("knorm:0.5")(model):
