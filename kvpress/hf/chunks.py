@@ -48,7 +48,7 @@ class ChunkedForward:
         cuts = [cut - seen for cut in range(first, seen + given.shape[1], self.chunk) if cut > seen]
         if not cuts:
             return self.forward(**arguments)
-        self._check(arguments, given)
+        self._check(arguments, given, before)
         outer, here.request, request.prompt_end = here.request, request, until
         if not before:
             request.prompt_start = seen
@@ -57,7 +57,7 @@ class ChunkedForward:
         finally:
             here.request, request.prompt_end = outer, before
 
-    def _check(self, arguments: dict[str, Any], given: Tensor) -> None:
+    def _check(self, arguments: dict[str, Any], given: Tensor, prompt_end: int) -> None:
         for name in ("output_hidden_states", "labels"):
             if arguments.get(name) is not None and arguments[name] is not False:
                 raise ValueError(f"{name} is not available where a prompt is read in chunks of {self.chunk} tokens")
@@ -67,7 +67,7 @@ class ChunkedForward:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):
             check_mask(mask)
-            if not self.session.prefill_until:  # the mask of the whole prompt was checked
+            if not prompt_end:  # the mask of the whole prompt was checked
                 check_padding(mask)
 
     def _read(self, arguments: dict[str, Any], edges: list[int], seen: int) -> Any:
