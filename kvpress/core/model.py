@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+GROWING = ("full_attention", "hybrid")
+"""Kinds of cache layers that hold a pair for every token; `hybrid` ones hold a state of another kind beside them."""
+
 
 @dataclass(frozen=True)
 class LayerFacts:
@@ -34,7 +37,7 @@ class LayerFacts:
     @property
     def grows(self) -> bool:
         """Whether its cache grows with the context."""
-        return self.kind == "full_attention"
+        return self.kind in GROWING
 
     @property
     def rotates(self) -> bool:

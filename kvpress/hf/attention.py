@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
 from kvpress.hf.requests import here
+from kvpress.observe.call import LayerCall
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
@@ -83,6 +86,18 @@ class PressMask:
             self.built.append(self.build(**self.arguments))
         return self.built[0]
 
+    def __getitem__(self, index: Any) -> PressMask:
+        """Return the mask of some of the queries, as models ask for it where later layers read the newest tokens only."""
+        arguments = {**self.arguments, "allow_is_causal_skip": False}
+        return PressMask(self.mask, arguments, lambda **given: self.build(**given)[index], real_tokens=self.real_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"this model computes with its attention mask (it asked for `{name}`), which compressed attention does not know"
+        )
+
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
@@ -111,10 +126,14 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
-    if here.asked is module:
-        raise AskedError(query, key, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
     forward = here.forward
+    if here.asked is module:
+        plan = None if forward is None else forward.session.layers.get(id(module))
+        query = _in_order(query, key, None if plan is None else plan.tiles)
+        raise AskedError(query, key, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
     call = None if forward is None else forward.call
+    lent = None if forward is None or call is not None else forward.lent_call(key)
+    call = call if lent is None else replace(lent, module=module)
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
     if forward is None or call is None or call.module is not module or call.store is None:
         run = native_attention(module)
@@ -128,10 +147,15 @@ def attention(
         )
 
     store, length = call.store, query.shape[2]
+    session, static, whole = forward.session, forward.static, forward.watch is not None or lent is not None
+    plan = session.layers[id(lent.module if lent else module)]
+    fresh, handed = call.seen_before == 0, query
+    if plan.tiles is None:
+        plan.tiles = _tiles(module, call, key, value)
+    query = _in_order(query, key, plan.tiles)
     call.queries = query
     call.logits = _logits(query, scaling, kwargs)
     call.sinks = kwargs.get("s_aux")
-    session, static, whole = forward.session, forward.static, forward.watch is not None
     if static is not None:
         real = static.real_tokens
     else:
@@ -141,17 +165,20 @@ def attention(
     own = bool(store.sealed) or (
         length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
     )
-    plan = session.layers[id(module)]
     if own:
         out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
-        result = ungroup(out, query.shape[0], query.shape[1]).to(query.dtype)
+        result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     elif plan.pattern is not None and length > 1:
         out, lse = plan.pattern.attend(call, store.window.filled_keys, store.window.filled_values)
         result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
+        result = _out_of_order(result, key, plan.tiles)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
+        keys, values = (key, value) if fresh else _arranged(keys, values, key, plan.tiles)
         run = native_attention(module)
-        result, call.attentions = run(module, query, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs)
+        result, call.attentions = run(
+            module, handed, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs
+        )
     if plan.selector is not None and not whole:
         plan.selector.after(call)
     if static is None and not whole:
@@ -161,6 +188,54 @@ def attention(
 
 def _logits(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
     return Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+
+
+def _tiles(module: nn.Module, call: LayerCall, key: Tensor, value: Tensor) -> int:
+    """Return how often the attention is handed the kv heads as a whole, one after the other; 1 where it gets them as written.
+
+    Raises:
+        NotImplementedError: it is handed other keys or values than those in the cache.
+    """
+    assert call.written is not None  # noqa: S101 - for type checkers
+    given, written = (key, value), call.written
+    times = key.shape[1] // written[0].shape[1]
+
+    def same(arranged: Callable[[Tensor], Tensor]) -> bool:
+        pairs = [(new, arranged(old)) for new, old in zip(given, written, strict=True)]
+        return all(new is old or (new.shape == old.shape and torch.equal(new, old.to(new))) for new, old in pairs)
+
+    if same(lambda old: old) or same(lambda old: old.repeat_interleave(times, dim=1)):
+        return 1
+    if same(lambda old: old.repeat(1, times, 1, 1)):
+        return times
+    raise NotImplementedError(
+        f"{type(module).__name__} hands its attention other keys or values than those in its cache, which compressed attention "
+        "cannot read"
+    )
+
+
+def _in_order(query: Tensor, key: Tensor, tiles: int | None) -> Tensor:
+    """Put query heads that read the same kv head next to each other, as the store expects."""
+    if tiles in (None, 1):
+        return query
+    return query.unflatten(1, (tiles, key.shape[1] // tiles, -1)).transpose(1, 2).flatten(1, 3)
+
+
+def _out_of_order(output: Tensor, key: Tensor, tiles: int) -> Tensor:
+    """Undo `_in_order` for an output `[B, Q, Hq, Dv]`."""
+    if tiles == 1:
+        return output
+    return output.unflatten(2, (key.shape[1] // tiles, tiles, -1)).transpose(2, 3).flatten(2, 4)
+
+
+def _arranged(keys: Tensor, values: Tensor, key: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Return stored keys and values with their heads arranged as those of `key`, which the attention was handed."""
+    times = key.shape[1] // keys.shape[1]
+    if times == 1:
+        return keys, values
+    if tiles == 1:
+        return keys.repeat_interleave(times, dim=1), values.repeat_interleave(times, dim=1)
+    return keys.repeat(1, times, 1, 1), values.repeat(1, times, 1, 1)
 
 
 class AskedError(Exception):
@@ -182,6 +257,7 @@ def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> A
     register()
     # Models may let layers leave things for each other in a dictionary.
     arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
+    arguments = {name: None if isinstance(value, Cache) else value for name, value in arguments.items()}
     arguments |= {"hidden_states": hidden_states, "attention_mask": None, "past_key_values": None}
     config: Any = module.config
     before, native, here.asked = here.asked, config._attn_implementation, module

@@ -7,28 +7,55 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpress.core.model import LayerFacts
+from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
+from kvpress.hf.layer import check_adopted
+from kvpress.hf.models import cache_among, layer_types, uses_interface
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 """Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
 
 
-def check_model(model: Any, is_identity: bool, has_attention: bool, has_full_attention: bool) -> None:
-    """Refuse models that no press, or only one that `is_identity`, can work on, with the reason."""
-    config = model.config
+def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
+    """Return whether a press can work on the attention `modules` of a model; only one that `is_identity` goes without.
+
+    Raises:
+        RuntimeError: a press is active on the model.
+        NotImplementedError: no press, or not this one, can work on the model; says why.
+    """
     name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None) is not None and not is_identity:
-        raise NotImplementedError(
-            f"{name} uses multi-head latent attention (MLA): its cache has no keys and values per head to compress"
+    obstacle = _obstacle(model, modules)
+    if obstacle is not None and not is_identity:
+        raise NotImplementedError(f"{name} {obstacle}")
+    return obstacle is None
+
+
+def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
+    """Return why the pairs of a model cannot be compressed."""
+    text = model.config.get_text_config(decoder=True)
+    kinds = layer_types(text) if hasattr(text, "num_hidden_layers") else list(GROWING)
+    if "indexed_attention" in kinds:
+        return (
+            "chooses what it reads with an index of its own over all tokens (indexed attention), which needs every key"
         )
-    if not has_attention or not (has_full_attention or is_identity):
-        raise NotImplementedError(
-            f"{name} has no full-attention layer, so there is no growing key-value cache to compress"
+    if not set(GROWING) & set(kinds):
+        found = ", ".join(sorted(set(kinds)))
+        return (
+            f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
         )
+    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in text.per_layer_config):
+        return "uses multi-head latent attention (MLA): its cache has no keys and values per head to compress"
+    growing = [module for module in modules if module.layer_idx < len(kinds) and kinds[module.layer_idx] in GROWING]
+    if not growing or not all(uses_interface(module) for module in growing):
+        return (
+            "does not call the attention interface of transformers (ALL_ATTENTION_FUNCTIONS) from modules that know their "
+            "cache layer, which is how a press reads and compresses"
+        )
+    if len({module.layer_idx for module in growing}) < len(growing):
+        return "writes several layers of its cache from one attention module, so that layers cannot be told apart"
+    return None
 
 
 def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
@@ -46,7 +73,7 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
         check_mask(mask)
-    cache = kwargs.get("past_key_values")
+    cache = cache_among([kwargs.get("past_key_values")])
     implementation = setting("cache_implementation", kwargs, settings)
     if cache is None and implementation not in GROWING_CACHES:
         raise NotImplementedError(
@@ -146,7 +173,7 @@ def check_forward(
     check_ids(new)
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
-    cache = kwargs.get("past_key_values")
+    cache = cache_among([kwargs.get("past_key_values")])
     check_cache_kind(cache)
     seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
     mask = kwargs.get("attention_mask")
@@ -161,7 +188,11 @@ def check_forward(
             check_padding(mask)
     check_position_ids(kwargs.get("position_ids"), mask if isinstance(mask, Tensor) else None, new.shape[1])
     if cache is not None:
-        _check_cache_shape(cache, config, layers)
+        _check_cache_shape(cache, layers)
+        if not recipe.is_identity:
+            for place, (layer, known) in enumerate(zip(cache.layers, layers, strict=False)):
+                if known.grows:
+                    check_adopted(layer, place)
     if prefill_until is not None and (new.shape[1] > 1 or seen == 0):
         length = max(seen + new.shape[1], prefill_until)
         whole = isinstance(mask, Tensor) and mask.shape[1] == length
@@ -184,15 +215,12 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
         )
 
 
-def _check_cache_shape(cache: Any, config: Any, expected: Sequence[LayerFacts]) -> None:
-    text = config.get_text_config(decoder=True)
+def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
     held, layers = len(cache.layers), len(expected)
     # A cache made without a configuration gets its layers as they are first used.
     unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
     if held != layers and not unused:
         raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
-    if getattr(text, "kv_lora_rank", None) is not None:
-        return
     for index, (layer, shape) in enumerate(zip(cache.layers, expected, strict=False)):
         keys = _held_keys(layer)
         if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.kv_heads, shape.head_dim):

@@ -174,6 +174,8 @@ class Installation:
             self._restore()
 
     def _install(self) -> None:
+        if not self.modules:
+            return  # of a model that no press can work on, under one that does nothing
         register()
         self._undo.append(run_eagerly(self.model.modules()))
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}

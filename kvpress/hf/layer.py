@@ -8,12 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvpress.cache.replaced import replace_all
 from kvpress.cache.store import KVStore
 from kvpress.observe.call import LayerCall
+
+LINEAR_STATE = tuple(vars(LinearAttentionLayer()))
+"""Attributes of the part of a hybrid layer that holds no pairs."""
 
 
 class PressLayer(CacheLayerMixin):
@@ -81,6 +90,7 @@ class PressLayer(CacheLayerMixin):
         else:
             self.store.append(key_states, value_states)
         self.call.store = self.store
+        self.call.written = (key_states, value_states)
         return key_states, value_states
 
     def check_whole(self) -> None:
@@ -108,6 +118,16 @@ class PressLayer(CacheLayerMixin):
         if key_states.shape[2] == 1:
             self.store.since_eviction += 1
         return dense_pairs(self.store)
+
+    def empty_twin(self) -> PressLayer:
+        """Return a layer of this kind without pairs; what it holds beside them is copied."""
+        return PressLayer()
+
+    def take_over(self, other: PressLayer) -> PressLayer:
+        """Hold the pairs of another layer, and return this one."""
+        self.store, self.is_initialized = other.store, other.is_initialized
+        self.dtype, self.device, self.batch_size = other.dtype, other.device, other.batch_size
+        return self
 
     @property
     def keys(self) -> Tensor | None:
@@ -170,7 +190,7 @@ class PressLayer(CacheLayerMixin):
         return stored + query_length, self.store.seen - stored
 
     def reset(self) -> None:
-        self.__init__(None if self._cache is None else self._cache())  # type: ignore[misc]
+        PressLayer.__init__(self, None if self._cache is None else self._cache())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -203,25 +223,80 @@ class PressLayer(CacheLayerMixin):
             self.store.to(self.device)
 
 
-def adopt_layer(cache: Cache, module: nn.Module) -> PressLayer | None:
-    """Return our layer of the cache for this module, put in place of a stock one; None where the layer is not ours."""
-    index: int = module.layer_idx  # type: ignore[assignment]
+class HybridPressLayer(LinearAttentionLayer, PressLayer):
+    """A `PressLayer` that also holds the convolution and recurrent states of its layer, as stock hybrid layers do."""
+
+    is_compileable = False
+
+    def __init__(self, states: LinearAttentionLayer) -> None:
+        """Take over the states of a layer, which may be a stock one."""
+        PressLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, states.number_of_states)
+        self.__dict__.update({name: getattr(states, name) for name in LINEAR_STATE})
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Begin with keys and values, given by position, or with states, given by name."""
+        (PressLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def empty_twin(self) -> HybridPressLayer:
+        states = LinearAttentionLayer(self.number_of_states)
+        states.__dict__.update({name: copy.deepcopy(getattr(self, name)) for name in LINEAR_STATE})
+        return HybridPressLayer(states)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        PressLayer.reset(self)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        LinearAttentionLayer.reorder_cache(self, rows)
+        PressLayer.batch_select_indices(self, rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PressLayer.crop(self, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        PressLayer.activate_past_recording(self)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+        PressLayer.offload(self)
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+        PressLayer.prefetch(self)
+
+
+ADOPTED: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+"""Stock layers that ours can take the place of; classes that derive from them may store pairs in another way."""
+
+
+def check_adopted(layer: Any, index: int) -> None:
+    """Refuse a cache layer that stores pairs in a way of its own, so that a press would not act on it."""
+    if isinstance(layer, PressLayer) or type(layer) in ADOPTED:
+        return
+    raise NotImplementedError(
+        f"layer {index} of the cache is a {type(layer).__name__}, which stores pairs in a way of its own, so a press would not "
+        "act on it; use the default dynamic cache: leave past_key_values out, or pass DynamicCache(config=model.config)"
+    )
+
+
+def adopt_layer(cache: Cache, index: int) -> PressLayer | None:
+    """Return our layer of the cache at `index`, put in place of a stock one; None where the layer is not one to replace."""
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
-    if index >= len(cache.layers):
-        return None
-    layer = cache.layers[index]
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, PressLayer):
         layer.belong_to(cache)
         return layer
-    if "Static" in type(layer).__name__:
-        raise NotImplementedError(
-            f"{type(layer).__name__} has a fixed size and cannot be compressed; use the default dynamic cache"
-        )
-    if type(layer) is not DynamicLayer:
+    if type(layer) not in ADOPTED:
         return None
-    ours = PressLayer()
+    ours = PressLayer() if type(layer) is DynamicLayer else HybridPressLayer(layer)
     if layer.is_initialized and layer.get_seq_length():
         ours.update(layer.keys, layer.values)
     ours.belong_to(cache)

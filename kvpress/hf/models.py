@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,29 +13,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.model import LayerFacts, ModelFacts
 
-ATTENTION = ("full_attention", "sliding", "chunked")
+ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
+CROSS = ("cross", "encoder_attn")
+"""What the names of modules that attend to something other than the cache have in them."""
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is a decoder self-attention that writes a cache layer."""
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder self-attention modules that write cache layers, in order."""
+    return [module for name, module in model.named_modules() if _is_attention(name, module)]
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    names = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and "Attention" in type(module).__name__
         and hasattr(module, "config")
+        and not any(part in names for part in CROSS)
     )
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module's source knows the attention interface of transformers, which is how presses see a layer."""
+    sources = [sys.modules.get(base.__module__) for base in type(module).__mro__]
+    return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+
+
+def cache_among(arguments: Iterable[Any]) -> Cache | None:
+    """Return the cache among the arguments of a module, whatever they are called; of an encoder-decoder cache its own part."""
+    found = next((value for value in arguments if isinstance(value, Cache)), None)
+    return getattr(found, "self_attention_cache", found)
 
 
 def growing_layers(model: PreTrainedModel) -> list[int]:
     """Return which attention layers, counted among attention layers only, have a cache that grows with the context."""
-    kinds = layer_types(model.config.get_text_config(decoder=True))
-    modules = [module for module in model.modules() if is_attention(module)]
-    return [i for i, module in enumerate(modules) if kinds[module.layer_idx] == "full_attention"]
+    return [layer.index for layer in facts_of(model).growing]
 
 
 def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -73,11 +91,11 @@ def find_rotary(module: nn.Module, decoder: nn.Module) -> Callable[[Tensor, Tens
 def facts_of(model: PreTrainedModel) -> ModelFacts:
     """Return what methods may know of a loaded model."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    modules = [module for module in model.modules() if is_attention(module)]
-    known = config_layers(model.config.get_text_config(decoder=True)) if modules else []
+    modules = attention_modules(model)
+    known = cached_layers(model, modules)
     layers = [
         replace(
-            known[int(module.layer_idx)],
+            known[int(module.layer_idx)],  # type: ignore[arg-type]
             index=index,
             module=module,
             rotate=find_rotate(module),
@@ -121,6 +139,27 @@ def config_layers(text_config: Any) -> list[LayerFacts]:
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         found.append(LayerFacts(place, place, kind, heads, own or heads, dim, declared=own is not None))
     return found
+
+
+def cached_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[LayerFacts]:
+    """Return all layers of a decoder, with the shapes that the projections of its attention `modules` have.
+
+    Configurations may name other heads than a layer has, as MiMo-V2-Flash does for its sliding ones.
+    """
+    known = config_layers(model.config.get_text_config(decoder=True)) if modules else []
+    for module in modules:
+        place: Any = module.layer_idx
+        if place < len(known):
+            known[place] = _measured(known[place], module)
+    return known
+
+
+def _measured(layer: LayerFacts, module: nn.Module) -> LayerFacts:
+    width = getattr(getattr(module, "k_proj", None), "out_features", None)
+    dim = getattr(module, "head_dim", layer.head_dim)
+    if not isinstance(width, int) or width % dim:
+        return replace(layer, declared=False)
+    return replace(layer, kv_heads=width // dim, head_dim=dim, declared=True)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:

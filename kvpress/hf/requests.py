@@ -52,9 +52,10 @@ class Request:
 class Forward:
     """A forward pass of the decoder under a press.
 
-    `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, and
-    `modules_left` how many modules have not ended. `watch` is set where the session itself reads behind a cache, and `static`
-    where a step is recorded. Without `owns_cache`, no block can say that the cache is its own.
+    `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, `lent`
+    those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
+    session itself reads behind a cache, and `static` where a step is recorded. Without `owns_cache`, no block can say that
+    the cache is its own.
     """
 
     session: Running
@@ -65,6 +66,7 @@ class Forward:
     cache: Cache | None = None
     call: LayerCall | None = None
     passed: list[LayerCall] = field(default_factory=list)
+    lent: list[LayerCall] = field(default_factory=list)
     modules_left: int = 0
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
@@ -100,6 +102,10 @@ class Forward:
         if self.owns_cache and self.watch is None:
             self.session.cache = cache if self.request is None else self.request.cache
 
+    def lent_call(self, key: Tensor) -> LayerCall | None:
+        """Return the call of the layer whose new keys these are, for modules that read the pairs of another layer."""
+        return next((call for call in self.lent if call.written is not None and call.written[0] is key), None)
+
     def release(self) -> LayerCall | None:
         """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
@@ -116,7 +122,7 @@ class Forward:
 
     def fail(self) -> None:
         """Mark the layers of a cache of which this pass has read some, or has compressed some, but not all."""
-        whole = self.modules_left == 0 and not self.session.follows
+        whole = self.modules_left == 0 and not self.session.follows and not self.lent
         if self.cache is not None and reading.get(id(self.cache)) is self and not whole:
             for layer in self.cache.layers:
                 if isinstance(layer, PressLayer):

@@ -28,8 +28,8 @@ from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
-from kvpress.hf.layer import PressLayer, adopt_layer
-from kvpress.hf.models import config_layers, facts_of, is_attention
+from kvpress.hf.layer import PressLayer, adopt_layer, check_adopted
+from kvpress.hf.models import attention_modules, cache_among, cached_layers, facts_of
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
@@ -60,12 +60,13 @@ class Session:
         self.recipe = Recipe()
         self.executor = Executor(self.recipe)
         self.shares_caches = False
-        self.modules = [m for m in model.modules() if is_attention(m)]
+        self.modules = attention_modules(model)
         self.layers: dict[int, LayerPlan] = {}
         text = model.config.get_text_config(decoder=True)
-        self.cached = config_layers(text) if self.modules else []
+        self.cached = cached_layers(model, self.modules)
         self.kinds = [layer.kind for layer in self.cached]
-        self.full = {i for i, kind in enumerate(self.kinds) if kind == "full_attention"}
+        self.full = {i for i, layer in enumerate(self.cached) if layer.grows}
+        self.lends = {i for i, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "store"}
         self.growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         self.recorder = recorder
@@ -108,7 +109,9 @@ class Session:
         """Check press and model against each other, and work out what every layer does."""
         self.press.validate()
         outline = self.press.recipe()
-        check_model(self.model, outline.is_identity, bool(self.modules), bool(self.full))
+        if not check_model(self.model, outline.is_identity, self.modules):
+            self.modules = []
+            return
         facts = facts_of(self.model)
         self.press.post_init_from_model(self.model)
         self.recipe = self.press.recipe(facts)
@@ -172,21 +175,26 @@ class Session:
                 "press, which needs its own; set it before the block is entered"
             )
         if forward.watch is None:
-            until = forward.prompt_end(kwargs.get("past_key_values")) if self.evict else None
+            until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
             check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached)
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our layer into the cache, and say what the attention module under way is about to do."""
-        plan, cache = self.layers.get(id(module)), kwargs.get("past_key_values")
+        plan, cache = self.layers.get(id(module)), cache_among((*kwargs.values(), *args))
         if plan is None:
             return  # of another model
         forward.release()
-        if not isinstance(cache, Cache):
+        if cache is None:
             return
         if forward.cache is None:
             forward.begin(cache)
-        layer = adopt_layer(cache, module) if module.layer_idx in self.full else None
+        place = int(module.layer_idx)  # type: ignore[arg-type]
+        if place not in self.full:
+            return
+        layer = adopt_layer(cache, place)
         if layer is None:
+            if not self.recipe.is_identity:
+                check_adopted(cache.layers[place], place)
             return
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         length = hidden.shape[1] if hidden is not None else 1
@@ -202,7 +210,7 @@ class Session:
             prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
             depth=plan.depth,
             depths=len(self.growing),
-            kwargs=kwargs,
+            kwargs={**kwargs, "past_key_values": cache},
             hidden_states=hidden,  # type: ignore[arg-type]
             seen_before=seen_before,
             apply_rotary=plan.facts.rotate,
@@ -248,11 +256,17 @@ class Session:
             forward.static.calls.append(call)
         elif forward.watch is not None:
             forward.watch(call)
+        elif module.layer_idx in self.lends and call.store is not None:
+            forward.lent.append(call)  # later layers of this pass still read its pairs
         else:
-            self.follow(call)
-            if self.follows:
-                forward.passed.append(self._kept_of(call))
+            self._finish_layer(forward, call)
         return call.output
+
+    def _finish_layer(self, forward: Forward, call: LayerCall) -> None:
+        """Act on a layer whose pairs nothing reads any more in this pass."""
+        self.follow(call)
+        if self.follows:
+            forward.passed.append(self._kept_of(call))
 
     def follow(self, call: LayerCall) -> None:
         """Evict, and let the codec encode, once a layer's pass is over."""
@@ -289,11 +303,16 @@ class Session:
             lse=None,
             attentions=None,
             output=None,
+            written=None,
             read=None,
             rotary_angles=None if angles is None else partial(angles, empty),
         )
 
     def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for call in forward.lent:
+            self._finish_layer(forward, call)
+        forward.lent = []
+        forward.passed.sort(key=lambda call: call.depth)
         calls, forward.passed = [call for call in forward.passed if call.store is not None], []
         if calls:
             self.finish(
@@ -335,6 +354,7 @@ class LayerPlan:
         self.selector = selector
         self.pattern = None if session.recipe.pattern is None else session.recipe.pattern(facts.index)
         self.following: nn.Module | None = None
+        self.tiles: int | None = None
 
     def reader(self, call: LayerCall) -> Reader | None:
         """Return what a decode step reads sealed pairs with; None reads them all."""

@@ -73,6 +73,7 @@ class SharedSession(Session):
 
     def __init__(self, presses: Sequence[BasePress], model: PreTrainedModel) -> None:
         super().__init__(BasePress(), model, private=True)
+        self.lends = set()  # prompts are read from the start, so that layers are handed all pairs
         for press in presses:
             if not press.recipe().shares_prefill:
                 raise ValueError(
@@ -113,7 +114,8 @@ class SharedSession(Session):
         for branch in self.branches:
             with branch.at_work(call.queries.device):
                 branch.end()
-        call.kwargs["past_key_values"].layers[call.module.layer_idx] = PressLayer()
+        layers, index = call.kwargs["past_key_values"].layers, call.module.layer_idx
+        layers[index] = layers[index].empty_twin()
 
     def finish_caches(self, read: Cache, ids: Tensor) -> list[Cache]:
         """Return the caches of all branches, with copies of the layers that are not ours."""
@@ -179,7 +181,8 @@ class Branch(Session):
     def finish_cache(self, read: Cache, ids: Tensor) -> None:
         """Put the layers into the cache of this branch."""
         self.cache.layers = [
-            self.own[index] if index in self.own else copy.deepcopy(layer) for index, layer in enumerate(read.layers)
+            layer.empty_twin().take_over(self.own[index]) if index in self.own else copy.deepcopy(layer)
+            for index, layer in enumerate(read.layers)
         ]
         calls, self.passed = self.passed, []
         if calls:

@@ -27,8 +27,8 @@ class LayerCall:
     counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
     that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
-    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `output` is what
-    the module returned, once it has.
+    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `written` are the
+    keys and values `[B, H, Q, D]` that the module put into its cache, `output` is what it returned, once it has.
     """
 
     module: nn.Module
@@ -55,6 +55,7 @@ class LayerCall:
     shared: dict[str, Any] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     output: Any = None
+    written: tuple[Tensor, Tensor] | None = None
 
     @property
     def sealing(self) -> Sealing:

@@ -1,0 +1,342 @@
+"""Every causal type of transformers, tiny and random, under a press: does it work, is it refused, or is it wrong?
+
+    python -m benchmarks.families [--types llama,gpt2] [--out docs/models.md]
+
+Each type runs in a process of its own, on one core. A model works if (1) its logits and greedy tokens under a press that
+removes nothing are those of the model alone; (2) under `knorm:0.5` every layer whose stock cache grows holds half of the
+prompt's pairs; and (3) its logits are then those of the model's own attention with exactly the evicted pairs hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kvpress
+from benchmarks import tiny
+
+PROMPT, STEPS, ROWS = 40, 5, 2
+SPEC = "knorm:0.5"
+CLOSE = {"atol": 2e-4, "rtol": 1e-3}
+SECONDS = 120
+WORKS, REFUSED, WRONG, IGNORED = "works", "refused", "silently wrong", "silently uncompressed"
+CRASHES, UNBUILT, STOCK = "crashes", "not buildable", "stock fails"
+VERDICTS = (WORKS, REFUSED, CRASHES, WRONG, IGNORED, STOCK, UNBUILT)
+ORACLE = "kvpress_families_oracle"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one type, and why it is not `works`."""
+
+    kind: str
+    verdict: str
+    reason: str = ""
+
+
+class FailedError(Exception):
+    """Ends the trial of a type with a verdict."""
+
+    def __init__(self, verdict: str, reason: Any) -> None:
+        super().__init__(verdict, reason)
+        self.verdict, self.reason = verdict, _said(reason)
+
+
+def _said(reason: Any) -> str:
+    """Return a reason as one short line."""
+    if not isinstance(reason, BaseException):
+        return str(reason)
+    text = " ".join(str(reason).split())
+    if isinstance(reason, (NotImplementedError, ValueError, TypeError)) and "kvpress" in _file(reason):
+        return text
+    return f"{type(reason).__name__}: {text[:160]}"
+
+
+def _file(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename if frames else ""
+
+
+@dataclass
+class Run:
+    """What a model said of a prompt and the tokens behind it, and the cache it left."""
+
+    logits: list[Tensor]
+    cache: Any
+
+
+class Prompt:
+    """Random tokens to read and to follow."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(3, tiny.VOCAB - 3, (ROWS, PROMPT), generator=generator)
+        self.next = torch.randint(3, tiny.VOCAB - 3, (ROWS, STEPS), generator=generator)
+
+    @torch.no_grad()
+    def run(self, model: Any, cache: Any = None) -> Run:
+        """Read the prompt, then its followers one by one."""
+        logits = []
+        for ids in (self.ids, *self.next.split(1, dim=1)):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = getattr(out, "past_key_values", None)
+            logits.append(out.logits)
+            if cache is None:
+                raise FailedError(REFUSED, "")
+        return Run(logits, cache)
+
+    @torch.no_grad()
+    def generate(self, model: Any) -> Tensor:
+        """Continue the prompt greedily."""
+        mask = torch.ones_like(self.ids)
+        found: Tensor = model.generate(self.ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+        return found
+
+
+class Oracle:
+    """The model's own attention, with the pairs of the prompt that are not in `kept` hidden from what follows it."""
+
+    def __init__(self, model: Any, kept: list[list[list[Tensor]]], halved: Sequence[int]) -> None:
+        self.model, self.kept, self.halved = model, kept, halved
+        self.native = model.config._attn_implementation
+        self.owner: dict[int, tuple[int, Tensor]] = {}
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Attend as the model does, but to what is shown of the layer that the keys came from."""
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        run = ALL_ATTENTION_FUNCTIONS.get_interface(self.native, eager)
+        layer = self.owner[id(key)][0] if id(key) in self.owner else self.last
+        if query.shape[2] == 1 and key.shape[2] > PROMPT and layer in self.halved:
+            attention_mask = self._hiding(layer, query, key, attention_mask)
+        return run(module, query, key, value, attention_mask, *args, **kwargs)
+
+    def _recording(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an `update` of caches that remembers which layer was asked last, and whose keys are whose."""
+
+        def recorded(cache: Any, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+            found = update(cache, keys, values, layer, *args, **kwargs)
+            self.last, self.owner[id(found[0])] = layer, (layer, found[0])
+            return found
+
+        return recorded
+
+    def _hiding(self, layer: int, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, stored = query.shape[0], query.shape[1], key.shape[2]
+        shown = torch.ones(batch, len(self.kept[layer][0]), stored, dtype=torch.bool)
+        for row, own in enumerate(self.kept[layer]):
+            for head, kept in enumerate(own):
+                shown[row, head, :PROMPT] = False
+                shown[row, head, kept[kept < PROMPT]] = True
+        tiled = key.shape[1] > shown.shape[1] and not torch.equal(key[:, 0], key[:, 1])
+        times = heads // shown.shape[1]
+        shown = (shown.repeat(1, times, 1) if tiled else shown.repeat_interleave(times, dim=1))[:, :, None]
+        if mask is None or mask.dtype == torch.bool:
+            return shown if mask is None else shown & mask
+        return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
+
+    def run(self, prompt: Prompt) -> Run:
+        """Read everything with the oracle in the place of the attention."""
+        AttentionInterface.register(ORACLE, self.attention)
+        AttentionMaskInterface.register(ORACLE, ALL_MASK_ATTENTION_FUNCTIONS[self.native])
+        self.model.set_attn_implementation(ORACLE)
+        update, Cache.update = Cache.update, self._recording(Cache.update)  # type: ignore[method-assign]
+        try:
+            return prompt.run(self.model)
+        finally:
+            Cache.update = update  # type: ignore[method-assign]
+            self.model.set_attn_implementation(self.native)
+
+
+def grown(cache: Any) -> list[int]:
+    """Return the layers of a stock cache that hold a pair for every token."""
+    found = []
+    for index, layer in enumerate(_layers(cache)):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == PROMPT + STEPS:
+            found.append(index)
+    return found
+
+
+def _layers(cache: Any) -> list[Any]:
+    if isinstance(cache, Cache) and hasattr(cache, "layers") and cache.layers:
+        return list(cache.layers)
+    own = getattr(cache, "self_attention_cache", None)
+    return [] if own is None else list(own.layers)
+
+
+def verdict(kind: str) -> Row:
+    """Try one type."""
+    try:
+        _try(kind)
+    except FailedError as failed:
+        return Row(kind, failed.verdict, failed.reason)
+    return Row(kind, WORKS)
+
+
+def _try(kind: str) -> None:
+    model, prompt = _or(UNBUILT, partial(tiny.tiny, kind)), Prompt()
+    try:
+        stock = _or(STOCK, partial(prompt.run, model))
+    except FailedError as failed:
+        if failed.verdict == REFUSED:
+            _refused(model, prompt)
+        raise
+    _allowed(model, "none")
+    with kvpress.get_press("none")(model):
+        same = _or(CRASHES, partial(prompt.run, model))
+    _compare("with nothing removed", same, stock)
+    expected = _or(STOCK, partial(prompt.generate, model))
+    with kvpress.get_press("none")(model):
+        if not torch.equal(_or(CRASHES, partial(prompt.generate, model)), expected):
+            raise FailedError(WRONG, "other tokens with nothing removed")
+    halved = grown(stock.cache)
+    _allowed(model, SPEC)
+    with kvpress.get_press(SPEC)(model):
+        half = _or(CRASHES, partial(prompt.run, model))
+        kept = kvpress.kept_positions(getattr(half.cache, "self_attention_cache", half.cache))
+    whole = [layer for layer in halved if any(len(head) > PROMPT // 2 + STEPS for row in kept[layer] for head in row)]
+    if whole or not halved:
+        raise FailedError(IGNORED, f"cache layers {whole} hold all pairs" if halved else "no cache layer grows")
+    _compare("with half the pairs evicted", half, Oracle(model, kept, halved).run(prompt))
+
+
+def _refused(model: Any, prompt: Prompt) -> None:
+    """End a trial of a model that leaves no cache: a press must say so."""
+    _allowed(model, SPEC)
+    with kvpress.get_press(SPEC)(model):
+        _or(CRASHES, partial(prompt.run, model))
+    raise FailedError(IGNORED, "the model keeps no cache")
+
+
+def _or(outcome: str, act: Callable[[], Any]) -> Any:
+    """Do something that may fail, with an outcome; what the library itself raises is a refusal."""
+    try:
+        return act()
+    except FailedError:
+        raise
+    except Exception as error:
+        refused = isinstance(error, (NotImplementedError, ValueError)) and "/kvpress/" in _file(error)
+        raise FailedError(REFUSED if outcome == CRASHES and refused else outcome, error) from error
+
+
+def _allowed(model: Any, spec: str) -> bool:
+    """Enter and leave a press, so that what it refuses is told from what a model does under it."""
+
+    def enter() -> None:
+        with kvpress.get_press(spec)(model):
+            pass
+
+    _or(CRASHES, enter)
+    return True
+
+
+def _compare(when: str, found: Run, expected: Run) -> None:
+    for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        if not torch.allclose(ours, theirs, **CLOSE):  # type: ignore[arg-type]
+            raise FailedError(WRONG, f"logits differ by {(ours - theirs).abs().max():.2g} {when}, step {step}")
+
+
+def guarded(kind: str) -> Row:
+    """Try one type in a process of its own, so that a crash or a hang costs only its row."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_report, args=(kind, send))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(SECONDS):
+            return Row(kind, CRASHES, f"no verdict after {SECONDS} seconds")
+        row: Row = receive.recv()
+        return row
+    except EOFError:
+        process.join()
+        return Row(kind, CRASHES, f"the process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _report(kind: str, send: Connection) -> None:
+    try:
+        send.send(verdict(kind))
+    except Exception as error:
+        send.send(Row(kind, CRASHES, f"{type(error).__name__}: {error}"))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page that says what became of each type."""
+    counts = {name: sum(row.verdict == name for row in rows) for name in VERDICTS}
+    ran = len(rows) - counts[UNBUILT] - counts[STOCK]
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    lines = [
+        "# Models",
+        "",
+        "<!-- Written by benchmarks/families.py. -->",
+        "",
+        f"Every type that `AutoModelForCausalLM` of transformers {transformers.__version__} knows, built tiny and at random",
+        f"from its configuration class and run on a CPU (torch {torch.__version__}, float32, {today}):",
+        "",
+        "```",
+        "python -m benchmarks.families --out docs/models.md",
+        "```",
+        "",
+        "A type **works** if (1) logits and greedy tokens under the press `none` are those of the model alone; (2) under",
+        f"`{SPEC}` every layer whose stock cache grows holds half of the prompt's pairs; (3) its logits are then those of the",
+        "model's own attention with exactly the evicted pairs hidden. It is **refused** if a press says, before or in the",
+        "first layer, why it cannot work. *Stock fails* and *not buildable* are types whose tiny version does not run, or",
+        "does not exist, without any press.",
+        "",
+        f"Of {ran} types that run, {counts[WORKS]} work ({100 * counts[WORKS] // max(1, ran)}%); none may be wrong or left "
+        "uncompressed without a word.",
+        "",
+        "| verdict | types |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in counts.items()),
+        "",
+        "| type | verdict | reason |",
+        "|---|---|---|",
+        *(f"| `{row.kind}` | {row.verdict} | {row.reason.replace('|', '/')} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Try the types and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="comma-separated; all by default")
+    parser.add_argument("--out", type=Path, help="Markdown page to write")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for kind in ("llama", "bert"):  # what many models import is imported once
+        verdict(kind)
+    rows = []
+    for kind in arguments.types.split(",") if arguments.types else tiny.TYPES:
+        rows.append(guarded(kind))
+        print(f"{rows[-1].kind:28} {rows[-1].verdict:22} {rows[-1].reason}", flush=True)
+    for name in VERDICTS:
+        print(f"{sum(row.verdict == name for row in rows):4} {name}")
+    if arguments.out:
+        arguments.out.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
