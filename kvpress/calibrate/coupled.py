@@ -71,7 +71,9 @@ class PairRecorder(Observer):
         self.value_weights: list[Tensor] = []
 
     def observe(self, call: LayerCall) -> None:
-        keys, values = call.store.window.keys, call.store.window.values
+        if call.written is None:
+            raise ValueError(f"{type(call.module).__name__} wrote nothing into its cache")
+        keys, values = call.written
         self.keys.append(_tokens(call.unrotated(keys.detach())))
         self.values.append(_tokens(values.detach()))
         if self.gradients:

@@ -15,6 +15,7 @@ from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
+from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
 
 FOLLOW = "kvpress_follow"
@@ -319,17 +320,22 @@ def close_gaps(view: View, mask: Tensor) -> Rewritten | None:
     call = view.call
     if not call.rotates:
         return None
-    before = view.side.get("shift", torch.zeros_like(view.positions)).to(view.positions.dtype)
+    before = view.shift
     rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
     kept = mask.sum(dim=-1, keepdim=True)
     shift = torch.where(mask, view.seen - kept + rank - view.positions, before)
     keys = view.keys.clone()
-    for i in range(mask.shape[0]):
-        for j in range(mask.shape[1]):
-            cos, sin = call.angles((shift - before)[i, j][None])
-            scale = (cos.float() ** 2 + sin.float() ** 2).mean().sqrt().to(cos.dtype)
-            keys[i, j] = call.rotate(view.keys[i : i + 1, j : j + 1], cos / scale, sin / scale)[0, 0]
+    angles = zip(view.rotations(view.positions + before), view.rotations(view.positions + shift), strict=True)
+    for head, (old, new) in enumerate(angles):
+        own = slice(head, head + 1)
+        turned = call.rotate(call.unrotate(view.keys[:, own], *old), *(part.float() for part in new))
+        keys[:, own] = torch.where((shift != before)[:, own, :, None], turned.to(keys.dtype), keys[:, own])
     return Rewritten(keys=keys, shift=shift)
+
+
+def closing_gaps(step: Eviction) -> Eviction:
+    """Return an eviction that also closes the gaps it leaves; see `close_gaps`."""
+    return replace(step.rewriting(close_gaps), watches=(*step.watches, ROTATIONS))
 
 
 def replace_pairs(call: LayerCall, compress: Compress) -> None:

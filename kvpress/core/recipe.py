@@ -234,7 +234,8 @@ class Eviction:
     The share `recent` of what stays are the newest pairs; scorer and allocator see the others only. `prepare` looks at the
     whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule; a
     `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
-    `fixed` evictions do not choose by scores, so no wrapper can change their choice.
+    `fixed` evictions do not choose by scores, so no wrapper can change their choice. `watches` are observers that the rewriting
+    reads.
     """
 
     scorer: Scorer
@@ -249,6 +250,7 @@ class Eviction:
     inside: tuple[Eviction, ...] = ()
     reads_hidden_states: bool = False
     fixed: bool = False
+    watches: tuple[Wanted, ...] = ()
 
     @property
     def hidden_states(self) -> Wanted:
@@ -262,7 +264,7 @@ class Eviction:
     @property
     def wants(self) -> tuple[Wanted, ...]:
         """What has to be watched."""
-        return (*self.scorer.wants, *((self.hidden_states,) if self.reads_hidden_states else ()))
+        return (*self.scorer.wants, *self.watches, *((self.hidden_states,) if self.reads_hidden_states else ()))
 
     @property
     def is_identity(self) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
 from kvpress.hf.requests import here
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import LayerCall, rotary_parts
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
@@ -247,6 +248,29 @@ class AskedError(Exception):
         self.keys = keys
         self.logits = logits
         self.sinks = sinks
+
+
+_ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def rotates(module: nn.Module, call: LayerCall) -> bool:
+    """Whether a layer turns its queries by the rotary embedding that it is handed; asked of its first token, once.
+
+    Models leave single layers without, each in a way of its own.
+    """
+    given: Any = call.kwargs.get("position_embeddings")
+    if rotary_parts(given) is None:
+        return False
+    if module not in _ROTATES:
+        first = given[:, :1] if isinstance(given, Tensor) else tuple(part[:, :1] for part in given)
+        other = first + 1 if isinstance(first, Tensor) else tuple(part + 1 for part in first)
+        with torch.no_grad():
+            found = [
+                asked(module, call.hidden_states[:, :1], call.kwargs | {"position_embeddings": e}).queries
+                for e in (first, other)
+            ]
+        _ROTATES[module] = not torch.equal(*found)
+    return _ROTATES[module]
 
 
 def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> AskedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.observe.call import rotary_parts
 
 ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
@@ -60,7 +62,7 @@ def find_rotate(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     """Return the model's own rotary function as `(vectors, cos, sin) -> vectors`, whatever its layout of channels."""
     own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if own is None:
-        return None
+        return _rotate_complex if hasattr(sys.modules[type(module).__module__], "apply_rotary_emb") else None
     if list(inspect.signature(own).parameters)[:4] == ["q", "k", "cos", "sin"]:
         return partial(_rotate_leading, own, getattr(module, "rotary_ndims", None))
     if list(inspect.signature(own).parameters)[1:3] == ["cos", "sin"]:
@@ -77,15 +79,47 @@ def _rotate_leading(own: Callable[..., Any], channels: int | None, vectors: Tens
     return torch.cat([own(leading, leading, cos, sin)[0], rest.to(leading.dtype)], dim=-1)
 
 
-def find_rotary(module: nn.Module, decoder: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Return `(like, positions [B, n]) -> (cos, sin)` of this layer, from the model's own embedding."""
-    embedding = getattr(decoder, "rotary_emb", None)
+def _rotate_complex(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbouring channels of `vectors [B, heads, n, D]` as complex numbers, by `cos` and `sin [B, n, D / 2]`."""
+    even, odd = vectors[..., ::2], vectors[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def find_rotary(module: nn.Module, model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return `(like, positions [B, n]) -> (cos, sin)` of this layer, from the model's own embedding; None where it has none.
+
+    The embedding is left as it is, also where its frequencies depend on the length that it was last asked for.
+    """
+    embedding = getattr(model, "rotary_emb", None) or next((m for m in model.modules() if _is_rotary(m)), None)
     if embedding is None:
         return None
-    extra = {}
+    extra: dict[str, Any] = {}
     if "layer_type" in inspect.signature(embedding.forward).parameters:
-        extra["layer_type"] = getattr(module, "layer_type", None)
-    return partial(embedding, **extra)
+        extra["layer_type"] = getattr(module, "layer_type", None) or _layer_type(module)
+    types = getattr(embedding, "rope_type", "default")
+    moves = any(
+        "dynamic" in kind or kind == "longrope" for kind in (types.values() if isinstance(types, dict) else [types])
+    )
+
+    def angles(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        found = rotary_parts((copy.deepcopy(embedding) if moves else embedding)(like, positions, **extra))
+        if found is None:
+            raise NotImplementedError(f"{type(embedding).__name__} returns neither cos and sin nor complex numbers")
+        return found
+
+    return angles
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Rotary" in name and "Embedding" in name and not any(part in name for part in ("Vision", "Audio"))
+
+
+def _layer_type(module: nn.Module) -> Any:
+    """Return the kind of a layer in the words of its configuration."""
+    kinds = getattr(module.config, "layer_types", None)
+    return None if kinds is None else kinds[module.layer_idx]
 
 
 def facts_of(model: PreTrainedModel) -> ModelFacts:
@@ -93,16 +127,18 @@ def facts_of(model: PreTrainedModel) -> ModelFacts:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     modules = attention_modules(model)
     known = cached_layers(model, modules)
-    layers = [
-        replace(
-            known[int(module.layer_idx)],  # type: ignore[arg-type]
-            index=index,
-            module=module,
-            rotate=find_rotate(module),
-            angles=find_rotary(module, decoder),
+    layers = []
+    for index, module in enumerate(modules):
+        angles = find_rotary(module, decoder) or find_rotary(module, model)
+        layers.append(
+            replace(
+                known[int(module.layer_idx)],  # type: ignore[arg-type]
+                index=index,
+                module=module,
+                rotate=find_rotate(module),
+                angles=angles,
+            )
         )
-        for index, module in enumerate(modules)
-    ]
     source = str(getattr(model.config, "_name_or_path", ""))
     return replace(
         _facts(model.config, type(model).__name__, layers),

@@ -22,7 +22,7 @@ from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf.attention import NAME, asked
+from kvpress.hf.attention import NAME, asked, rotates
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
@@ -217,6 +217,8 @@ class Session:
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
+        if not self.recipe.is_identity:
+            call.rotates = rotates(module, call)
         call.phase = _phase(call, length)
         layer.call = forward.call = call
         if plan.following is not None and call.phase == "decode" and forward.watch is None:
@@ -295,9 +297,10 @@ class Session:
     def _kept_of(self, call: LayerCall) -> LayerCall:
         """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""
         angles, empty = self.layers[id(call.module)].facts.angles, call.queries.new_zeros(1, 1, 1)
+        positions = call.kwargs.get("position_ids")
         return replace(
             call,
-            kwargs={},
+            kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
             hidden_states=empty[:, :0],
             queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
             lse=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,8 +27,9 @@ class LayerCall:
     counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
     that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
-    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `written` are the
-    keys and values `[B, H, Q, D]` that the module put into its cache, `output` is what it returned, once it has.
+    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
+    the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
+    into its cache, `output` is what it returned, once it has.
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class LayerCall:
     shared: dict[str, Any] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     output: Any = None
+    rotates: bool = True
     written: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -78,16 +80,24 @@ class LayerCall:
         return self.lse
 
     @property
-    def rotates(self) -> bool:
-        """Whether this layer turns keys and queries by their positions; some models have layers that do not."""
-        return bool(getattr(self.module, "use_rope", True))
+    def position_embeddings(self) -> tuple[Tensor, Tensor] | None:
+        """The `(cos, sin)`, each `[1 or B, Q, d]`, that the layer was handed for its new tokens; None where it was not."""
+        return rotary_parts(self.kwargs.get("position_embeddings"))
 
     def unrotated(self, vectors: Tensor) -> Tensor:
         """Return vectors of this pass's tokens as they were before the rotary embedding."""
-        cos, sin = self.kwargs.get("position_embeddings") or (None, None)
-        if cos is None or sin is None or not self.rotates:
-            return vectors
-        return self.unrotate(vectors, cos, sin)
+        given = self.position_embeddings
+        return self.unrotate(vectors, *given) if given is not None and self.rotates else vectors
+
+    def next_positions(self, rows: Sequence[int], seen: int, count: int) -> Tensor:
+        """Return the positions `[b, count]` of the tokens that come next in some rows, of which `seen` were read."""
+        given = self.kwargs.get("position_ids")
+        device = self.queries.device
+        ahead = torch.arange(count, device=device)[None]
+        if not isinstance(given, Tensor) or given.dim() < 2 or given.numel() == 0:
+            return ahead + seen
+        newest = given.reshape(-1, *given.shape[-2:])[:, :, -1].amax(dim=0).to(device)
+        return (newest if len(newest) > 1 else newest.expand(max(rows) + 1))[list(rows), None] + 1 + ahead
 
     def unrotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo the rotation of `vectors [B, heads, n, D]` by `cos` and `sin [B, n, d]`, in float32.
@@ -120,3 +130,13 @@ class LayerCall:
         sinks = self.sinks.float().view(1, self.store.heads, -1, 1).expand(self.store.batch, -1, -1, -1)
         sinks = sinks.reshape(scores.shape[0], scores.shape[1], 1, 1).expand(-1, -1, scores.shape[2], 1)
         return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+
+
+def rotary_parts(embeddings: Any) -> tuple[Tensor, Tensor] | None:
+    """Return a rotary embedding as `(cos, sin)`, also where a model has it as complex numbers; None for anything else."""
+    if isinstance(embeddings, Tensor) and embeddings.is_complex():
+        return embeddings.real, embeddings.imag
+    if isinstance(embeddings, tuple) and len(embeddings) == 2 and all(isinstance(part, Tensor) for part in embeddings):
+        cos, sin = embeddings
+        return cos, sin
+    return None

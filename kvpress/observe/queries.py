@@ -79,7 +79,7 @@ def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
     if length <= size:
         yield call
         return
-    embeddings = call.kwargs.get("position_embeddings")
+    embeddings = call.position_embeddings
     for start in range(0, length, size):
         tokens = slice(start, min(start + size, length))
         kwargs = dict(call.kwargs)

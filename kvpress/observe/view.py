@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +14,7 @@ from kvpress.cache.layout import interleave
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
+from kvpress.observe.rotations import ROTATIONS, Rotations
 
 LOG_WEIGHT = "log_weight"
 """Name of the logit weights of pairs among the per-pair arrays of a view."""
@@ -141,9 +142,58 @@ class View:
         keys = self.keys.float()
         if not self.call.rotates:
             return keys
-        at = self.positions + self.side["shift"].long() if "shift" in self.side else self.positions
-        heads = [self.call.unrotate(keys[:, h : h + 1], *self.call.angles(at[:, h])) for h in range(keys.shape[1])]
-        return torch.cat(heads, dim=1)
+        turned = zip(keys.split(1, dim=1), self.rotations(self.positions + self.shift), strict=True)
+        return torch.cat([self.call.unrotate(head, *angles) for head, angles in turned], dim=1)
+
+    @property
+    def shift(self) -> Tensor:
+        """How far keys have been turned away from their positions, `[b, h, n]`."""
+        return self.side["shift"].long() if "shift" in self.side else torch.zeros_like(self.positions)
+
+    def rotations(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for every kv head, `(cos, sin)`, each `[b, n, d]`, of the tokens at `positions [b, h, n]`.
+
+        They are those that the tokens were given, where `Rotations` watched; else those of the model's own embedding.
+
+        Raises:
+            NotImplementedError: not all tokens were watched, and those that were got another embedding than the model's own.
+        """
+        watched = self.call.store.observers.get(ROTATIONS)
+        if watched is None or not watched.parts or watched.first:
+            self._check_rotations(watched)
+            yield from (self.call.angles(at) for at in positions.unbind(dim=1))
+            return
+        cos, sin = watched.of_rows(self.rows)
+        for at in self._columns(positions).unbind(dim=1):
+            index = at[..., None].expand(-1, -1, cos.shape[-1])
+            yield cos.gather(1, index), sin.gather(1, index)
+
+    def _columns(self, positions: Tensor) -> Tensor:
+        """Return where the tokens at `positions [b, h, n]` stand in the batch, padding counted."""
+        if self.call.mask is None:
+            return positions
+        columns = [self.call.mask[row].nonzero().flatten().to(positions.device) for row in self.rows]
+        return torch.stack([real[at] for real, at in zip(columns, positions, strict=True)])
+
+    def _check_rotations(self, watched: Rotations | None) -> None:
+        """Refuse to work with the model's own embedding where the newest tokens were given another one."""
+        if watched is None or not watched.parts:
+            watched = Rotations()
+            watched.observe(self.call)
+        if not watched.parts:
+            return
+        cos, _ = watched.of_rows(self.rows)
+        columns = torch.arange(watched.first, watched.first + cos.shape[1], device=cos.device).expand(
+            len(self.rows), -1
+        )
+        mask = self.call.mask
+        if mask is not None:
+            columns = (mask.cumsum(dim=1) - 1).clamp_min(0).to(cos.device)[self.rows].gather(1, columns)
+        if not torch.allclose(self.call.angles(columns)[0].to(cos), cos, atol=1e-2):
+            raise NotImplementedError(
+                "the rotary embedding of earlier tokens is unknown: position_ids are not those of the tokens in the cache, or "
+                "frequencies depend on the length; read everything under this press, in one `with` block"
+            )
 
     def pairs(self, index: Tensor) -> View:
         """Return a view of some pairs only: those at `index [b, h, m]`, ascending, in what every head stores."""
@@ -280,7 +330,7 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
     new = call.queries.shape[2]
     kwargs.setdefault("cache_position", torch.arange(view.seen - min(new, view.seen), view.seen))
     attentions = call.attentions
-    embeddings = call.kwargs.get("position_embeddings")
+    embeddings: Sequence[Tensor] | None = call.position_embeddings
     if len(view.rows) != call.store.batch or hidden.shape[1] > view.seen:
         hidden = hidden[view.rows][:, -view.seen :]
         if embeddings is not None:

@@ -13,6 +13,7 @@ from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
+from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View
 from kvpress.presses.leverage_score import leverage
 from kvpress.presses.non_causal_attn import ChunkMass, chunk_attention
@@ -55,7 +56,7 @@ class CompactorPress(ScorerPress):
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(ChunkMass, self.chunk_size, self.scale, self.sink_size_start),)
+        return (Wanted(ChunkMass, self.chunk_size, self.scale, self.sink_size_start), ROTATIONS)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite at both ends."""

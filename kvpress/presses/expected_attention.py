@@ -86,8 +86,8 @@ class ExpectedAttentionPress(ScorerPress):
         mean, covariance = self.statistics(view)
         if not view.call.rotates:
             return mean, covariance
-        future = torch.arange(view.seen, view.seen + self.n_future_positions, device=mean.device)
-        cos, sin = (part.float().mean(dim=1, keepdim=True) for part in view.call.angles(future[None]))
+        future = view.call.next_positions(view.rows, view.seen, self.n_future_positions)
+        cos, sin = (part.float().mean(dim=1, keepdim=True) for part in view.call.angles(future))
 
         def rotate(vectors: Tensor) -> Tensor:
             """Apply R to the rows of `[b, hq, rows, D]`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpress.core.executor import close_gaps
+from kvpress.core.executor import closing_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import WrapperPress
 from kvpress.core.recipe import Eviction
@@ -42,4 +42,4 @@ class KeyRerotationPress(WrapperPress):
     """
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        return step.rewriting(close_gaps)
+        return closing_gaps(step)

@@ -10,6 +10,8 @@ from torch import Tensor
 from kvpress.core.checks import Count
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View
 
 RIDGE = 0.01
@@ -44,6 +46,10 @@ class LeverageScorePress(ScorerPress):
     """
 
     sketch_dimension: Count = 48
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (ROTATIONS,)
 
     def scores(self, view: View) -> Tensor:
         """Return leverages in [0, 1], `[b, h, n]`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Size
-from kvpress.core.executor import close_gaps
+from kvpress.core.executor import closing_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe
@@ -63,7 +63,5 @@ class StreamingLLMPress(ScorerPress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         plain = super().recipe(model)
         return (
-            replace(plain, evictions=tuple(replace(step, rewrite=close_gaps) for step in plain.evictions))
-            if self.reindex
-            else plain
+            replace(plain, evictions=tuple(closing_gaps(step) for step in plain.evictions)) if self.reindex else plain
         )

@@ -1,0 +1,62 @@
+"""The rotary embedding that every token was given, as its layer was handed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
+
+
+class Rotations(Observer):
+    """Keeps the `cos` and `sin` `[1 or B, T, d]` that a layer was handed, from the column `first` on.
+
+    They are right whatever positions a caller gave, and for embeddings whose frequencies change with the length. Layers of a
+    model are handed the same tensors, so that those of all layers take the memory of one.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def observe(self, call: LayerCall) -> None:
+        given = call.position_embeddings
+        if given is not None:
+            self.first = self.first if self.parts else call.seen_before
+            self.parts.append(given)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part]
+
+    def select_rows(self, rows: Tensor) -> None:
+        def chosen(tensor: Tensor) -> Tensor:
+            return tensor if tensor.shape[0] == 1 else tensor.index_select(0, rows.to(tensor.device))
+
+        self.parts = [(chosen(cos), chosen(sin)) for cos, sin in self.parts]
+
+    def to(self, device: torch.device | str) -> None:
+        self.parts = [(cos.to(device), sin.to(device)) for cos, sin in self.parts]
+
+    def crop(self, tokens: int) -> None:
+        while tokens and self.parts:
+            cos, sin = self.parts.pop()
+            left = max(0, cos.shape[1] - tokens)
+            tokens -= cos.shape[1] - left
+            if left:
+                self.parts.append((cos[:, :left], sin[:, :left]))
+
+    def of_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return `(cos, sin)`, each `[b, T, d]`, of some batch rows."""
+        batch = max(cos.shape[0] for cos, _ in self.parts)
+        both = (torch.cat([part[which].expand(batch, -1, -1) for part in self.parts], dim=1) for which in (0, 1))
+        cos, sin = (
+            whole.expand(max(rows) + 1, -1, -1)[list(rows)] if batch == 1 else whole[list(rows)] for whole in both
+        )
+        return cos, sin
+
+
+ROTATIONS = Wanted(Rotations)
+"""Wish of presses that turn keys back, or to other positions."""
