@@ -39,7 +39,8 @@ EXAMPLES = {
 """A line that shows how each command is used."""
 
 ALL_REFUSE = (
-    "caches of a fixed size (`StaticCache`): storage has to shrink",
+    "caches of a fixed size (`StaticCache`): storage has to shrink; caches that store pairs in a way of their own "
+    "(`QuantizedCache`)",
     "assisted decoding, which takes back tokens that a press has already consumed",
     "attention masks of 4 dimensions; padding is a 2-dimensional mask of real tokens",
     "models that do not call the attention interface of transformers, or pass it arguments that change the attention in a way "
