@@ -17,6 +17,11 @@ def cpu_level() -> str | None:
     return os.environ.get("KVPRESS_CPU_LEVEL") or None
 
 
+def user() -> int:
+    """Number of the user that runs this process; 0 where the system has none."""
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
 def cache_dirs() -> list[Path]:
     """Where compiled kernels may be kept, best first: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
 
@@ -24,7 +29,7 @@ def cache_dirs() -> list[Path]:
     can be written to.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    own = Path(tempfile.gettempdir()) / f"kvpress-{os.getuid()}"
+    own = Path(tempfile.gettempdir()) / f"kvpress-{user()}"
     # Without HOME, and as a user that the system does not know, the name stays as it was written.
     return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), own]
 

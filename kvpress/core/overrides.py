@@ -20,11 +20,6 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, score_arguments
 
 
-def is_ours(kind: type) -> bool:
-    """Whether a class is part of this library."""
-    return kind.__module__.startswith("kvpress.")
-
-
 class Shadowable:
     """A property that instances may have an attribute of the same name beside."""
 
@@ -38,13 +33,10 @@ class Shadowable:
 
 
 def adapt(kind: type) -> None:
-    """Prepare a class that a user derived: its attributes hide no property of ours, its methods say what is evicted."""
-    if is_ours(kind):
-        return
-    names = {name for base in kind.__mro__ if is_ours(base) for name in vars(base)}
-    for name in names:
+    """Prepare a class that is derived: its attributes hide no property of its bases, its methods say what is evicted."""
+    for name in {name for base in kind.__mro__[1:] for name in vars(base)} - vars(kind).keys():
         part = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
-        if isinstance(part, property) and part.fset is None and name not in vars(kind):
+        if isinstance(part, property) and part.fset is None:
             setattr(kind, name, Shadowable(part))
     if {"compress", "forward_hook"} & vars(kind).keys() and "recipe" not in vars(kind):
         kind.recipe = recipe_of_overrides  # type: ignore[attr-defined]
@@ -69,11 +61,9 @@ def method(press: Any, name: str) -> Callable[..., Any]:
 
 
 def own_budget(press: Any) -> int | None:
-    """Return the budget of a press; None where its class uses the name for something else."""
-    for base in type(press).__mro__:
-        if "budget" in vars(base) or "budget" in inspect.get_annotations(base):
-            return press.budget if is_ours(base) else None
-    return None
+    """Return the budget of a press; None where a class declares the name anew, for something else."""
+    declared = ["budget" in vars(base) or "budget" in inspect.get_annotations(base) for base in type(press).__mro__]
+    return press.budget if sum(declared) == 1 else None
 
 
 def overrides_score(press: Any) -> bool:
@@ -119,7 +109,8 @@ def described_recipe(press: Any, model: ModelFacts | None = None) -> Recipe:
 
 
 def _is_overridden(press: Any, name: str) -> bool:
-    return not is_ours(next(base for base in type(press).__mro__ if name in vars(base)))
+    """Whether some class brings a method of its own in the place of the one that presses have anyway."""
+    return sum(name in vars(base) for base in type(press).__mro__) > 1
 
 
 @dataclass(frozen=True)

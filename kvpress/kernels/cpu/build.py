@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -120,13 +119,18 @@ def _digest(path: Path) -> str:
 def _check_owner(folder: Path) -> None:
     """Refuse a folder that others could put libraries into: what lies there is run."""
     state = folder.stat()
-    if state.st_uid not in (os.getuid(), 0) or state.st_mode & stat.S_IWOTH:
+    if state.st_uid not in (env.user(), 0) or state.st_mode & stat.S_IWOTH:
         raise PermissionError(f"{folder} belongs to another user, or others can write to it")
 
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Wait until no other process builds in a folder. The lock ends with its process; file systems without locks do without."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
