@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -111,3 +114,19 @@ def position_ids(mask: torch.Tensor | None, newest: int = 0) -> torch.Tensor | N
 def grow(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
     """The mask once every row has `count` more tokens; None without a mask."""
     return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), count)], dim=1)
+
+
+@contextmanager
+def noise(seed: int) -> Iterator[None]:
+    """Change what is embedded by as much as rounding does: now and then, that turns a code into its neighbour."""
+    signs = torch.Generator().manual_seed(seed)
+
+    def change(module: Any, args: Any, output: Tensor) -> Tensor:
+        del module, args
+        return output * (1 + 4e-7 * (torch.randint(0, 2, output.shape, generator=signs) * 2 - 1))
+
+    handle = tiny_model("llama").get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from transformers import DynamicCache
 import kvpress
 from tests.fuzz.properties import same
 from tests.fuzz.specs import resolved
-from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
 from tests.sparse.selecting import channels_file
 
 QUEST = "quest:budget=16,page_size=8,skip_layers=0"
@@ -99,22 +97,6 @@ class Talk:
         pads = 0 if self.mask is None else int((~self.mask[row].bool()).sum())
         kept = kvpress.kept_positions(self.cache)
         return [[[at - pads for at in head.tolist() if at >= pads] for head in layer[row]] for layer in kept]
-
-
-@contextmanager
-def noise(seed: int) -> Iterator[None]:
-    """Change what is embedded by as much as rounding does: now and then, that turns a code into its neighbour."""
-    signs = torch.Generator().manual_seed(seed)
-
-    def change(module: Any, args: Any, output: Tensor) -> Tensor:
-        del module, args
-        return output * (1 + 4e-7 * (torch.randint(0, 2, output.shape, generator=signs) * 2 - 1))
-
-    handle = tiny_model("llama").get_input_embeddings().register_forward_hook(change)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:

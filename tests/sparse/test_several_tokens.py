@@ -18,7 +18,8 @@ from kvpress.cache.chosen import Chosen, by_token
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Selector
 from kvpress.observe.call import LayerCall
-from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.fuzz.properties import same
+from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
 from tests.sparse.selecting import STORAGE, build, channels_file, grouped_model, prefilled, step
 from tests.sparse.test_selectors import SELECTORS, every_selector, padded_or_not
 
@@ -83,6 +84,7 @@ def rows_of(chosen: Chosen) -> list[set[int]]:
 def test_a_pass_of_several_tokens_equals_passes_of_one(
     spec: str, storage: str, padded: bool, segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)  # 16-bit queries share their scale
     press = press_for(spec, 32, storage)
     model, cache, mask = with_segments(press, padded, segments == "several segments", monkeypatch)
     twin, new = copy.deepcopy(cache), tokens(2, NEW, seed=8)
@@ -135,7 +137,8 @@ def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
                 for n in range(streams):
                     held = [segment.layout.lengths[n] for segment in call.store.segments]
                     count = sum(int(chosen.counts[n]) for chosen in part)
-                    assert count <= 64
+                    # Heads of which the layer that chooses holds no more than the budget are read whole.
+                    assert count <= 64 or ("tidal" in spec and count == sum(held))
                     assert "tidal" in spec or count == min(64, sum(held))
                 for segment, chosen, (out, lse) in zip(call.store.segments, part, found, strict=True):
                     keys, values = segment.read(slice(None))
@@ -178,12 +181,22 @@ def test_a_row_whose_turn_is_padded_equals_that_row_alone(spec: str, storage: st
     assert torch.isfinite(together).all()
     for row, length in enumerate((300, 190)):
         skipped = row * short
-        alone = DynamicCache(config=model.config)
-        with press(model):
-            model(tokens(1, length, seed=row), past_key_values=alone)
-        with kvpress.reading(model, press):
-            expected = model(new[row : row + 1, skipped:], past_key_values=alone).logits
-        torch.testing.assert_close(together[row, skipped:], expected[0], atol=1e-4, rtol=1e-4)
+
+        def alone(row: int = row, length: int = length, skipped: int = skipped) -> Tensor:
+            cache = DynamicCache(config=model.config)
+            with press(model):
+                model(tokens(1, length, seed=row), past_key_values=cache)
+            with kvpress.reading(model, press):
+                return model(new[row : row + 1, skipped:], past_key_values=cache).logits[0]
+
+        def noisy(seed: int, alone: Any = alone) -> Tensor:
+            with noise(seed):
+                return alone()
+
+        found, expected = together[row, skipped:], alone()
+        # Where rounding turns a code into its neighbour, the difference is larger; noise must explain it.
+        if (found - expected).abs().max() > 1e-4:
+            same(found, expected, noisy, f"row {row}")
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
