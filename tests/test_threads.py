@@ -210,7 +210,7 @@ def test_generate_is_not_run_without_the_press_that_it_was_taken_under() -> None
 
 
 def test_passes_after_the_block_was_left_in_another_thread() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
+    model, press = small_model(), kvpress.get_press(SPECS["adakv-kivi"])
     made, left = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -30,8 +30,8 @@ class PressLayer(CacheLayerMixin):
 
     `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
     `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
-    dense and even. `interrupted` says that a pass has failed between two layers of the cache, `padded` that rows of the last
-    pass began with padding.
+    dense and even. `interrupted` is how many tokens had been seen before a pass that failed between two layers of the cache,
+    `padded` says that rows of the last pass began with padding.
     """
 
     is_sliding = False
@@ -42,7 +42,7 @@ class PressLayer(CacheLayerMixin):
         self.store: KVStore | None = None
         self.call: LayerCall | None = None
         self.static = False
-        self.interrupted = False
+        self.interrupted: int | None = None
         self.padded = False
         self.assigned: dict[int, Tensor] = {}
         self.is_initialized = False
@@ -94,12 +94,15 @@ class PressLayer(CacheLayerMixin):
         return key_states, value_states
 
     def check_whole(self) -> None:
-        """Refuse a cache of which some layers hold tokens that others do not."""
-        if self.interrupted:
+        """Refuse a cache of which some layers hold tokens that others do not, unless all were cropped to where they agreed."""
+        if self.interrupted is None:
+            return
+        if self.get_seq_length() > self.interrupted or len({store.seen for store in self.stores}) > 1:
             raise RuntimeError(
                 "a forward pass that failed has left this cache with tokens in some of its layers only; go on with a copy "
                 "that was made before that pass (copy.deepcopy(cache)), or with a new cache"
             )
+        self.interrupted = None
 
     def _update_without_press(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Add new pairs and return all of them, where the model's own attention can read them.

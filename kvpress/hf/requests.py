@@ -68,6 +68,7 @@ class Forward:
     passed: list[LayerCall] = field(default_factory=list)
     lent: list[LayerCall] = field(default_factory=list)
     modules_left: int = 0
+    seen_before: int = 0
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
@@ -98,6 +99,7 @@ class Forward:
         ours = next((layer for layer in cache.layers if isinstance(layer, PressLayer)), None)
         if ours is not None:
             ours.check_whole()
+            self.seen_before = ours.get_seq_length()
         leave_inference_mode(cache, ours)
         if self.owns_cache and self.watch is None:
             self.session.cache = cache if self.request is None else self.request.cache
@@ -126,7 +128,7 @@ class Forward:
         if self.cache is not None and reading.get(id(self.cache)) is self and not whole:
             for layer in self.cache.layers:
                 if isinstance(layer, PressLayer):
-                    layer.interrupted = True
+                    layer.interrupted = self.seen_before
 
 
 class Here(threading.local):

@@ -79,7 +79,7 @@ def test_inside_a_decoding_schedule_the_ends_stay() -> None:
         ({"sink_size_end": -1}, "sink_size_end must be >= 0"),
         ({"chunk_size": 0}, "chunk_size must be >= 1"),
         ({"sketch_dimension": 0}, "sketch_dimension must be >= 1"),
-        ({"blending": -0.5}, "blending must be >= 0 or None, got -0.5"),
+        ({"blending": -0.5}, "blending must be >= 0, got -0.5"),
     ],
 )
 def test_configuration(arguments: dict[str, Any], words: str) -> None:

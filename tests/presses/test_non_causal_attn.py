@@ -132,5 +132,5 @@ def test_a_scale_takes_the_place_of_the_models(scale: float) -> None:
 @pytest.mark.parametrize(("scale", "error"), [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)])
 def test_bad_scales(scale: Any, error: type[Exception]) -> None:
     for press in (kvpress.NonCausalAttnPress, kvpress.CompactorPress):
-        with pytest.raises(error, match="scale must be a number > 0 or None"):
+        with pytest.raises(error, match=r"scale must be .*> 0, got"):
             press(0.5, scale=scale)

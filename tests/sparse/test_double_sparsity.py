@@ -105,9 +105,9 @@ def test_other_models_and_bad_arguments_are_refused() -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=words), press(model):
             pass
     for words, arguments in {
-        "label_bits must be one of": {"label_bits": 3},
-        "statistic must be one of": {"statistic": "v"},
-        "reduce must be one of": {"reduce": "mean"},
+        "label_bits must be 1, 2, 4, 8 or 16, got 3": {"label_bits": 3},
+        "statistic must be 'qk', 'q' or 'k', got 'v'": {"statistic": "v"},
+        "reduce must be 'max' or 'sum', got 'mean'": {"reduce": "mean"},
         "channels must be >= 1": {"channels": 0},
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.attention import Partial, attend, group_queries
-from kvpress.hf.attention import queries_of
+from kvpress.hf.attention import asked
 from kvpress.hf.session import session
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
@@ -82,7 +82,8 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
         asking = queries
         if ahead:
             module = model.model.layers[call.layer].self_attn
-            asking = group_queries(queries_of(module, inputs[call.layer - 1]), 2)
+            before = inputs[call.layer - 1]
+            asking = group_queries(asked(module, before.hidden_states, before.kwargs).queries, 2)
         (chosen,) = selector.choose(call, asking) or []
         for segment, part, (out, lse) in zip(call.store.segments, chosen, found, strict=True):
             keys, values = segment.read(slice(None))
@@ -188,13 +189,13 @@ def test_queries_of_a_module_are_those_that_its_attention_gets(family: str) -> N
 
     def look(call: LayerCall) -> None:
         queries = call.queries
-        seen.append((queries_of(call.module, call), queries))
+        seen.append((asked(call.module, call.hidden_states, call.kwargs).queries, queries))
 
     with Watching(look)(model):
         model(tokens(2, 20), use_cache=True)
     assert seen
-    for asked, used in seen:
-        torch.testing.assert_close(asked, used)
+    for found, used in seen:
+        torch.testing.assert_close(found, used)
 
 
 def test_it_cannot_be_combined_with_a_codec_or_replayed() -> None:

@@ -208,7 +208,7 @@ def test_correction_leaves_the_pairs_of_full_attention(every: int, padded: bool)
 
 def test_bad_arguments_are_named() -> None:
     for words, arguments in {
-        "heads must be one of": {"heads": "sum"},
+        "heads must be 'mean', 'max' or 'query', got 'sum'": {"heads": "sum"},
         "reselect_layer must be >= 3, got 2": {"reselect_layer": 2},
         "correction must be >= 0": {"correction": -1},
         r"budget must be a whole number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},

@@ -10,6 +10,8 @@ namespace kvpress {
 inline Words multiply_halves(Words sum, Words x, int32_t pair) {
 #if defined(__AVX512VNNI__)
   return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, _mm512_set1_epi32(pair));
+#elif defined(__AVX512F__)
+  return sum + (Words)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi32(pair));
 #elif defined(__AVX2__)
   return sum + (Words)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi32(pair));
 #else

@@ -43,7 +43,7 @@ def test_the_smallest_divergence_is_best() -> None:
 def test_bad_arguments() -> None:
     for words, arguments in {
         "use a smaller skip_layers": ("reference", 64, 3, "mean"),
-        "heads must be one of": ("reference", 64, 0, "sum"),
+        "heads must be 'mean', 'max' or 'query'": ("reference", 64, 0, "sum"),
         "got 1.5": ("reference", 1.5, 0, "mean"),
     }.items():
         with pytest.raises(ConfigError, match=words):
