@@ -1,6 +1,6 @@
 """Speed of the CPU decode kernels next to plain torch and to the memory bandwidth of the same run.
 
-    python benchmarks/kernels_cpu.py [--tokens 32768,131072] [--repeats 9] [--out results.json]
+    python benchmarks/kernels_cpu.py [--tokens 32768,131072] [--levels avx2,avx512] [--repeats 9] [--out results.json]
 
 One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets
 cold caches (192 MiB are streamed between calls), the contenders take turns, and medians and minima are printed with the
@@ -8,11 +8,13 @@ error of each result against float32 attention over the same cache as it is stor
 16 channels of the keys, held in 4 bits; its three steps are also timed alone. The last line of each length is one JSON
 object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one thread, ``x_two_threads`` how many
 times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading alone, on as many threads.
+Instruction-set levels are measured one after the other, `all` for every one that this processor has.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform
 from kvpress.kernels import counters, reset_counters
-from kvpress.kernels.cpu import launch
+from kvpress.kernels.cpu import build, launch
 
 H, G, D = 8, 4, 128
 READ = "read"
@@ -160,26 +162,35 @@ def row(name: str, threads: int, times: list[float], error: float | None) -> dic
     return found if error is None else found | {"error": error}
 
 
+def use(level: str) -> None:
+    """Run the kernels of one level from here on."""
+    os.environ["KVPRESS_CPU_LEVEL"] = level
+    build.best_level.cache_clear()
+    launch.level.cache_clear()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="32768,131072")
+    parser.add_argument("--levels", help="such as avx2,avx512; the fastest one by default, or `all`")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    levels = build.supported_levels() if args.levels == "all" else (args.levels or build.best_level()).split(",")
     results = []
-    for tokens in map(int, args.tokens.split(",")):
+    for level, tokens in itertools.product(levels, map(int, args.tokens.split(","))):
+        use(level)
         reset_counters()
         ratios, rows = run(tokens, args.repeats)
         assert counters().get("dense_decode"), "the compiled kernels did not run"  # noqa: S101
-        results.append({"ratios": ratios, "rows": rows})
-        print(json.dumps(ratios), flush=True)
+        results.append({"level": level, "ratios": ratios, "rows": rows})
+        print(json.dumps({"level": level, **ratios}), flush=True)
     if args.out:
         record = {
             "date": date.today().isoformat(),
             "machine": cpu_model(),
             "cores": os.cpu_count(),
-            "level": launch.level(),
             "torch": torch.__version__,
             "repeats": args.repeats,
             "results": results,

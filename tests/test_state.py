@@ -72,7 +72,7 @@ def test_an_exception_inside_attention_leaves_no_open_call_on_the_cache() -> Non
     cache = prefill(model, press, tokens(1, 20))
     with failing(model.model.layers[0].self_attn.o_proj), press(model):
         model(tokens(1, 3), past_key_values=cache)
-    with pytest.raises(RuntimeError, match="inside a press"):
+    with pytest.raises(RuntimeError, match="a forward pass that failed"):
         model(tokens(1, 3), past_key_values=cache)
 
 

@@ -55,7 +55,7 @@ class KVStore:
 
     `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
     boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
-    `since_settled` those since `settle` last looked for full tiles, None where it never did;
+    `settled_at` the tokens seen when `settle` last looked for full tiles without waiting, None where it never did;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
     the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
     `tensors`, `moved` and, where they differ from row to row, `select_rows`. `index` caches what selectors derived from all
@@ -70,7 +70,7 @@ class KVStore:
         self.window = Window.empty_like(keys, values)
         self.seen = 0
         self.since_eviction = 0
-        self.since_settled: int | None = None
+        self.settled_at: int | None = None
         self.targets: list[int] | None = None
         self.sealed_tokens: list[int] | None = None
         self.observers: dict[Any, Any] = {}
@@ -223,13 +223,13 @@ class KVStore:
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
-        With `wait`, only every `codec.group` calls: ragged streams would otherwise take turns at every token, and at such
+        With `wait`, only every `codec.group` tokens: ragged streams would otherwise take turns at every token, and at such
         times all rows are looked at. What is encoded of a row, and when, depends on its own pairs alone.
         """
-        if wait and self.since_settled is not None and self.since_settled + 1 < codec.group:
-            self.since_settled += 1
+        if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.group:
             return
-        self.since_settled = 0
+        if not wait or self.settled_at is None:
+            self.settled_at = self.seen
         held = 0 if self.dense is None else self.dense.layout.longest
         if held + self.window.length < codec.residual + codec.group:
             return

@@ -184,6 +184,9 @@ class Branch(Session):
             layer.empty_twin().take_over(self.own[index]) if index in self.own else copy.deepcopy(layer)
             for index, layer in enumerate(read.layers)
         ]
+        for layer in self.cache.layers:
+            if isinstance(layer, PressLayer):
+                layer.belong_to(self.cache)
         calls, self.passed = self.passed, []
         if calls:
             self.finish(self.cache, calls, ids, None)

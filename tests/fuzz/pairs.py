@@ -17,6 +17,8 @@ BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip"}
 """Layers share one budget, so only their mean is known."""
 DECIDING = {"simlayerkv"}
 """How much they keep depends on what they see."""
+RAGGED = {"adakv", "critical_adakv"}
+"""Heads of a layer share one budget."""
 PROTECTED = 16
 """Prompts of fewer tokens may be left whole: sinks and windows of all methods, as they are drawn here, are below."""
 

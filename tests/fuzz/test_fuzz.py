@@ -47,7 +47,7 @@ def settings_of(name: str) -> str:
     if method.holds:
         # Scores of snapkv fall with the distance, so that choosing by chunk, head or value makes a difference.
         tree[method.holds] = {"name": "snapkv", "window_size": 4}
-        if method.place == "wrapper":
+        if method.holds == "press":
             tree[method.holds]["compression_ratio"] = 0.5
     tree = {field: value for field, value in tree.items() if value is not None}
     return specs.text_of(specs.resolved_tree(tree))
