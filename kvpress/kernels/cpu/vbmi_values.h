@@ -1,0 +1,211 @@
+// Weighted sums of quantised values whose scales are per row and shared by a group of channels.
+#pragma once
+
+#include "vbmi_dot.h"
+
+#if defined(KVPRESS_INT8)
+namespace kvpress {
+
+class Int8Values {
+  // Chunks whose weights are all below this add nothing to a sum of weights that is at least one.
+  static constexpr float kSmallestWeight = 1e-20f;
+  static constexpr float kSmallestHalf = 0x1p-24f;
+
+ public:
+  // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
+  static bool fits(const Rows& side) {
+    if (side.dtype != kFloat16 || side.group_rows != 1) return false;
+    for (const Plane& plane : Planes(side))
+      for (int first = 0; first < side.channels; first += plane.bytes)
+        for (int at = 0; at < plane.bytes; at += 16) {
+          const int last = first + std::min(at + 16, plane.bytes) - 1;
+          if ((first + at) / side.group_channels != last / side.group_channels) return false;
+        }
+    return true;
+  }
+
+  Int8Values(const PackedRows& rows, int64_t queries)
+      : rows_(rows),
+        queries_(int(queries)),
+        groups_(int(rows.scales_per_row())),
+        pairs_((groups_ + 1) / 2),
+        pick_(groups_),
+        live_(groups_ * pairs_),
+        halves_(kChunk * groups_ + 64),
+        scale_(groups_ * kChunk),
+        zero_(groups_ * kChunk),
+        integral_(4 * kChunk),
+        zero_sum_(queries * groups_),
+        unit_(queries),
+        bytes_(queries * 2 * groups_ * kChunk),
+        words_(kChunk / 4) {
+    for (int g = 0; g < groups_; ++g)
+      for (int t = 0; t < 32; ++t) {
+        const int at = t * groups_ + g;
+        reinterpret_cast<uint16_t*>(&pick_[g])[t] = uint16_t(at % 64);
+        live_[g * pairs_ + at / 64] |= __mmask32(1) << t;
+      }
+  }
+
+  // acc[m, :] += sum_t weights[m, t] value_t; weights are zero from `count` to the next multiple of 32.
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    const int padded = round_up(chunk.count, 32);
+    rows_.locate(chunk.rows, chunk.count, padded, codes_);
+    const float bound = std::max(transpose_scales(rows_.side().scale, chunk, padded, scale_), kSmallestHalf);
+    transpose_scales(rows_.side().zero, chunk, padded, zero_);
+    for_query_tiles(queries_, [&](auto tile, int m) { fold<tile>(m, weights + m * kScoreStride, padded, bound); });
+    for (const Plane& plane : rows_.planes())
+      for (int at = 0; at < plane.bytes; at += 16) {
+        for_plane(plane, [&](auto bits, auto shift) {
+          for_query_tiles(queries_, [&](auto tile, int m) {
+            constexpr int kParts = bits == 8 ? 1 : 2;  // as many sums as the register file holds
+            for (int part = 0; part < 8 / bits; part += kParts) {
+              const Span span{plane, at, std::min(16, plane.bytes - at), part, padded, m};
+              float* out = acc + m * acc_stride;
+              if (m == 0 && part == 0)
+                accumulate<bits, shift, tile, kParts, true>(span, out, acc_stride);
+              else
+                accumulate<bits, shift, tile, kParts, false>(span, out, acc_stride);
+            }
+          });
+        });
+      }
+    const int width = int(rows_.side().group_channels);
+    for (int m = 0; m < queries_; ++m)
+      for (int g = 0; g < groups_; ++g)
+        for (int c = 0; c < width; ++c) acc[m * acc_stride + g * width + c] += zero_sum_[m * groups_ + g];
+  }
+
+ private:
+  // Scales of the chunk, [rows, groups], become [groups, rows]; returns the largest magnitude.
+  float transpose_scales(const void* base, const Chunk& chunk, int padded, f16* out) {
+    const uint16_t* from = gather_scales(static_cast<const uint16_t*>(base), chunk, padded);
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i best = _mm512_setzero_si512();  // halves without their sign are in the order of their bits
+    for (int t = 0; t < padded; t += 32, from += 32 * groups_)
+      for (int g = 0; g < groups_; ++g) {
+        __m512i picked = _mm512_setzero_si512();
+        for (int k = 0; k < pairs_; ++k) {
+          const __m512i a = _mm512_loadu_si512(from + 64 * k), b = _mm512_loadu_si512(from + 64 * k + 32);
+          picked = _mm512_or_si512(picked, _mm512_maskz_permutex2var_epi16(live_[g * pairs_ + k], a, pick_[g], b));
+        }
+        best = _mm512_max_epu16(best, _mm512_and_si512(picked, magnitude));
+        _mm512_store_si512(out + g * kChunk + t, picked);
+      }
+    return max_lane(max(_mm512_cvtph_ps(_mm512_castsi512_si256(best)),
+                        _mm512_cvtph_ps(_mm512_extracti64x4_epi64(best, 1))));
+  }
+
+  // The scales in place when whole vectors of them can be read there, a zero padded copy otherwise.
+  const uint16_t* gather_scales(const uint16_t* from, const Chunk& chunk, int padded) {
+    const uint16_t* first = from + chunk.rows[0] * groups_;
+    if (chunk.contiguous && chunk.count == padded && groups_ % 2 == 0) return first;
+    if (chunk.contiguous) {
+      std::copy_n(first, chunk.count * groups_, static_cast<uint16_t*>(halves_));
+    } else {
+      for (int t = 0; t < chunk.count; ++t)
+        for (int g = 0; g < groups_; ++g) halves_[t * groups_ + g] = from[chunk.rows[t] * groups_ + g];
+    }
+    std::fill(halves_ + chunk.count * groups_, halves_ + padded * groups_, uint16_t(0));
+    return halves_;
+  }
+
+  // Weights times scales as two bytes per row and group, and the weighted sum of the zeros.
+  template <int kQueries>
+  void fold(int m, const float* weights, int padded, float bound) {
+    for (int i = 0; i < kQueries; ++i) {
+      const float* weight = weights + i * kScoreStride;
+      F best = set1(kSmallestWeight);
+      for (int t = 0; t < padded; t += 16) best = max(best, load(weight + t));
+      const float largest = max_lane(best) * bound;
+      unit_[m + i] = largest / kIntRange;
+      const F factor = set1(kIntRange / largest);
+      for (int t = 0; t < padded; t += 16) store(integral_ + i * kChunk + t, mul(load(weight + t), factor));
+    }
+    // Locals, because a store of bytes may alias every member.
+    const float* const integral = integral_;
+    const ByteSplit split;
+    for (int g = 0; g < groups_; ++g) {
+      const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
+      int8_t* const byte = bytes(g, m);
+      F zeros[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
+      for (int t = 0; t < padded; t += 32) {
+        const F s0 = load(scale + t), s1 = load(scale + t + 16), z0 = load(zero + t), z1 = load(zero + t + 16);
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          int8_t* high = byte + i * 2 * kChunk + t;
+          const F w0 = load(integral + i * kChunk + t), w1 = load(integral + i * kChunk + t + 16);
+          split(w0, s0, w1, s1, high, high + kChunk);
+          zeros[i] = fma(w0, z0, fma(w1, z1, zeros[i]));
+        });
+      }
+      float sums[4];
+      store_sums(sums, zeros[0], zeros[1], zeros[2], zeros[3]);
+      for (int i = 0; i < kQueries; ++i) zero_sum_[(m + i) * groups_ + g] = unit_[m + i] * sums[i];
+    }
+  }
+
+  // What one call of accumulate covers: `count` bytes from `at` of a plane, the parts from `part`, queries from `m`.
+  struct Span {
+    const Plane& plane;
+    int at, count, part, rows, m;
+  };
+
+  // Word q: lane i holds byte `at + i` of rows 4q .. 4q + 3. The first call makes the words as it goes, which overlaps
+  // shuffles with multiplications; the others find them in words_.
+  template <int kBits, int kShift, int kQueries, int kParts, bool kFirst>
+  void accumulate(const Span& span, float* acc, int acc_stride) {
+    __m512i high[kParts][kQueries], low[kParts][kQueries], turn[kParts];
+    const int8_t* weight[kParts];
+    unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+      const int channel = (span.part + p) * span.plane.bytes + span.at;
+      weight[p] = bytes(channel / int(rows_.side().group_channels), span.m);
+      turn[p] = _mm512_set1_epi32(((span.part + p) * kBits - kShift) & 31);
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[p][i] = low[p][i] = _mm512_setzero_si512(); });
+    });
+    const __m512i order = interleaving(), mask = _mm512_set1_epi8(int8_t(((1 << kBits) - 1) << kShift));
+    const int rows = span.rows, offset = span.plane.offset + span.at, count = span.count;
+    for (int t = 0; t < rows; t += 4) {
+      __m512i* word = words_ + t / 4;
+      if (kFirst) *word = _mm512_permutexvar_epi8(order, load_lanes(codes_ + t, 1, offset, count));
+      unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+        const __m512i codes = _mm512_and_si512(_mm512_rorv_epi32(*word, turn[p]), mask);
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          multiply_add(high[p][i], codes, weight[p] + 2 * i * kChunk + t);
+          multiply_add(low[p][i], codes, weight[p] + (2 * i + 1) * kChunk + t);
+        });
+      });
+    }
+    const __mmask16 live = first_lanes(count);
+    unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        float* out = acc + i * acc_stride + (span.part + p) * span.plane.bytes + span.at;
+        const F product = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[p][i], 8), low[p][i]));
+        const F sum = fma(product, set1(unit_[span.m + i]), _mm512_maskz_loadu_ps(live, out));
+        _mm512_mask_storeu_ps(out, live, sum);
+      });
+    });
+  }
+
+  static __m512i interleaving() {
+    alignas(64) uint8_t index[64];
+    for (int i = 0; i < 64; ++i) index[i] = uint8_t(16 * (i % 4) + i / 4);
+    return _mm512_load_si512(index);
+  }
+
+  int8_t* bytes(int group, int m) const { return bytes_ + (group * queries_ + m) * 2 * kChunk; }
+
+  const PackedRows& rows_;
+  const int queries_, groups_, pairs_;
+  Buffer<__m512i> pick_;    // [groups]: where the scales of 32 rows are
+  Buffer<__mmask32> live_;  // [groups, pairs]: which of them each pair of source vectors holds
+  Buffer<uint16_t> halves_;
+  Buffer<f16> scale_, zero_;  // [groups, kChunk]
+  Buffer<float> integral_;    // [4, kChunk]: weights in units of the integers that they become, before their scale
+  Buffer<float> zero_sum_, unit_;
+  Buffer<int8_t> bytes_;      // [groups, M, {high, low}, kChunk]
+  Buffer<__m512i> words_;
+  const uint8_t* codes_[kChunk];
+};
+
+}  // namespace kvpress
+#endif
