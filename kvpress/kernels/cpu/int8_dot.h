@@ -24,7 +24,14 @@ inline Words load_words(const int32_t* p) {
 }
 inline void store_words(int32_t* p, Words x) { std::memcpy(p, &x, sizeof x); }
 
-inline F load_half(const f16* p, int count) { return count >= kLanes ? load(p) : load_part(p, std::max(count, 0)); }
+inline F load_half(const f16* p, int count) {
+  if (count >= kLanes) return load(p);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << std::max(count, 0)) - 1), p));
+#else
+  return load_part(p, std::max(count, 0));
+#endif
+}
 
 // Split round(x * y) of two vectors into signed bytes: product = 256 * high + low.
 class ByteSplit {
@@ -82,68 +89,66 @@ constexpr bool kWholeBytes = false;
 template <int kBits>
 constexpr int kHalves = kBits == 8 && !kWholeBytes ? 2 : 1;
 
-// Codes of one part, still one per byte, multiplied by 2^kShift; of 8-bit codes the given half.
-template <int kBits, int kShift>
+// Takes the codes of one part out of words, one per byte; of 8-bit codes the given half.
+template <int kBits>
 class Part {
  public:
   KVPRESS_INLINE Part(int part, int half)
-      : right_(kBits == 8 ? 4 * half : part * kBits - kShift),
-        mask_(UnsignedWords{} + uint32_t(((1 << std::min(kBits, kWholeBytes ? 8 : 4)) - 1) << kShift) * 0x01010101u) {}
+      : right_(UnsignedWords{} + uint32_t(kBits == 8 ? 4 * half : kBits * part)),
+        mask_(UnsignedWords{} + ((1u << std::min(kBits, 4)) - 1) * 0x01010101u) {}
 
   KVPRESS_INLINE Words operator()(Words word) const {
     if constexpr (kBits == 8 && kWholeBytes) return word;
-    const UnsignedWords bits = (UnsignedWords)word;
-    return (Words)((right_ >= 0 ? bits >> right_ : bits << -right_) & mask_);
+    return (Words)(((UnsignedWords)word >> right_) & mask_);
   }
 
  private:
-  const int right_;
-  const UnsignedWords mask_;
+  const UnsignedWords right_, mask_;
 };
 
-// Per lane, sums of four unsigned codes times the same four signed bytes.
-class Products {
- public:
-  // How many products of codes of 4 bits fit into the sums; fewer bits leave room for as many parts of a byte more.
+// sum[lane] += four unsigned codes of the lane times the same four signed bytes. Sums are plain vectors: compilers leave
+// arrays of classes that hold one on the stack.
 #if defined(__AVX512VNNI__)
-  static constexpr bool kNarrow = false;
-  // Assembly, because compilers neither fold the broadcast into the instruction nor leave the sums in place, which costs
-  // as much as the product itself.
-  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums_) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(four)));
-  }
-  KVPRESS_INLINE Words take() const { return sums_; }
+constexpr bool kNarrow = false;
+// Assembly, because compilers neither fold the broadcast into the instruction nor leave the sums in place, which costs as
+// much as the product itself.
+KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
+  Words x = sum;  // an operand of its own, because what is passed by reference must live in memory
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(x) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(four)));
+  sum = x;
+}
 #elif defined(__AVX2__)
-  static constexpr bool kNarrow = true;  // 16-bit sums: 8 x 2 x 15 x 128 fit, then they are taken
-  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
-    int32_t pair;
-    std::memcpy(&pair, four, sizeof pair);
+constexpr bool kNarrow = true;  // 16-bit sums: 8 x 2 x 15 x 128 fit, then they are taken
+KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
+  int32_t bytes;
+  std::memcpy(&bytes, four, sizeof bytes);
 #if defined(__AVX512F__)
-    sums_ = (Words)_mm512_add_epi16((__m512i)sums_, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(pair)));
+  Words x = (Words)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(bytes)));
 #else
-    sums_ = (Words)_mm256_add_epi16((__m256i)sums_, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(pair)));
+  Words x = (Words)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(bytes)));
 #endif
-  }
-  KVPRESS_INLINE Words take() {
-#if defined(__AVX512F__)
-    const Words wide = (Words)_mm512_madd_epi16((__m512i)sums_, _mm512_set1_epi16(1));
+  asm("" : "+v"(x));  // or compilers add up trees of products, which do not fit into the registers
+  sum = x;
+}
 #else
-    const Words wide = (Words)_mm256_madd_epi16((__m256i)sums_, _mm256_set1_epi16(1));
-#endif
-    sums_ = Words{};
-    return wide;
-  }
-#else
-  static constexpr bool kNarrow = false;
-  KVPRESS_INLINE void add(Words codes, const int8_t* four) {
-    sums_ = (Words)vdotq_s32((int32x4_t)sums_, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)four)));
-  }
-  KVPRESS_INLINE Words take() const { return sums_; }
+constexpr bool kNarrow = false;
+KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
+  sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)four)));
+}
 #endif
 
- private:
-  Words sums_{};
-};
+// The sum per lane of 32 bits.
+KVPRESS_INLINE Words whole(Words sum) {
+  if constexpr (!kNarrow) return sum;
+#if defined(__AVX512F__)
+  return (Words)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return (Words)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#endif
+}
+
+// 2^left (256 high + low)
+KVPRESS_INLINE Words joined(Words high, Words low, int left) { return ((whole(high) << 8) + whole(low)) << left; }
 
 // Instantiate `step` for the widths that a plane can have.
 template <class Step>

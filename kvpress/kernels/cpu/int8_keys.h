@@ -105,34 +105,30 @@ class Int8Keys {
   template <int kBits, int kShift, int kQueries, bool kFirst>
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
   void dot(const Plane& plane, const uint8_t* const* codes, int m) {
-    for (int half = 0; half < kHalves<kBits>; ++half) {
-      Products high[kQueries], low[kQueries];
-      const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
-      for (int at = 0; at < plane.bytes; at += kBlock) {
-        Words* column = columns_ + at / 4;
-        if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
-        for (int k = 0; k < 4; ++k)
-          unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
-            const Words word = Part<kBits, kShift>(part, half)(column[k]);
-            const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
-            unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-              high[i].add(word, query + i * 2 * kMaxChannels);
-              low[i].add(word, query + (i * 2 + 1) * kMaxChannels);
+    const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
+    const int step = kNarrow ? kBlock : plane.bytes;
+    for (int half = 0; half < kHalves<kBits>; ++half)
+      for (int begin = 0; begin < plane.bytes; begin += step) {
+        Words high[kQueries], low[kQueries];
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = Words{}; });
+        for (int at = begin; at < begin + step; at += kBlock) {
+          Words* column = columns_ + at / 4;
+          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
+          for (int k = 0; k < 4; ++k)
+            unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
+              const Words word = Part<kBits>(part, half)(column[k]);
+              const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
+              unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+                multiply_add(high[i], word, query + i * 2 * kMaxChannels);
+                multiply_add(low[i], word, query + (i * 2 + 1) * kMaxChannels);
+              });
             });
-          });
-        if (Products::kNarrow) collect<kQueries>(high, low, half, m);
+        }
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          int32_t* sum = sums_ + kLanes * (m + i);
+          store_words(sum, load_words(sum) + joined(high[i], low[i], 4 * half + kShift));
+        });
       }
-      if (!Products::kNarrow) collect<kQueries>(high, low, half, m);
-    }
-  }
-
-  template <int kQueries>
-  KVPRESS_INLINE void collect(Products* high, Products* low, int half, int m) {
-    unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-      int32_t* sum = sums_ + kLanes * (m + i);
-      const Words product = (high[i].take() << 8) + low[i].take();
-      store_words(sum, load_words(sum) + (product << (4 * half)));
-    });
   }
 
   const PackedRows& rows_;

@@ -107,8 +107,7 @@ class Int8Values {
         zero_sum_(queries * groups_),
         unit_(queries),
         bytes_(queries * 2 * groups_ * kChunk),
-        words_(kChunk / 4 * kBlockVectors),
-        sums_(8 * kBlock) {}
+        words_(kChunk / 4 * kBlockVectors) {}
 
   // acc[m, :] += sum_t weights[m, t] value_t; weights are zero from `count` to the next multiple of 32.
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
@@ -213,38 +212,38 @@ class Int8Values {
       const int channel = (span.part + p) * span.plane.bytes + span.first();
       weight[p] = bytes(channel / int(rows_.side().group_channels), span.m);
     });
-    std::memset(static_cast<void*>(sums_), 0, kParts * kQueries * kLanes * sizeof(int32_t));
+    // Locals, because stores may alias every member.
+    const uint8_t* const* const codes = codes_;
+    const float* const units = unit_ + span.m;
     const Interleave interleave;
-    const int rows = span.rows, offset = span.plane.offset + span.at, count = span.plane.bytes - span.at;
+    const int vector = span.vector, offset = span.plane.offset + span.at, left = span.plane.bytes - span.at;
+    const int step = kNarrow ? 32 : span.rows;
     for (int half = 0; half < kHalves<kBits>; ++half) {
-      Products high[kParts][kQueries], low[kParts][kQueries];
-      const auto collect = [&]() KVPRESS_INLINE_LAMBDA {
+      const Part<kBits> parts[] = {{span.part, half}, {span.part + 1, half}};
+      for (int begin = 0; begin < span.rows; begin += step) {
+        Words high[kParts][kQueries], low[kParts][kQueries];
         unrolled<kParts * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA {
-          Products &h = high[j / kQueries][j % kQueries], &l = low[j / kQueries][j % kQueries];
-          int32_t* sum = sums_ + kLanes * j;
-          store_words(sum, load_words(sum) + (((h.take() << 8) + l.take()) << (4 * half)));
+          high[j / kQueries][j % kQueries] = low[j / kQueries][j % kQueries] = Words{};
         });
-      };
-      for (int t = 0; t < rows; t += 4) {
-        Words* word = words_ + t / 4 * kBlockVectors;
-        if (kFirst && half == 0) interleave(codes_ + t, offset, count, word);
-        unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
-          const Words codes = Part<kBits, kShift>(span.part + p, half)(word[span.vector]);
-          unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-            high[p][i].add(codes, weight[p] + 2 * i * kChunk + t);
-            low[p][i].add(codes, weight[p] + (2 * i + 1) * kChunk + t);
+        Words* word = words_ + begin / 4 * kBlockVectors;
+        for (int t = begin; t < begin + step; t += 4, word += kBlockVectors) {
+          if (kFirst && half == 0) interleave(codes + t, offset, left, word);
+          unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+            const Words part = parts[p](word[vector]);
+            unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+              multiply_add(high[p][i], part, weight[p] + 2 * i * kChunk + t);
+              multiply_add(low[p][i], part, weight[p] + (2 * i + 1) * kChunk + t);
+            });
           });
+        }
+        unrolled<kParts * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA {
+          constexpr int p = j / kQueries, i = j % kQueries;
+          const Words product = joined(high[p][i], low[p][i], 4 * half + kShift);
+          float* out = acc + i * acc_stride + (span.part + p) * span.plane.bytes + span.first();
+          add_part(out, mul((F)__builtin_convertvector(product, Floats), set1(units[i])), span.count);
         });
-        if (Products::kNarrow && t % 32 == 28) collect();
       }
-      if (!Products::kNarrow) collect();
     }
-    unrolled<kParts * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA {
-      constexpr int p = j / kQueries, i = j % kQueries;
-      float* out = acc + i * acc_stride + (span.part + p) * span.plane.bytes + span.first();
-      const F product = (F)__builtin_convertvector(load_words(sums_ + kLanes * j), Floats);
-      add_part(out, mul(product, set1(unit_[span.m + i])), span.count);
-    });
   }
 
   // out[0 .. count) += x
@@ -271,7 +270,6 @@ class Int8Values {
   Buffer<float> zero_sum_, unit_;
   Buffer<int8_t> bytes_;      // [groups, M, {high, low}, kChunk]
   Buffer<Words> words_;       // [kChunk / 4, kBlockVectors]
-  Buffer<int32_t> sums_;      // [parts, M, kLanes] of one span
   const uint8_t* codes_[kChunk];
 };
 

@@ -5,13 +5,8 @@
 
 #include "corrector.h"
 #include "dense_reader.h"
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#include "vbmi_keys.h"  // a third faster there than what all levels share
-#include "vbmi_values.h"
-#else
 #include "int8_keys.h"
 #include "int8_values.h"
-#endif
 
 namespace kvpress {
 
