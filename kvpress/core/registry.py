@@ -7,6 +7,7 @@ looked through.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -109,8 +110,9 @@ def entries() -> list[Entry]:
     return sorted(_entries.values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
 
 
+@functools.cache
 def load(package: str) -> None:
-    """Import every module of a package."""
+    """Import every module of a package, once."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")
 

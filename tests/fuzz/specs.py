@@ -343,8 +343,8 @@ def draw(
     scorer: str | None, wrapper: str | None, outer: str | None, schedule: str, codec: str | None, selector: str | None,
     rng: random.Random,
 ) -> str | None:  # fmt: skip
-    """Draw a spec of these methods, None where they cannot be composed."""
-    for _ in range(64):
+    """Draw a spec of these methods; None where they cannot be composed, or only with settings that were not drawn."""
+    for _ in range(3):
         trees = [] if scorer is None else evicting(scorer, wrapper, outer, schedule, rng)
         trees += [settings_for(name, rng) for name in (codec, selector) if name is not None]
         if is_spec(trees or [{"name": "none"}]):
