@@ -37,8 +37,9 @@ class CompiledKernels(BuildHookInterface):
         for path in self._built.rglob("*.so"):
             build_data["force_include"][str(path)] = str(packaged / path.relative_to(self._built))
         build_data["pure_python"] = False
-        # Any Python: the libraries know nothing of it. They need a C library as new as this machine's.
-        build_data["tag"] = f"py3-none-{next(platform_tags())}"
+        # The libraries know nothing of Python, but need a C library as new as this machine's; `linux_*` does not say so.
+        platform = min(platform_tags(), key=lambda tag: tag.startswith("linux_"))
+        build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled."""

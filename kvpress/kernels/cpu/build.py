@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvpress import env
 from kvpress.kernels.cpu import libraries
-from kvpress.kernels.cpu.libraries import KERNELS, LEVELS, PROBE, BuildError, Library, say_once
+from kvpress.kernels.cpu.libraries import KERNELS, LEVELS, PROBE, BuildError, Library, library, say_once
 
 
 class FolderError(BuildError):
@@ -52,14 +52,14 @@ def best_level() -> str:
     refused: dict[str, BuildError] = {}
     for level in [wanted] if wanted else reversed(levels):
         try:
-            _load([Library(level, source) for source in KERNELS])
+            _load([library(level, source) for source in KERNELS])
         except FolderError:
             raise
         except BuildError as error:
             refused[level] = error
             continue
         if refused:
-            say_once(f"CPU kernels run at level {level} only, because of {levels[-1]}: {refused[levels[-1]]}")
+            say_once(f"CPU kernels for {levels[-1]} are not available, those for {level} run: {refused[levels[-1]]}")
         return level
     raise next(iter(refused.values()))
 
@@ -67,21 +67,21 @@ def best_level() -> str:
 @functools.cache
 def load(level: str, source: str = "decode.cpp") -> ctypes.CDLL:
     """The kernels of one source at one level; raises `BuildError` where they can neither be found nor compiled."""
-    (kernels,) = _load([Library(level, source)])
+    (kernels,) = _load([library(level, source)])
     return kernels
 
 
 def _load(wanted: Sequence[Library]) -> list[ctypes.CDLL]:
-    """Load libraries of one level, compiling those that are neither in the package nor in a cache folder."""
-    loaded = {library: kernels for library in wanted if (kernels := _packaged(library))}
-    if missing := [library for library in wanted if library not in loaded]:
+    """Load libraries, compiling those that are neither in the package nor in a cache folder."""
+    loaded = {each: kernels for each in wanted if (kernels := _packaged(each))}
+    if missing := [each for each in wanted if each not in loaded]:
         loaded |= zip(missing, _from_cache(missing), strict=True)
-    return [loaded[library] for library in wanted]
+    return [loaded[each] for each in wanted]
 
 
-def _packaged(library: Library) -> ctypes.CDLL | None:
+def _packaged(wanted: Library) -> ctypes.CDLL | None:
     """The library that the installed package brings. Who may write there may write this file too, so no owner is checked."""
-    path = library.find(libraries.PACKAGED)
+    path = wanted.find(libraries.PACKAGED)
     try:
         return _open(path) if path else None
     except OSError as error:
@@ -119,41 +119,42 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def compiled(wanted: Sequence[Library], folder: Path) -> list[Path]:
-    """Files of libraries of one level in a cache folder, compiled where it has none that are whole.
+    """Files of libraries in a cache folder, compiled where it has none that are whole.
 
     Raises:
         BuildError: they do not compile.
         OSError: the folder cannot be used.
     """
     key = libraries.compiler_key()
+    folders = [folder, *(folder / level for level in sorted({each.level for each in wanted}))]
 
     def find() -> dict[Library, Path]:
-        if folder.exists():
-            _check_owner(folder)
-        return {library: path for library in wanted if (path := library.find(folder, key))}
+        for path in folders:
+            if path.exists():
+                _check_owner(path)
+        return {each: whole for each in wanted if (whole := each.find(folder, key))}
 
     found = find()
     if len(found) < len(wanted):
-        level = wanted[0].level
-        for path in (folder, folder / level):
+        for path in folders:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_owner(path)
-        with _alone_in(folder / level):
+        with contextlib.ExitStack() as locks:
+            for path in folders[1:]:
+                locks.enter_context(_alone_in(path))
             found = find()  # another process may have compiled them meanwhile
-            todo = [library for library in wanted if library not in found]
-            with _announced(level, todo, folder):
+            todo = [each for each in wanted if each not in found]
+            with _announced(todo, folder):
                 found |= zip(todo, libraries.compile_all(todo, folder), strict=True)
-    return [found[library] for library in wanted]
+    return [found[each] for each in wanted]
 
 
 @contextlib.contextmanager
-def _announced(level: str, todo: list[Library], folder: Path) -> Iterator[None]:
+def _announced(todo: list[Library], folder: Path) -> Iterator[None]:
     """Say what is being compiled, and how long it took; the probe takes no time worth a word."""
-    names = ", ".join(Path(library.source).stem for library in todo if library.source != PROBE)
+    names = ", ".join(f"{Path(each.source).stem} for {each.level}" for each in todo if each.source != PROBE)
     started = time.monotonic()
     if names:
-        compiler = libraries.compiler()
-        libraries.logger.warning("compiling CPU kernels for %s with %s, once: %s", level, compiler, names)
+        libraries.logger.warning("compiling CPU kernels with %s, once: %s", libraries.compiler(), names)
     yield
     if names:
         libraries.logger.warning("compiled in %.0f s, kept in %s", time.monotonic() - started, folder)
@@ -179,7 +180,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            libraries.logger.warning("waiting for another process that compiles CPU kernels in %s", folder)
+            say_once(f"waiting for another process that compiles CPU kernels in {folder.parent}")
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             pass

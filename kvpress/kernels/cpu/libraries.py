@@ -58,6 +58,16 @@ X86_LEVELS: dict[str, tuple[str, ...]] = {
 LEVELS = ARM_LEVELS if platform.machine().lower() in ("aarch64", "arm64") else X86_LEVELS
 """Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``."""
 
+ASKED = {
+    "neon_dot": "__ARM_FEATURE_DOTPROD",
+    "avx2": "__AVX2__",
+    "avx512": "__AVX512F__",
+    "avx512_vnni": "__AVX512VNNI__",
+    "avx512_vbmi": "__AVX512VBMI__",
+    "avx512_bf16": "__AVX512BF16__",
+}
+"""The macro with which sources ask for what a level adds."""
+
 
 class BuildError(RuntimeError):
     """The kernels cannot be compiled or loaded here; the message says why."""
@@ -125,6 +135,15 @@ class Library:
         return made
 
 
+def library(level: str, source: str) -> Library:
+    """Return the library of a source for a level: that of a slower level where the source asks for nothing beyond it."""
+    text, levels = "".join(map(_text, _included(source))), list(LEVELS)
+    at = levels.index(level)
+    while at and ASKED[levels[at]] not in text:
+        at -= 1
+    return Library(levels[at], source)
+
+
 def compile_all(libraries: Iterable[Library], folder: Path) -> list[Path]:
     """Compile libraries into a folder, as many at a time as the machine has processors; raises as `Library.compile`."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -144,24 +163,26 @@ def package(levels: Sequence[str], folder: Path) -> dict[str, CompilerError]:
     Raises:
         BuildError: there is no compiler, or none of the levels compiles.
     """
-    refused: dict[str, CompilerError] = {}
+    refused: dict[Library, CompilerError] = {}
 
-    def attempt(library: Library) -> None:
+    def attempt(wanted: Library) -> None:
         try:
-            library.compile(folder)
+            wanted.compile(folder)
         except CompilerError as error:
-            refused[library.level] = error
+            refused[wanted] = error
 
     Library("baseline", PROBE).compile(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(attempt, [Library(level, source) for source in KERNELS for level in levels]))
-    if len(refused) == len(levels):
-        raise next(iter(refused.values()))
-    for level in refused:
-        for path in (folder / level).glob("*.so"):
-            if not path.name.startswith(f"{Path(PROBE).stem}-"):
-                path.unlink()
-    return refused
+        list(pool.map(attempt, dict.fromkeys(library(level, source) for source in KERNELS for level in levels)))
+    lacking = {
+        level: refused[wanted]
+        for level in levels
+        for source in KERNELS
+        if (wanted := library(level, source)) in refused
+    }
+    if len(lacking) == len(levels):
+        raise next(iter(lacking.values()))
+    return lacking
 
 
 def levels_named(text: str) -> list[str]:

@@ -135,6 +135,17 @@ def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(files(tmp_path)) == 2
 
 
+def test_levels_share_the_libraries_of_sources_that_ask_for_nothing_they_add() -> None:
+    assert set(libraries.LEVELS) - {"baseline"} <= set(libraries.ASKED)
+    for level in libraries.LEVELS:
+        assert libraries.library(level, "decode.cpp").level == level
+    if "avx512" in libraries.LEVELS:
+        assert {libraries.library(level, "select.cpp").level for level in libraries.LEVELS if "512" in level} == {
+            "avx512"
+        }
+        assert libraries.library("avx2", "select.cpp").level == "avx2"
+
+
 def test_a_library_is_named_after_the_headers_it_includes_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def names() -> dict[str, str]:
         return {source: Library("baseline", source).name for source in libraries.KERNELS}
@@ -236,7 +247,7 @@ def _compile(folder: Path, started: Any, compiles: Any, waits: Any) -> None:
 
     class Waits(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            assert record.getMessage() == f"waiting for another process that compiles CPU kernels in {folder}/baseline"
+            assert record.getMessage() == f"waiting for another process that compiles CPU kernels in {folder}"
             with waits.get_lock():
                 waits.value += 1
 
@@ -274,7 +285,7 @@ def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_no
         monkeypatch.setattr(libraries.Library, "find", lambda library, folder, compiler="*": Path(library.source))
         build._load([Library("baseline", "select.cpp"), Library("baseline", "mass.cpp")])
     assert messages(caplog) == [
-        f"compiling CPU kernels for baseline with {libraries.compiler()}, once: select, mass",
+        f"compiling CPU kernels with {libraries.compiler()}, once: select for baseline, mass for baseline",
         f"compiled in 0 s, kept in {tmp_path / 'kvpress'}",
     ]
 
@@ -294,7 +305,9 @@ def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_i
     monkeypatch.setattr(build, "_load", load)
     with caplog.at_level(logging.WARNING, logger="kvpress"):
         assert build.best_level() == "baseline"
-    assert messages(caplog) == [f"CPU kernels run at level baseline only, because of {levels[-1]}: unrecognized option"]
+    assert messages(caplog) == [
+        f"CPU kernels for {levels[-1]} are not available, those for baseline run: unrecognized option"
+    ]
     monkeypatch.setenv("KVPRESS_CPU_LEVEL", levels[-1])
     build.best_level.cache_clear()
     with pytest.raises(CompilerError, match="unrecognized option"):
