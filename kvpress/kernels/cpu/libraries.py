@@ -241,7 +241,8 @@ def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603 - fixed flags
     except subprocess.CalledProcessError as error:
-        raise CompilerError(f"{command[0]} failed: {error.stderr.strip()[-500:]}") from error
+        said = error.stderr.strip()[-500:] or f"exit status {error.returncode}"
+        raise CompilerError(f"{command[0]} failed: {said}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(str(error)) from error
     return done.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,13 @@ def test_levels_that_the_compiler_refuses_are_left_out_of_the_wheel(
     monkeypatch.setattr(libraries, "KERNELS", ("probe.cpp",))
     assert list(libraries.package(["baseline", "avx1024"], tmp_path)) == ["avx1024"]
     assert {path.parent.name for path in files(tmp_path)} == {"baseline"}
+
+
+def test_the_build_hook_needs_no_torch() -> None:
+    folder = libraries.SOURCES
+    code = f"import sys; sys.path[:0] = [{str(folder.parents[2])!r}, {str(folder)!r}]; import libraries; "
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'kvpress.kernels')))"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - our own code
 
 
 def test_the_levels_of_a_wheel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
