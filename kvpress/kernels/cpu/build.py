@@ -136,6 +136,8 @@ def compiled(wanted: Sequence[Library], folder: Path) -> list[Path]:
 
     found = find()
     if len(found) < len(wanted):
+        for level in {each.level for each in wanted if each not in found}:
+            libraries.check_compiler(level)
         for path in folders:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as locks:

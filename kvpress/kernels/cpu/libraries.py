@@ -205,6 +205,11 @@ def compiler() -> str:
     raise BuildError(f"no C++ compiler found ({wanted or 'c++, g++, clang++'})")
 
 
+def check_compiler(level: str) -> None:
+    """Raise `CompilerError`, in no time, if the compiler does not know the flags of a level."""
+    _run([compiler(), *COMMON_FLAGS, *LEVELS[level], "-fsyntax-only", "-x", "c++", os.devnull])
+
+
 @functools.cache
 def _version() -> str:
     return _run([compiler(), "--version"])

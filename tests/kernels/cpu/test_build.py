@@ -292,6 +292,17 @@ def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_no
 
 @compiled
 @pytest.mark.usefixtures("forgetful")
+def test_flags_that_the_compiler_refuses_are_found_out_before_a_word_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(libraries.LEVELS, "baseline", ("-mavx1024",))
+    with caplog.at_level(logging.WARNING, logger="kvpress"), pytest.raises(CompilerError, match="mavx1024"):
+        build.compiled([Library("baseline", "select.cpp")], tmp_path)
+    assert messages(caplog) == []
+
+
+@compiled
+@pytest.mark.usefixtures("forgetful")
 def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
