@@ -17,6 +17,11 @@ def cpu_level() -> str | None:
     return os.environ.get("KVPRESS_CPU_LEVEL") or None
 
 
+def wheel_levels() -> str:
+    """The levels that ``KVPRESS_WHEEL_LEVELS`` wants in a wheel: ``all``, ``none``, or names with commas between them."""
+    return os.environ.get("KVPRESS_WHEEL_LEVELS") or "all"
+
+
 def user() -> int:
     """Number of the user that runs this process; 0 where the system has none."""
     return os.getuid() if hasattr(os, "getuid") else 0

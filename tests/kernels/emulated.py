@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpress import env
-from kvpress.kernels.cpu import build, launch
+from kvpress.kernels.cpu import launch, libraries
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "quantise", "scores", "select")
@@ -28,14 +28,14 @@ missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 @functools.cache
 def runner() -> Path:
     """Compile the kernels and `runner.cpp` into one program for ARM, once for all processes."""
-    files = [Path(__file__).with_name("runner.cpp"), *(build.SOURCES / f"{name}.cpp" for name in SOURCES)]
-    key = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *sorted(build.SOURCES.glob("*.h"))]))
+    files = [Path(__file__).with_name("runner.cpp"), *(libraries.SOURCES / f"{name}.cpp" for name in SOURCES)]
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *sorted(libraries.SOURCES.glob("*.h"))]))
     program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
             built = Path(scratch) / program.name
-            flags = (*build.COMMON_FLAGS, *build.ARM_LEVELS[LEVEL], "-static")
+            flags = (*libraries.COMMON_FLAGS, *libraries.ARM_LEVELS[LEVEL], "-static")
             command = [COMPILER, *(flag for flag in flags if flag != "-shared"), *map(str, files), "-o", str(built)]
             subprocess.run(command, check=True, timeout=600)  # noqa: S603 - fixed flags
             built.replace(program)

@@ -19,12 +19,14 @@ logger = logging.getLogger("kvpress")
 def level() -> str | None:
     """The instruction-set level that runs here, see `build.best_level`; None, with one warning, if none can be built."""
     try:
-        best = build.best_level()
-        build.load(best)
+        return build.best_level()
     except build.BuildError as error:
-        logger.warning("CPU kernels are not available, decoding falls back to plain torch: %s", error)
+        logger.warning(
+            "CPU kernels are not available, decoding falls back to plain torch: %s; install a C++ compiler or a wheel that "
+            "brings the kernels",
+            error,
+        )
         return None
-    return best
 
 
 def available(tensor: Tensor) -> bool:

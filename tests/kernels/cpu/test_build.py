@@ -19,20 +19,35 @@ import torch
 
 from kvpress import env
 from kvpress.kernels import Options, Ranges, counters, decode, reset_counters
-from kvpress.kernels.cpu import build, launch
+from kvpress.kernels.cpu import build, launch, libraries
+from kvpress.kernels.cpu.libraries import PROBE, BuildError, CompilerError, Library
 from kvpress.kernels.triton.device import _give_home
 from tests.kernels.builders import dense
+
+compiled = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+PROBING = Library("baseline", PROBE)
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """No remembered compiler, libraries or level, before and after the test."""
-    cached = (build.compiler, build.supported_levels, build.best_level, build.load, build._say_once, launch.level)
-    for function in cached:
-        function.cache_clear()
+    forget()
     yield
-    for function in cached:
-        function.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for module in (libraries, build, launch):
+        for function in vars(module).values():
+            getattr(function, "cache_clear", lambda: None)()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
 
 
 def attend() -> torch.Tensor:
@@ -51,14 +66,15 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
         attend()
     assert counters() == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "CPU kernels are not available, decoding falls back to plain torch: no C++ compiler found (no-such-compiler)"
+        "CPU kernels are not available, decoding falls back to plain torch: no C++ compiler found (no-such-compiler); "
+        "install a C++ compiler or a wheel that brings the kernels"
     ]
 
 
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@compiled
 def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for level in build.supported_levels():
+    for level in build.supported_levels()[-2:]:
         monkeypatch.setenv("KVPRESS_CPU_LEVEL", level)
         build.best_level.cache_clear(), launch.level.cache_clear()
         assert launch.level() == level
@@ -66,7 +82,7 @@ def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@compiled
 @pytest.mark.parametrize(
     ("wanted", "why"), [("sse9", "there is no such level"), ("avx512_bf16", "this processor lacks it")]
 )
@@ -78,45 +94,66 @@ def test_a_level_that_cannot_run_is_refused(wanted: str, why: str, monkeypatch: 
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "made nothing")])
+def test_a_compiler_that_fails_is_reported(
+    does: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "cxx"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo unhappy >&2; exit 1; }\n')
+    broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {does}; }}\n')
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(build.BuildError, match="unhappy"):
+    with pytest.raises(BuildError, match=why):
         build.supported_levels()
-    assert launch.level() is None
+    with caplog.at_level(logging.WARNING, logger="kvpress"):
+        assert torch.equal(attend(), torch.ones(1, 1, 8))
+    (message,) = messages(caplog)
+    assert why in message
 
 
-@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@compiled
 @pytest.mark.usefixtures("forgetful")
 def test_libraries_are_built_once_and_leave_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.supported_levels()
-    (built,) = (tmp_path / "kvpress").iterdir()
+    (built,) = files(tmp_path)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kvpress", built.parent)} == {0o700}
     stamp = built.stat().st_mtime_ns
-    build.supported_levels.cache_clear()
+    forget()
     build.supported_levels()
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "kvpress").iterdir()] == [stamp]
+    assert [path.stat().st_mtime_ns for path in files(tmp_path)] == [stamp]
 
 
-@pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+@compiled
 @pytest.mark.usefixtures("forgetful")
 def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.supported_levels()
-    monkeypatch.setattr(build, "COMMON_FLAGS", (*build.COMMON_FLAGS, "-O1"))
-    build.supported_levels.cache_clear()
+    monkeypatch.setattr(libraries, "COMMON_FLAGS", (*libraries.COMMON_FLAGS, "-O1"))
+    forget()
     build.supported_levels()
-    assert len(list((tmp_path / "kvpress").iterdir())) == 2
+    assert len(files(tmp_path)) == 2
 
 
-compiled = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+def test_levels_share_the_libraries_of_sources_that_ask_for_nothing_they_add() -> None:
+    assert set(libraries.LEVELS) - {"baseline"} <= set(libraries.ASKED)
+    for level in libraries.LEVELS:
+        assert libraries.library(level, "decode.cpp").level == level
+    if "avx512" in libraries.LEVELS:
+        assert {libraries.library(level, "select.cpp").level for level in libraries.LEVELS if "512" in level} == {
+            "avx512"
+        }
+        assert libraries.library("avx2", "select.cpp").level == "avx2"
 
 
-def libraries(folder: Path) -> list[Path]:
-    return sorted((folder / "kvpress").iterdir())
+def test_a_library_is_named_after_the_headers_it_includes_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> dict[str, str]:
+        return {source: Library("baseline", source).name for source in libraries.KERNELS}
+
+    assert {"decode.cpp", "packed_reader.h", "attend.h", "simd.h"} <= set(libraries._included("decode.cpp"))
+    before, text = names(), libraries._text
+    monkeypatch.setattr(libraries, "_text", lambda file: text(file) + ("// changed" if file == "select.h" else ""))
+    assert [source for source, name in names().items() if name != before[source]] == ["select.cpp"]
 
 
 @compiled
@@ -126,16 +163,17 @@ def test_a_damaged_library_is_compiled_again(
     damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built = build._library("probe.cpp", (), tmp_path / "kvpress")  # not loaded: what is mapped must not change
+    (tmp_path / "kvpress").mkdir(mode=0o700)
+    (built,) = build.compiled([PROBING], tmp_path / "kvpress")  # not loaded: what is mapped must not change
     whole = built.read_bytes()
     half = len(whole) // 2
     flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
     built.write_bytes({"truncated": whole[:half], "empty": b"", "flipped": flipped}[damage])
     with caplog.at_level(logging.WARNING, logger="kvpress"):
         assert build.supported_levels()
-    (again,) = libraries(tmp_path)
-    assert again.stem.endswith(build._digest(again))
-    assert "is damaged and is compiled again" in caplog.text
+    (again,) = files(tmp_path)
+    assert again.stem.endswith(libraries.digest(again))
+    assert messages(caplog) == [f"{built} is damaged and is not loaded"]
 
 
 def test_without_a_home_libraries_lie_among_the_temporary_files(
@@ -177,13 +215,13 @@ def test_a_folder_that_cannot_be_written_is_replaced_with_a_warning(
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="kvpress"):
         assert build.supported_levels()
-    (message,) = [record.getMessage() for record in caplog.records]
+    (message,) = messages(caplog)
     assert message.startswith(f"compiled kernels are kept in {tmp_path / f'kvpress-{os.getuid()}'}, because of ")
     assert message.endswith("set XDG_CACHE_HOME to another folder")
     (tmp_path / "x").touch()
     monkeypatch.setattr(env, "cache_dirs", lambda: [tmp_path / "x" / "y"])
-    with pytest.raises(build.BuildError, match=r"no folder for compiled kernels can be used: .*set XDG_CACHE_HOME"):
-        build._load("probe.cpp", ("-O1",))
+    with pytest.raises(BuildError, match=r"no folder for compiled kernels can be used: .*set XDG_CACHE_HOME"):
+        build._load([PROBING])
 
 
 @compiled
@@ -194,37 +232,97 @@ def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monke
     shared.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(PermissionError, match="others can write to it"):
-        build._library("probe.cpp", (), shared)
+        build.compiled([PROBING], shared)
 
 
-def _compile(folder: str, started: Any, compiles: Any) -> None:
-    os.environ["XDG_CACHE_HOME"] = folder
-    run = build._run
+def _compile(folder: Path, started: Any, compiles: Any, waits: Any) -> None:
+    run = libraries._run
 
     def counted(command: list[str]) -> str:
-        if "-o" in command:
+        if "-c" in command:
             with compiles.get_lock():
                 compiles.value += 1
             time.sleep(0.3)
         return run(command)
 
-    build._run = counted
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.getMessage() == f"waiting for another process that compiles CPU kernels in {folder}"
+            with waits.get_lock():
+                waits.value += 1
+
+    libraries._run = counted
+    libraries.logger.addHandler(Waits())
     started.wait()
-    build._library("probe.cpp", (), Path(folder) / "kvpress")
+    build.compiled([PROBING], folder)
 
 
 @compiled
-def test_of_several_first_compilations_one_compiles_and_the_others_wait(tmp_path: Path) -> None:
+def test_of_several_first_compilations_one_compiles_and_the_others_say_that_they_wait(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
-    started, compiles = fork.Barrier(4), fork.Value("i", 0)
-    workers = [fork.Process(target=_compile, args=(str(tmp_path), started, compiles)) for _ in range(4)]
+    started, compiles, waits = fork.Barrier(4), fork.Value("i", 0), fork.Value("i", 0)
+    workers = [fork.Process(target=_compile, args=(tmp_path, started, compiles, waits)) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert compiles.value == 1
-    assert len(libraries(tmp_path)) == 1
+    assert waits.value == 3
+    assert len(files(tmp_path)) == 1
+
+
+@compiled
+@pytest.mark.usefixtures("forgetful")
+def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(libraries.Library, "compile", lambda library, folder: Path(library.source))
+    monkeypatch.setattr(build, "_open", lambda path: path)
+    with caplog.at_level(logging.WARNING, logger="kvpress"):
+        build._load([Library("baseline", "select.cpp"), Library("baseline", "mass.cpp")])
+        monkeypatch.setattr(libraries.Library, "find", lambda library, folder, compiler="*": Path(library.source))
+        build._load([Library("baseline", "select.cpp"), Library("baseline", "mass.cpp")])
+    assert messages(caplog) == [
+        f"compiling CPU kernels with {libraries.compiler()}, once: select for baseline, mass for baseline",
+        f"compiled in 0 s, kept in {tmp_path / 'kvpress'}",
+    ]
+
+
+@compiled
+@pytest.mark.usefixtures("forgetful")
+def test_flags_that_the_compiler_refuses_are_found_out_before_a_word_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(libraries.LEVELS, "baseline", ("-mavx1024",))
+    with caplog.at_level(logging.WARNING, logger="kvpress"), pytest.raises(CompilerError, match="mavx1024"):
+        build.compiled([Library("baseline", "select.cpp")], tmp_path)
+    assert messages(caplog) == []
+
+
+@compiled
+@pytest.mark.usefixtures("forgetful")
+def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(wanted: list[Library]) -> list[Any]:
+        if wanted[0].level != "baseline":
+            raise CompilerError("unrecognized option")
+        return []
+
+    levels = tuple(libraries.LEVELS)
+    monkeypatch.setattr(build, "supported_levels", lambda: levels)
+    monkeypatch.setattr(build, "_load", load)
+    with caplog.at_level(logging.WARNING, logger="kvpress"):
+        assert build.best_level() == "baseline"
+    assert messages(caplog) == [
+        f"CPU kernels for {levels[-1]} are not available, those for baseline run: unrecognized option"
+    ]
+    monkeypatch.setenv("KVPRESS_CPU_LEVEL", levels[-1])
+    build.best_level.cache_clear()
+    with pytest.raises(CompilerError, match="unrecognized option"):
+        build.best_level()
 
 
 def _die_with_the_lock(folder: Path) -> None:
@@ -238,4 +336,5 @@ def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
     dying.start()
     dying.join(60)
     assert dying.exitcode == -signal.SIGKILL
-    assert build._library("probe.cpp", (), tmp_path).is_file()
+    (built,) = build.compiled([PROBING], tmp_path)
+    assert built.is_file()
