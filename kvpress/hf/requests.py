@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from kvpress.cache.held import moved
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import cache_place
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Watch
@@ -54,8 +55,9 @@ class Forward:
 
     `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, `lent`
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
-    session itself reads behind a cache, and `static` where a step is recorded. Without `owns_cache`, no block can say that
-    the cache is its own.
+    session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
+    that read the cache by themselves; None where nothing is padded. Without `owns_cache`, no block can say that the cache is
+    its own.
     """
 
     session: Running
@@ -69,6 +71,7 @@ class Forward:
     lent: list[LayerCall] = field(default_factory=list)
     modules_left: int = 0
     seen_before: int = 0
+    mask: Tensor | None = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
@@ -112,7 +115,7 @@ class Forward:
         """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
-            layer = call.kwargs["past_key_values"].layers[call.module.layer_idx]
+            layer = call.kwargs["past_key_values"].layers[cache_place(call.module)]
             layer.call, layer.static, layer.padded = None, False, call.mask is not None
         return call
 

@@ -29,7 +29,8 @@ class LayerCall:
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
     chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
     the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
-    into its cache, `output` is what it returned, once it has.
+    into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
+    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values.
     """
 
     module: nn.Module
@@ -58,6 +59,21 @@ class LayerCall:
     output: Any = None
     rotates: bool = True
     written: tuple[Tensor, Tensor] | None = None
+    reads_itself: bool = False
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def count(self, tokens: int) -> None:
+        """Work out the phase of a pass of so many new tokens."""
+        fresh = self.seen_before == 0 or tokens > 1 or self.seen_before < self.prompt_end
+        self.phase = "prefill" if fresh else "decode"
+
+    def need(self, what: str) -> None:
+        """Refuse to give `what` of a module that reads its cache by itself."""
+        if self.reads_itself:
+            raise NotImplementedError(
+                f"{type(self.module).__name__} reads its cache by itself, so {what} are not known; use a press that scores "
+                "pairs by their keys and values, such as knorm, keydiff, streaming_llm or random"
+            )
 
     @property
     def sealing(self) -> Sealing:
