@@ -206,13 +206,6 @@ def check_forward(
             recipe.check_length(int(real))
 
 
-def real_tokens(kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the mask of real tokens among the arguments of a decoder; None where nothing is padded."""
-    mask = kwargs.get("attention_mask")
-    real = mask.bool() if isinstance(mask, Tensor) else None
-    return None if real is None or bool(real.all()) else real
-
-
 def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: int) -> None:
     """Refuse packed sequences: positions that restart inside a row."""
     if position_ids is None or new < 2 or position_ids.dim() != 2 or position_ids.shape[1] != new:

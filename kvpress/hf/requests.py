@@ -56,8 +56,8 @@ class Forward:
     `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, `lent`
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
     session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
-    that read the cache by themselves; None where nothing is padded. Without `owns_cache`, no block can say that the cache is
-    its own.
+    that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
+    a model counts them in several axes. Without `owns_cache`, no block can say that the cache is its own.
     """
 
     session: Running
@@ -72,12 +72,23 @@ class Forward:
     modules_left: int = 0
     seen_before: int = 0
     mask: Tensor | None = None
+    axes: Tensor | None = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
     def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session; None where there is none."""
         return None if session is None else cls(session, request, owns_cache=owns_cache)
+
+    def note(self, kwargs: dict[str, Any]) -> None:
+        """Note which tokens are real and where they stand, from the arguments of the decoder."""
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if self.session.reads_itself and isinstance(mask, Tensor) and not bool(mask.all()):
+            self.mask = mask.bool()
+        if isinstance(positions, Tensor) and positions.dim() == 3:
+            self.axes = (
+                positions[1:] if len(positions) == 4 else positions
+            )  # the first of four counts tokens, for masks
 
     def prompt_end(self, cache: Any) -> int:
         """Return how many tokens a cache will have seen once a prompt that comes in chunks is read, else 0."""

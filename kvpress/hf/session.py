@@ -25,7 +25,7 @@ from kvpress.core.selector import Selector
 from kvpress.hf import own_attention
 from kvpress.hf.attention import NAME, asked, rotates
 from kvpress.hf.capture import Recorder
-from kvpress.hf.checks import check_forward, check_model, real_tokens
+from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
@@ -162,7 +162,7 @@ class Session:
         outer, here.forward = here.forward, forward
         try:
             self._check(forward, args, kwargs)
-            forward.mask = real_tokens(kwargs) if self.reads_itself else None
+            forward.note(kwargs)
             output = decode(*args, **kwargs)
             self._pass_over(forward, args, kwargs)
         except BaseException:
@@ -220,6 +220,7 @@ class Session:
             hidden_states=hidden,  # type: ignore[arg-type]
             seen_before=seen_before,
             mask=forward.mask,
+            axes=forward.axes,
             reads_itself=self.reads_itself,
             rotates=not self.reads_itself,
             expand=own_attention.expanded(module),
@@ -313,6 +314,7 @@ class Session:
         return replace(
             call,
             kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
+            axes=None if call.axes is None else call.axes[..., -1:].clone(),
             hidden_states=empty[:, :0],
             queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
             lse=None,

@@ -30,7 +30,8 @@ class LayerCall:
     chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
     the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
     into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
-    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values.
+    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
+    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes.
     """
 
     module: nn.Module
@@ -60,6 +61,7 @@ class LayerCall:
     rotates: bool = True
     written: tuple[Tensor, Tensor] | None = None
     reads_itself: bool = False
+    axes: Tensor | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def count(self, tokens: int) -> None:
@@ -107,7 +109,7 @@ class LayerCall:
 
     def next_positions(self, rows: Sequence[int], seen: int, count: int) -> Tensor:
         """Return the positions `[b, count]` of the tokens that come next in some rows, of which `seen` were read."""
-        given = self.kwargs.get("position_ids")
+        given = self.kwargs.get("position_ids") if self.axes is None else self.axes
         device = self.queries.device
         ahead = torch.arange(count, device=device)[None]
         if not isinstance(given, Tensor) or given.dim() < 2 or given.numel() == 0:
