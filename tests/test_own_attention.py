@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -131,6 +132,36 @@ def test_nothing_removed_equals_stock(kind: str, settings: dict[str, Any]) -> No
     with kvpress.get_press("none")(model):
         assert torch.equal(model.generate(ids, **settings), expected)
     assert fingerprint(model) == before
+
+
+def test_threads_do_not_see_each_other() -> None:
+    model = tiny_model(ALIBI)
+
+    def generated(length: int) -> Tensor:
+        found: Tensor = model.generate(tokens(1, length, seed=length), max_new_tokens=5, do_sample=False)
+        return found
+
+    with kvpress.get_press("adakv(knorm:0.5)")(model):
+        alone = [generated(length) for length in range(12, 20)]
+        with ThreadPoolExecutor(4) as threads:
+            assert all(map(torch.equal, threads.map(generated, range(12, 20)), alone))
+
+
+class OldestPress(kvpress.ScorerPress):
+    """Written for NVIDIA kvpress: scores from keys, with one hidden state for each of them."""
+
+    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        del module, rest
+        assert hidden_states.shape[1] == keys.shape[2]
+        return -torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
+
+
+@pytest.mark.parametrize("kind", [LATENT, STREAMS])
+def test_presses_with_a_score_of_their_own(kind: str) -> None:
+    with OldestPress(0.5)(tiny_model(kind)) as session, torch.no_grad():
+        tiny_model(kind)(tokens(1, 20), use_cache=True)
+    kept = kvpress.kept_positions(session.cache)
+    assert all(torch.equal(head, torch.arange(10)) for layer in kept for head in layer[0])
 
 
 def test_one_reading_serves_several_presses() -> None:

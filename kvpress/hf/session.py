@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -308,22 +307,7 @@ class Session:
             plan.selector.prepare(store)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
-        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""
-        angles, empty = self.layers[id(call.module)].facts.angles, call.queries.new_zeros(1, 1, 1)
-        positions = call.kwargs.get("position_ids")
-        return replace(
-            call,
-            kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
-            axes=None if call.axes is None else call.axes[..., -1:].clone(),
-            hidden_states=empty[:, :0],
-            queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
-            lse=None,
-            attentions=None,
-            output=None,
-            written=None,
-            read=None,
-            rotary_angles=None if angles is None else partial(angles, empty),
-        )
+        return call.without_tensors(self.layers[id(call.module)].facts.angles)
 
     def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for call in forward.lent:

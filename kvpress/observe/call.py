@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,26 @@ class LayerCall:
         """Work out the phase of a pass of so many new tokens."""
         fresh = self.seen_before == 0 or tokens > 1 or self.seen_before < self.prompt_end
         self.phase = "prefill" if fresh else "decode"
+
+    def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
+        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache.
+
+        `angles` maps `(like, positions)` to `(cos, sin)`; None where the layer has no rotary embedding.
+        """
+        empty, positions = self.queries.new_zeros(1, 1, 1), self.kwargs.get("position_ids")
+        return replace(
+            self,
+            kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
+            axes=None if self.axes is None else self.axes[..., -1:].clone(),
+            hidden_states=empty[:, :0],
+            queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
+            lse=None,
+            attentions=None,
+            output=None,
+            written=None,
+            read=None,
+            rotary_angles=None if angles is None else partial(angles, empty),
+        )
 
     def need(self, what: str) -> None:
         """Refuse to give `what` of a module that reads its cache by itself."""
