@@ -344,13 +344,13 @@ def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tens
     spread = []
     for which, like in enumerate((window.keys, window.values)):
         mark = float("nan") if which == int(latent) else 0.0
-        spread.append(like.new_full((store.batch * store.heads, store.seen, like.shape[3]), mark))
+        spread.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
     for segment in store.sealed:
         rows = torch.arange(segment.layout.total, device=segment.device)
-        at = segment.layout.streams_of(rows), segment.slots().to(segment.device).long()
+        at = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
         for whole, stored in zip(spread, segment.read(slice(None)), strict=True):
-            whole[at] = stored.to(whole.dtype)
-    keys, values = (whole.unflatten(0, (store.batch, store.heads)) for whole in spread)
+            whole.index_copy_(0, at, stored.to(whole.dtype))
+    keys, values = (whole.unflatten(0, (store.batch, store.heads, store.seen)) for whole in spread)
     keys[:, :, window.first : window.first + window.length] = window.filled_keys
     values[:, :, window.first : window.first + window.length] = window.filled_values
     return keys, values

@@ -4,7 +4,7 @@ Such a module asks its layer of the cache for all keys and values, and expects e
 sequence: masks, ALiBi and relative positions count on it. Between layers and steps, only the kept pairs are stored. For the
 time of one layer they are spread over all columns; an evicted pair is a key of NaN and a value of zero. NaN passes, head by
 head, through whatever a model does to its logits, and becomes a weight of zero where logits become weights: in a softmax or in
-torch's `scaled_dot_product_attention`. So memory is freed, but reading takes as long as without a press.
+torch's `scaled_dot_product_attention`. So memory is freed, but reading gets slower, not faster.
 
 Multi-head latent attention (MLA) caches latents `[B, 1, n, rank]` in the place of keys, which its modules expand to keys and
 values of all heads, and the rotary part of the keys `[B, 1, n, d]` in the place of values, which is where NaN belongs then.
@@ -152,8 +152,9 @@ def _attention_without_evicted(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Run torch's attention of `query [B, Hq, Q, D]` on `key [B, H, n, D]`, of which some are NaN."""
-    evicted = key.isnan().any(dim=-1)[:, :, None]
+    """Run torch's attention of `query [B, Hq, Q, D]` on `key [B, H, n, D]`, of which some end in NaN."""
+    gone = key[..., -1].isnan()
+    key, evicted = key.masked_fill(gone[..., None], 0.0), gone[:, :, None]
     if query.shape[1] > key.shape[1]:
         evicted = evicted.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if is_causal:
@@ -164,6 +165,4 @@ def _attention_without_evicted(
         attn_mask = attn_mask & ~evicted
     else:
         attn_mask = attn_mask.masked_fill(evicted, float("-inf"))
-    return functional.scaled_dot_product_attention(
-        query, key.nan_to_num(nan=0.0), value, attn_mask, dropout_p, **kwargs
-    )
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)
