@@ -112,6 +112,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"sliding_window": WINDOW},
     "fuyu": {"text_config": {"model_type": "persimmon", "hidden_size": 64, "intermediate_size": 96, **FEW}},
     "mamba2": {"num_heads": 8},
+    "mpt": {"use_cache": True},
     "qwen4_exp_text": {"num_experts": 4},
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},

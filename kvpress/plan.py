@@ -19,10 +19,6 @@ class Geometry(ModelFacts):
     @classmethod
     def of(cls, config: Any) -> Geometry:
         """Read it from a transformers configuration."""
-        if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None:
-            raise NotImplementedError(
-                "this model uses multi-head latent attention (MLA); its cache cannot be planned for"
-            )
         return cls(**vars(facts_of_config(config)))
 
     @property
@@ -37,7 +33,7 @@ class Geometry(ModelFacts):
 
     def pair_bytes(self, layer: LayerFacts) -> int:
         """Bytes of one uncompressed pair of a layer."""
-        return 2 * layer.head_dim * self.dtype.itemsize
+        return layer.pair_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,11 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
 def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream:
     """Return the empty stream of a kv head of a layer."""
     codec, selector = recipe.codec_at(layer.index), recipe.selector_at(layer.index)
+    if layer.value_dim is not None and codec is not None:
+        raise NotImplementedError(
+            f"{model.name} caches pairs of {layer.head_dim} and {layer.value_dim} numbers; formats are planned for keys and "
+            "values of one size only: measure a cache with kvpress.memory_report"
+        )
     recorded = [name for wanted in recipe.watched("decode") for name in wanted.make().sides]
     encoded = [name for name in recorded if codec is None or name not in codec.reads_side]
 
@@ -125,7 +126,7 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream
         return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
 
     sides = 4 * len(recorded), 4 * len(encoded)
-    return PlannedStream(layer.head_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
+    return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 
 
 def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 import kvpress
+from benchmarks import tiny
 from kvpress.calibrate import ChannelSettings, CoupledSettings, calibrate
 from kvpress.cli import PLANNED, app
 from kvpress.plan import Geometry, plan
@@ -166,9 +167,20 @@ def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
     assert planned.total_bytes == planned.uncompressed_bytes == 3 * 2 * 256 * (10_000 + 5 * 512)
 
 
-def test_latent_attention_cannot_be_planned() -> None:
-    with pytest.raises(NotImplementedError, match="latent attention"):
-        Geometry.of(CONFIG_MAPPING["deepseek_v3"]())
+def test_latents_are_planned_as_they_are_cached() -> None:
+    model = tiny.tiny("deepseek_v3")
+    ids = tokens(2, 64)
+    for spec in ("none", "knorm:0.75"):
+        with kvpress.get_press(spec)(model) as session, torch.no_grad():
+            model(ids, use_cache=True)
+        planned, held = (
+            plan(kvpress.get_press(spec), Geometry.of(model.config), 64, 2),
+            kvpress.memory_report(session.cache),
+        )
+        assert planned.uncompressed_bytes == held.uncompressed_bytes
+        assert planned.total_bytes == held.total_bytes
+    with pytest.raises(NotImplementedError, match="caches pairs of 32 and 8 numbers"):
+        plan(kvpress.get_press("kivi:bits=4,group_size=4"), Geometry.of(model.config), 64)
 
 
 # -- commands ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaForCausalLM
 
 import kvpress
 from benchmarks import tiny
@@ -155,6 +155,42 @@ def test_expected_attention_looks_ahead_from_the_position_of_the_caller() -> Non
     for first, second in zip(*kept, strict=True):
         for row, other in zip(first, second, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
+
+
+@cache
+def grids(kind: str) -> Any:
+    """A model that counts positions in three axes (M-RoPE): time, height and width of images."""
+    config = tiny.config_of(kind)
+    text = config.get_text_config()
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+IMAGE = torch.stack([torch.full((16,), 4), 4 + torch.arange(16) // 4, 4 + torch.arange(16) % 4])
+TEXT = torch.arange(4).expand(3, -1)
+AXES = torch.cat([TEXT, IMAGE, TEXT + 8], dim=1)[:, None].expand(3, 2, -1)
+"""Positions `[3, 2, 24]` of 4 tokens of text, an image of 4 x 4 and 4 more tokens."""
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_positions_in_three_axes(kind: str) -> None:
+    """They are no columns, and nothing but what tokens were given says how their keys were turned."""
+    model, ids, more = grids(kind), tokens(2, 24), tokens(2, 1, seed=3)
+    plain = torch.arange(24).expand(3, 2, -1)
+    expected = first_keys(model, ids, plain)
+    torch.testing.assert_close(first_keys(model, ids, AXES), expected, atol=2e-4, rtol=1e-3)
+    with SeeingUnwatched(0.5)(model), torch.no_grad(), pytest.raises(NotImplementedError, match="position_ids"):
+        model(ids, position_ids=AXES, use_cache=True)
+    for spec in ("key_rerotation(snapkv:0.5,window_size=4)", "expected_attention:0.5,n_future_positions=16"):
+        logits = []
+        for positions in (AXES, AXES + 13, torch.cat([plain[:1], AXES])):  # a first of four rows counts tokens
+            with kvpress.get_press(spec)(model), torch.no_grad():
+                read = model(ids, position_ids=positions, use_cache=True).past_key_values
+                at = positions[-3:, :, -1:] + 1
+                logits.append(model(more, position_ids=at, past_key_values=read).logits)
+        for other in logits[1:]:
+            torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=1e-3)
 
 
 def test_unknown_rotations_are_refused() -> None:

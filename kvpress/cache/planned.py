@@ -26,7 +26,7 @@ class Sealed:
 
 @dataclass
 class PlannedStream:
-    """Pairs of one row and kv head, of the mean length where streams differ (`ragged`).
+    """Pairs of one row and kv head, of the mean length where streams differ (`ragged`): `dim` numbers a key, `pair_dim` a pair.
 
     `dense` pairs are in the dense sealed segment, the oldest `placed` of them not contiguous; `window` are filled and
     `capacity` allocated. `index_bytes` is that of a selector, `side_bytes` what observers record of a pair before it is
@@ -34,6 +34,7 @@ class PlannedStream:
     """
 
     dim: int
+    pair_dim: int
     dtype: torch.dtype
     codec: Codec | None = None
     ragged: bool = False
@@ -48,7 +49,7 @@ class PlannedStream:
     @property
     def pair_bytes(self) -> int:
         """Bytes of a dense pair."""
-        return 2 * self.dim * self.dtype.itemsize
+        return self.pair_dim * self.dtype.itemsize
 
     @property
     def pairs(self) -> float:

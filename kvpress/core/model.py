@@ -18,9 +18,10 @@ class LayerFacts:
     """One attention layer.
 
     `index` counts attention layers, `cache_index` is its place in the cache. `kind` is that of its cache, such as
-    `full_attention`; `declared` says that the configuration names its kv heads itself. `module`, `rotate` and `angles` are
-    known of a loaded model only: `rotate` applies the model's rotary function to `(vectors, cos, sin)`, and `angles` maps
-    `(like, positions)` to `(cos, sin)`; None where the model has none.
+    `full_attention`; `declared` says that the configuration names its kv heads itself. `head_dim` is the size of a key in the
+    cache and `value_dim` that of a value, None for the same; where latents are cached (MLA), they are the key. `module`,
+    `rotate` and `angles` are known of a loaded model only: `rotate` applies the model's rotary function to
+    `(vectors, cos, sin)`, and `angles` maps `(like, positions)` to `(cos, sin)`; None where the model has none.
     """
 
     index: int
@@ -30,9 +31,15 @@ class LayerFacts:
     kv_heads: int
     head_dim: int
     declared: bool = True
+    value_dim: int | None = None
     module: nn.Module | None = None
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def pair_dim(self) -> int:
+        """Numbers in a pair of its cache."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
     @property
     def grows(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import check_adopted
-from kvpress.hf.models import cache_among, layer_types, uses_interface
+from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 """Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
@@ -45,15 +46,17 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
         return (
             f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
         )
-    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in text.per_layer_config):
-        return "uses multi-head latent attention (MLA): its cache has no keys and values per head to compress"
-    growing = [module for module in modules if module.layer_idx < len(kinds) and kinds[module.layer_idx] in GROWING]
-    if not growing or not all(uses_interface(module) for module in growing):
+    taken = inspect.signature(decoder_of(model).forward).parameters
+    if "input_ids" in taken and "past_key_values" not in taken:
+        return "takes no cache of keys and values (`past_key_values`), so there is nothing to compress"
+    places = [cache_place(module) for module in modules]
+    growing = [place for place in places if place < len(kinds) and kinds[place] in GROWING]
+    if not growing:
         return (
-            "does not call the attention interface of transformers (ALL_ATTENTION_FUNCTIONS) from modules that know their "
-            "cache layer, which is how a press reads and compresses"
+            "has no attention modules that know their layer of the cache (`layer_idx`), which is how a press finds the pairs "
+            "of a layer"
         )
-    if len({module.layer_idx for module in growing}) < len(growing):
+    if len(set(growing)) < len(growing):
         return "writes several layers of its cache from one attention module, so that layers cannot be told apart"
     return None
 
@@ -69,7 +72,9 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     if setting("output_attentions", kwargs, settings):
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     if setting("use_cache", kwargs, settings) is False:
-        raise ValueError("use_cache=False leaves no cache to compress; leave it out inside a press")
+        raise ValueError(
+            "use_cache=False, given or in the model's generation_config, leaves no cache to compress; pass use_cache=True"
+        )
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
         check_mask(mask)

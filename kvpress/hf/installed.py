@@ -23,6 +23,7 @@ from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate
 from kvpress.hf.compiled import run_eagerly
+from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
 from kvpress.hf.running import Running
@@ -150,7 +151,7 @@ class Installation:
         """Add a block, and put on the model what is not there yet."""
         try:
             if not self._undo:
-                self._install()
+                self._install(session)
             self._undo.append(run_eagerly([session.given]))
             if self._undo_generate is None and hasattr(self.model, "generate"):
                 self._undo_generate = Replaced(self.model, "generate", self._generate).put()
@@ -173,7 +174,7 @@ class Installation:
             self.sessions.remove(session)
             self._restore()
 
-    def _install(self) -> None:
+    def _install(self, session: Running) -> None:
         if not self.modules:
             return  # of a model that no press can work on, under one that does nothing
         register()
@@ -181,6 +182,8 @@ class Installation:
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
         before = {key: config._attn_implementation for key, config in configs.items()}
         self._undo.append(Replaced(self.decoder, "forward", self._decode).put())
+        if session.reads_itself:
+            self._undo += [Replaced(module, "forward", attend).put() for module in self.modules]
         rotary = getattr(self.decoder, "rotary_emb", None)
         for module in self.modules:
             handles = [
@@ -192,6 +195,10 @@ class Installation:
                 # Presses written for NVIDIA kvpress read it there.
                 module.__dict__["rotary_emb"] = rotary
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
+        if session.reads_itself:
+            _installed.update(dict.fromkeys(configs, self))
+            self._undo += [partial(_installed.pop, key, None) for key in configs]
+            return
         self._undo += [partial(_name, config, before[key]) for key, config in configs.items()]
         self.model.set_attn_implementation(PressName(self.model.config._attn_implementation))
         for key, config in configs.items():

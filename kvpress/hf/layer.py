@@ -31,7 +31,8 @@ class PressLayer(CacheLayerMixin):
     `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
     `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
     dense and even. `interrupted` is how many tokens had been seen before a pass that failed between two layers of the cache,
-    `padded` says that rows of the last pass began with padding.
+    `padded` says that rows of the last pass began with padding. With `columns`, the model reads its pairs by itself, each in
+    its column; `latent` says that what it caches are latents.
     """
 
     is_sliding = False
@@ -44,6 +45,7 @@ class PressLayer(CacheLayerMixin):
         self.static = False
         self.interrupted: int | None = None
         self.padded = False
+        self.columns = self.latent = False
         self.assigned: dict[int, Tensor] = {}
         self.is_initialized = False
 
@@ -91,7 +93,7 @@ class PressLayer(CacheLayerMixin):
             self.store.append(key_states, value_states)
         self.call.store = self.store
         self.call.written = (key_states, value_states)
-        return key_states, value_states
+        return pairs_in_columns(self.store, self.latent) if self.columns else (key_states, value_states)
 
     def check_whole(self) -> None:
         """Refuse a cache of which some layers hold tokens that others do not, unless all were cropped to where they agreed."""
@@ -112,6 +114,8 @@ class PressLayer(CacheLayerMixin):
         assert self.store is not None  # noqa: S101 - for type checkers
         stores = self.stores
         problem = why_unreadable(stores if self.store is stores[0] else [self.store])
+        if self.columns and self.store.sealed:
+            problem = problem or "the model reads every pair in its column, of which some are evicted"
         if problem:
             raise RuntimeError(
                 f"this cache holds compressed pairs that can only be read inside a press, because {problem}: put the call "
@@ -129,6 +133,7 @@ class PressLayer(CacheLayerMixin):
     def take_over(self, other: PressLayer) -> PressLayer:
         """Hold the pairs of another layer, and return this one."""
         self.store, self.is_initialized = other.store, other.is_initialized
+        self.columns, self.latent = other.columns, other.latent
         self.dtype, self.device, self.batch_size = other.dtype, other.device, other.batch_size
         return self
 
@@ -161,10 +166,10 @@ class PressLayer(CacheLayerMixin):
     def _assign(self, which: int, tensor: Tensor) -> None:
         if self.store is None:
             raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
-        if self.store.segments or self.padded:
+        if self.store.segments or self.padded or self.columns:
             raise NotImplementedError(
-                "keys and values can be assigned where they are dense and no row is padded; to change what a press keeps "
-                "otherwise, override its `score` or `compress`"
+                "keys and values can be assigned where they are dense, no row is padded and the model does not read them by "
+                "itself; to change what a press keeps otherwise, override its `score` or `compress`"
             )
         stored = dense_pairs(self.store)
         expected = (*stored[which].shape[:2], stored[which].shape[3])
@@ -189,6 +194,8 @@ class PressLayer(CacheLayerMixin):
         """Return how many pairs a pass will read, and the place of the first if they are counted back from the newest."""
         if self.store is None:
             return query_length, 0
+        if self.columns:
+            return self.store.seen + query_length, 0
         stored = max(self.store.stored())
         return stored + query_length, self.store.seen - stored
 
@@ -324,6 +331,29 @@ def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
         torch.cat([*(part.unflatten(0, shape) for part in keys), window.filled_keys], dim=2),
         torch.cat([*(part.unflatten(0, shape) for part in values), window.filled_values], dim=2),
     )
+
+
+def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tensor]:
+    """Return keys `[B, H, seen, D]` and values `[B, H, seen, Dv]` with every stored pair in its column, evicted ones marked.
+
+    The mark is a key of NaN and a value of zero; the other way round where the first of both are latents.
+    """
+    window = store.window
+    if not store.sealed:
+        return window.filled_keys.contiguous(), window.filled_values.contiguous()
+    spread = []
+    for which, like in enumerate((window.keys, window.values)):
+        mark = float("nan") if which == int(latent) else 0.0
+        spread.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
+    for segment in store.sealed:
+        rows = torch.arange(segment.layout.total, device=segment.device)
+        at = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
+        for whole, stored in zip(spread, segment.read(slice(None)), strict=True):
+            whole.index_copy_(0, at, stored.to(whole.dtype))
+    keys, values = (whole.unflatten(0, (store.batch, store.heads, store.seen)) for whole in spread)
+    keys[:, :, window.first : window.first + window.length] = window.filled_keys
+    values[:, :, window.first : window.first + window.length] = window.filled_values
+    return keys, values
 
 
 def why_unreadable(stores: Sequence[KVStore]) -> str:

@@ -22,27 +22,48 @@ from kvpress.observe.call import rotary_parts
 
 ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
+PLACES = ("layer_idx", "layer_id")
+"""Names under which attention modules know their layer of the cache."""
 CROSS = ("cross", "encoder_attn")
 """What the names of modules that attend to something other than the cache have in them."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder self-attention modules that write cache layers, in order."""
-    return [module for name, module in model.named_modules() if _is_attention(name, module)]
+    """Return the decoder self-attention modules that write cache layers, in order: those with a configuration, if any has."""
+    found = {name: module for name, module in model.named_modules() if _is_attention(name, module)}
+    found = {name: module for name, module in found.items() if hasattr(module, "config")} or found
+    return [module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)]
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a model that runs its layers; ModernBERT gives its output projection the name `decoder`."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return (
+        found
+        if any(isinstance(module, nn.ModuleList) for module in found.modules())
+        else getattr(model, "base_model", model)
+    )
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     names = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
     return (
-        isinstance(getattr(module, "layer_idx", None), int)
-        and "Attention" in type(module).__name__
-        and hasattr(module, "config")
+        any(isinstance(getattr(module, place, None), int) for place in PLACES)
+        and ("Attention" in type(module).__name__ or hasattr(module, "expand_kv"))
         and not any(part in names for part in CROSS)
     )
 
 
+def cache_place(module: nn.Module) -> int:
+    """Return which layer of the cache an attention module writes."""
+    found: int = next(place for name in PLACES if isinstance(place := getattr(module, name, None), int))
+    return found
+
+
 def uses_interface(module: nn.Module) -> bool:
-    """Whether a module's source knows the attention interface of transformers, which is how presses see a layer."""
+    """Whether a module's source knows the attention interface of transformers, by which presses read in its place."""
+    if not hasattr(module, "config"):
+        return False
     sources = [sys.modules.get(base.__module__) for base in type(module).__mro__]
     return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
 
@@ -118,13 +139,13 @@ def _is_rotary(module: nn.Module) -> bool:
 
 def _layer_type(module: nn.Module) -> Any:
     """Return the kind of a layer in the words of its configuration."""
-    kinds = getattr(module.config, "layer_types", None)
-    return None if kinds is None else kinds[module.layer_idx]
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return None if kinds is None else kinds[cache_place(module)]
 
 
 def facts_of(model: PreTrainedModel) -> ModelFacts:
     """Return what methods may know of a loaded model."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = decoder_of(model)
     modules = attention_modules(model)
     known = cached_layers(model, modules)
     layers = []
@@ -132,7 +153,7 @@ def facts_of(model: PreTrainedModel) -> ModelFacts:
         angles = find_rotary(module, decoder) or find_rotary(module, model)
         layers.append(
             replace(
-                known[int(module.layer_idx)],  # type: ignore[arg-type]
+                known[cache_place(module)],
                 index=index,
                 module=module,
                 rotate=find_rotate(module),
@@ -166,12 +187,16 @@ def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
 
 
 def config_layers(text_config: Any) -> list[LayerFacts]:
-    """Return all layers of a decoder, whatever they keep; they may differ, as in Gemma 4."""
+    """Return all layers of a decoder, whatever they keep; they may differ, as in Gemma 4. MLA keeps a latent for all heads."""
     found = []
     kinds = layer_types(text_config)
     for place, (kind, layer) in enumerate(zip(kinds, text_config.per_layer_config, strict=True)):
         own = getattr(layer, "num_key_value_heads", None)
         heads = getattr(layer, "num_attention_heads", None) or own or 1
+        rank = getattr(layer, "kv_lora_rank", None)
+        if rank is not None:
+            found.append(LayerFacts(place, place, kind, heads, 1, rank, value_dim=layer.qk_rope_head_dim))
+            continue
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         found.append(LayerFacts(place, place, kind, heads, own or heads, dim, declared=own is not None))
     return found
@@ -184,13 +209,15 @@ def cached_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[
     """
     known = config_layers(model.config.get_text_config(decoder=True)) if modules else []
     for module in modules:
-        place: Any = module.layer_idx
+        place = cache_place(module)
         if place < len(known):
             known[place] = _measured(known[place], module)
     return known
 
 
 def _measured(layer: LayerFacts, module: nn.Module) -> LayerFacts:
+    if hasattr(module, "expand_kv"):
+        return layer
     width = getattr(getattr(module, "k_proj", None), "out_features", None)
     dim = getattr(module, "head_dim", layer.head_dim)
     if not isinstance(width, int) or width % dim:

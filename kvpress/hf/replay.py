@@ -146,6 +146,8 @@ def check_capture(session: Running) -> None:
             f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
             "token; use capture=False"
         )
+    if session.reads_itself:
+        raise ValueError(f"{name} reads its cache by itself, so no step of it can be replayed; use capture=False")
     if session.recipe.offloads:
         raise ValueError(
             f"{press} fetches pairs from host memory for every token, which a replayed step cannot; use capture=False"

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from kvpress.cache.held import moved
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import cache_place
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Watch
@@ -54,8 +55,9 @@ class Forward:
 
     `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, `lent`
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
-    session itself reads behind a cache, and `static` where a step is recorded. Without `owns_cache`, no block can say that
-    the cache is its own.
+    session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
+    that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
+    a model counts them in several axes. Without `owns_cache`, no block can say that the cache is its own.
     """
 
     session: Running
@@ -69,12 +71,24 @@ class Forward:
     lent: list[LayerCall] = field(default_factory=list)
     modules_left: int = 0
     seen_before: int = 0
+    mask: Tensor | None = None
+    axes: Tensor | None = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
     def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session; None where there is none."""
         return None if session is None else cls(session, request, owns_cache=owns_cache)
+
+    def note(self, kwargs: dict[str, Any]) -> None:
+        """Note which tokens are real and where they stand, from the arguments of the decoder."""
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if self.session.reads_itself and isinstance(mask, Tensor) and not bool(mask.all()):
+            self.mask = mask.bool()
+        if isinstance(positions, Tensor) and positions.dim() == 3:
+            self.axes = (
+                positions[1:] if len(positions) == 4 else positions
+            )  # the first of four counts tokens, for masks
 
     def prompt_end(self, cache: Any) -> int:
         """Return how many tokens a cache will have seen once a prompt that comes in chunks is read, else 0."""
@@ -112,7 +126,7 @@ class Forward:
         """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
-            layer = call.kwargs["past_key_values"].layers[call.module.layer_idx]
+            layer = call.kwargs["past_key_values"].layers[cache_place(call.module)]
             layer.call, layer.static, layer.padded = None, False, call.mask is not None
         return call
 

@@ -31,6 +31,7 @@ class Running(Protocol):
     cache: Cache | None
     modules: list[nn.Module]
     kinds: list[str]
+    reads_itself: bool
     layers: dict[int, Any]
 
     @property

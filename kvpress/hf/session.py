@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
+from kvpress.hf import own_attention
 from kvpress.hf.attention import NAME, asked, rotates
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
@@ -29,11 +29,11 @@ from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
 from kvpress.hf.layer import PressLayer, adopt_layer, check_adopted
-from kvpress.hf.models import attention_modules, cache_among, cached_layers, facts_of
+from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
-from kvpress.observe.call import LayerCall, Phase
+from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 
 
@@ -67,8 +67,9 @@ class Session:
         self.kinds = [layer.kind for layer in self.cached]
         self.full = {i for i, layer in enumerate(self.cached) if layer.grows}
         self.lends = {i for i, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "store"}
-        self.growing = [i for i, module in enumerate(self.modules) if module.layer_idx in self.full]
-        self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        self.growing = [i for i, module in enumerate(self.modules) if cache_place(module) in self.full]
+        self.reads_itself = any(own_attention.reads_itself(self.modules[i]) for i in self.growing)
+        self.decoder = decoder_of(model)
         self.recorder = recorder
         self.captured: CapturedForward | None = None
         self.chunked: ChunkedForward | None = None
@@ -115,6 +116,8 @@ class Session:
         facts = facts_of(self.model)
         self.press.post_init_from_model(self.model)
         self.recipe = self.press.recipe(facts)
+        if self.reads_itself:
+            own_attention.check_press(self.model, self.recipe)
         self.executor = Executor(self.recipe, self.evict)
         self.executor.check()
         if self.recorder is not None:
@@ -158,6 +161,7 @@ class Session:
         outer, here.forward = here.forward, forward
         try:
             self._check(forward, args, kwargs)
+            forward.note(kwargs)
             output = decode(*args, **kwargs)
             self._pass_over(forward, args, kwargs)
         except BaseException:
@@ -169,7 +173,7 @@ class Session:
         return output
 
     def _check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.decoder.config._attn_implementation != NAME:
+        if not self.reads_itself and self.decoder.config._attn_implementation != NAME:
             raise RuntimeError(
                 f"the attention implementation was set to {self.decoder.config._attn_implementation!r} inside the block of a "
                 "press, which needs its own; set it before the block is entered"
@@ -188,7 +192,7 @@ class Session:
             return
         if forward.cache is None:
             forward.begin(cache)
-        place = int(module.layer_idx)  # type: ignore[arg-type]
+        place = cache_place(module)
         if place not in self.full:
             return
         layer = adopt_layer(cache, place)
@@ -199,6 +203,7 @@ class Session:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         length = hidden.shape[1] if hidden is not None else 1
         layer.static = forward.static is not None
+        layer.columns, layer.latent = self.reads_itself, own_attention.caches_latents(module)
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
         prompt_end = forward.prompt_end(cache)
         call = LayerCall(
@@ -213,20 +218,25 @@ class Session:
             kwargs={**kwargs, "past_key_values": cache},
             hidden_states=hidden,  # type: ignore[arg-type]
             seen_before=seen_before,
+            mask=forward.mask,
+            axes=forward.axes,
+            reads_itself=self.reads_itself,
+            rotates=not self.reads_itself,
+            expand=own_attention.expanded(module),
             apply_rotary=plan.facts.rotate,
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
-        if not self.recipe.is_identity:
+        if call.rotates and not self.recipe.is_identity:
             call.rotates = rotates(module, call)
-        call.phase = _phase(call, length)
+        call.count(length)
         layer.call = forward.call = call
         if plan.following is not None and call.phase == "decode" and forward.watch is None:
             self._look_ahead(plan.following, call)
 
     def _look_ahead(self, following: nn.Module, call: LayerCall) -> None:
         """Tell the next layer's selector what that layer will ask, as far as this layer's input says."""
-        layer = call.kwargs["past_key_values"].layers[following.layer_idx]
+        layer = call.kwargs["past_key_values"].layers[cache_place(following)]
         selector = self.layers[id(following)].selector
         if selector is None or not isinstance(layer, PressLayer) or layer.store is None:
             return
@@ -254,11 +264,13 @@ class Session:
         if call is None:
             return output
         call.output = output
+        if self.reads_itself:
+            own_attention.note(forward, call)
         if forward.static is not None:
             forward.static.calls.append(call)
         elif forward.watch is not None:
             forward.watch(call)
-        elif module.layer_idx in self.lends and call.store is not None:
+        elif cache_place(module) in self.lends and call.store is not None:
             forward.lent.append(call)  # later layers of this pass still read its pairs
         else:
             self._finish_layer(forward, call)
@@ -273,7 +285,7 @@ class Session:
     def follow(self, call: LayerCall) -> None:
         """Evict, and let the codec encode, once a layer's pass is over."""
         store = call.store
-        if store is None or call.queries.numel() == 0:
+        if store is None or call.queries.dim() < 4:
             return
         if store.seen < call.prompt_end:
             self.executor.after_chunk(call)
@@ -295,21 +307,7 @@ class Session:
             plan.selector.prepare(store)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
-        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache."""
-        angles, empty = self.layers[id(call.module)].facts.angles, call.queries.new_zeros(1, 1, 1)
-        positions = call.kwargs.get("position_ids")
-        return replace(
-            call,
-            kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
-            hidden_states=empty[:, :0],
-            queries=call.queries.new_empty(*call.queries.shape[:2], 0, call.queries.shape[3]),
-            lse=None,
-            attentions=None,
-            output=None,
-            written=None,
-            read=None,
-            rotary_angles=None if angles is None else partial(angles, empty),
-        )
+        return call.without_tensors(self.layers[id(call.module)].facts.angles)
 
     def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for call in forward.lent:
@@ -340,11 +338,6 @@ class Session:
                 self._seal(call)
         if phase == "prefill":
             tokens.forget()
-
-
-def _phase(call: LayerCall, length: int) -> Phase:
-    fresh = call.seen_before == 0 or length > 1 or call.seen_before < call.prompt_end
-    return "prefill" if fresh else "decode"
 
 
 class LayerPlan:

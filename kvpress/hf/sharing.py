@@ -17,7 +17,7 @@ from kvpress.core.press import BasePress
 from kvpress.hf.checks import check_forward
 from kvpress.hf.clock import now
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import cache_place, new_cache
 from kvpress.hf.requests import Forward
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
@@ -114,7 +114,7 @@ class SharedSession(Session):
         for branch in self.branches:
             with branch.at_work(call.queries.device):
                 branch.end()
-        layers, index = call.kwargs["past_key_values"].layers, call.module.layer_idx
+        layers, index = call.kwargs["past_key_values"].layers, cache_place(call.module)
         layers[index] = layers[index].empty_twin()
 
     def finish_caches(self, read: Cache, ids: Tensor) -> list[Cache]:
@@ -157,7 +157,9 @@ class Branch(Session):
         # The tokens themselves are shared until the press has seen them.
         layer.store.window, layer.store.seen = copy.copy(call.store.window), call.store.seen
         layer.store.window.side = {}
-        self.own[call.module.layer_idx] = layer  # type: ignore[index]
+        place = cache_place(call.module)
+        layer.columns, layer.latent = call.reads_itself, call.expand is not None
+        self.own[place] = layer
         self.call = replace(
             call,
             store=layer.store,

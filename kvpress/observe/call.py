@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,9 @@ class LayerCall:
     that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
     chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
     the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
-    into its cache, `output` is what it returned, once it has.
+    into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
+    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
+    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes.
     """
 
     module: nn.Module
@@ -58,6 +61,42 @@ class LayerCall:
     output: Any = None
     rotates: bool = True
     written: tuple[Tensor, Tensor] | None = None
+    reads_itself: bool = False
+    axes: Tensor | None = None
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def count(self, tokens: int) -> None:
+        """Work out the phase of a pass of so many new tokens."""
+        fresh = self.seen_before == 0 or tokens > 1 or self.seen_before < self.prompt_end
+        self.phase = "prefill" if fresh else "decode"
+
+    def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
+        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache.
+
+        `angles` maps `(like, positions)` to `(cos, sin)`; None where the layer has no rotary embedding.
+        """
+        empty, positions = self.queries.new_zeros(1, 1, 1), self.kwargs.get("position_ids")
+        return replace(
+            self,
+            kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
+            axes=None if self.axes is None else self.axes[..., -1:].clone(),
+            hidden_states=empty[:, :0],
+            queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
+            lse=None,
+            attentions=None,
+            output=None,
+            written=None,
+            read=None,
+            rotary_angles=None if angles is None else partial(angles, empty),
+        )
+
+    def need(self, what: str) -> None:
+        """Refuse to give `what` of a module that reads its cache by itself."""
+        if self.reads_itself:
+            raise NotImplementedError(
+                f"{type(self.module).__name__} reads its cache by itself, so {what} are not known; use a press that scores "
+                "pairs by their keys and values, such as knorm, keydiff, streaming_llm or random"
+            )
 
     @property
     def sealing(self) -> Sealing:
@@ -91,7 +130,7 @@ class LayerCall:
 
     def next_positions(self, rows: Sequence[int], seen: int, count: int) -> Tensor:
         """Return the positions `[b, count]` of the tokens that come next in some rows, of which `seen` were read."""
-        given = self.kwargs.get("position_ids")
+        given = self.kwargs.get("position_ids") if self.axes is None else self.axes
         device = self.queries.device
         ahead = torch.arange(count, device=device)[None]
         if not isinstance(given, Tensor) or given.dim() < 2 or given.numel() == 0:

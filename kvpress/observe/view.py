@@ -51,7 +51,7 @@ class View:
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:
-        return self.vectors()
+        return self.vectors() if self.call.expand is None else self.call.expand(*self.vectors())
 
     @property
     def keys(self) -> Tensor:
@@ -82,6 +82,7 @@ class View:
     @property
     def groups(self) -> int:
         """Query heads per kv head."""
+        self.call.need("its query heads")
         return self.call.queries.shape[1] // self.call.store.heads
 
     def query_heads(self, tensor: Tensor) -> Tensor:
@@ -139,6 +140,7 @@ class View:
 
     def unrotated_keys(self) -> Tensor:
         """Return the keys as they were before the rotary embedding, `[b, h, n, D]`, float32."""
+        self.call.need("keys before the rotary embedding")
         keys = self.keys.float()
         if not self.call.rotates:
             return keys
