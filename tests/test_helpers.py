@@ -90,6 +90,10 @@ def test_overrides_decide() -> None:
     kind, _ = overriding(kvpress.CriticalKVPress, "vwl1norm", lambda values, module: torch.ones(values.shape[:3]))
     press = kind(KnormPress(0.5), first_stage_ratio=0.0)
     assert positions(prefill(model, press, ids)) == positions(prefill(model, KnormPress(0.5), ids))
+    kind, asked = overriding(kvpress.CriticalKVPress, "score")
+    inner = SnapKVPress(0.5, window_size=4)
+    assert positions(prefill(model, kind(inner), ids)) == positions(prefill(model, kvpress.CriticalKVPress(inner), ids))
+    assert len(asked) == 3
     kind, _ = overriding(
         kvpress.DuoAttentionPress, "load_attention_pattern", lambda model: (2, 6, [[0.1, 0.9], [0.9, 0.1], [0.8, 0.7]])
     )
@@ -163,6 +167,36 @@ def test_layer_budgets_are_those_that_layers_keep() -> None:
     assert [press.get_layer_budget(layer.self_attn, LENGTH) for layer in model.model.layers] == kept
     assert sum(kept) == 3 * 20
     assert len(set(kept)) == 3
+
+
+class AsUsersDo(SnapKVPress):
+    """Has the `score` of NVIDIA kvpress, which asks the helper itself."""
+
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
+        w, embeddings = self.window_size, kwargs["position_embeddings"]
+        weights = self.compute_window_attention(module, hidden_states, keys, w, embeddings).mean(dim=-2)
+        weights = torch.nn.functional.avg_pool1d(weights, self.kernel_size, padding=self.kernel_size // 2, stride=1)
+        scores = weights.unflatten(1, (keys.shape[1], -1)).mean(dim=2)
+        return torch.nn.functional.pad(scores, (0, w), value=scores.max().item() + 1)
+
+
+class AsExpected(kvpress.ExpectedAttentionPress):
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
+        mean, _ = self.get_query_statistics(module, hidden_states)
+        mean = mean.unflatten(1, (keys.shape[1], -1))
+        return torch.einsum("bhgd,bhnd->bhgn", mean, keys).mul(keys.shape[3] ** -0.5).softmax(dim=-1).mean(dim=2)
+
+
+def test_helpers_that_a_users_score_asks_are_those_of_our_own() -> None:
+    model, (ids, mask) = tiny_model("qwen3"), padded_batch([LENGTH, 31])
+    settings = {"window_size": 4, "kernel_size": 3}
+    found = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
+    assert positions(found) == positions(prefill(model, SnapKVPress(0.5, **settings), ids, mask))
+    # Without position_ids, padding counts for positions, which hidden states alone do not show.
+    ids, mask = tokens(2, LENGTH), None
+    settings = {"use_covariance": False, "use_vnorm": False, "n_sink": 0}
+    found = prefill(model, AsExpected(0.5, **settings), ids, mask)
+    assert positions(found) == positions(prefill(model, kvpress.ExpectedAttentionPress(0.5, **settings), ids, mask))
 
 
 def test_a_reset_of_a_users_class_follows_every_block() -> None:

@@ -65,10 +65,10 @@ def check_overrides(kind: type) -> None:
     """
     for base in kind.__mro__[1:]:
         for name in UNASKED.get(base.__name__, ()):
-            if name in vars(kind) and base.__module__.startswith("kvpress."):
+            if name in vars(kind) and "compress" not in vars(kind) and base.__module__.startswith("kvpress."):
                 raise TypeError(
                     f"{kind.__name__} overrides {name!r}, which {base.__name__} has in NVIDIA kvpress and never calls here: "
-                    "override `score` of a ScorerPress or `compress` instead, or give the method another name"
+                    "override `compress`, or `score` of a ScorerPress, or give the method another name"
                 )
 
 

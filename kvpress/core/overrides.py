@@ -135,14 +135,14 @@ class NoScores(ByScore):
 
 @dataclass(frozen=True)
 class ScoredByArguments(ByScore):
-    """Scores of a press written for NVIDIA kvpress."""
+    """Scores of a press written for NVIDIA kvpress, which may ask its base class for those that `watched` is read for."""
 
     press: Any
+    watched: tuple[Wanted, ...]
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        wants: tuple[Wanted, ...] = described(self.press, "wants")
-        return wants
+        return self.watched
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`; where heads show other tokens, each is scored among all heads at its own."""

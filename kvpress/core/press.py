@@ -259,7 +259,9 @@ class ScorerPress(BudgetPress, ByScore):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         amount, allocator, schedule = (described(self, name) for name in ("amount", "allocator", "schedule"))
         if overrides_score(self):
-            step = Eviction(ScoredByArguments(self), amount, allocator, schedule, reads_hidden_states=True)
+            step = Eviction(
+                ScoredByArguments(self, described(self, "wants")), amount, allocator, schedule, reads_hidden_states=True
+            )
         else:
             hidden = overrides_helper_of_hidden_states(self)
             step = Eviction(self, amount, allocator, schedule, reads_hidden_states=hidden)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvpress.cache import attention
+from kvpress.core.by_hand import view_by_hand
 from kvpress.core.checks import NotNegative, Share
 from kvpress.core.helpers import helper, override_of
 from kvpress.core.model import ModelFacts
+from kvpress.core.overrides import ScoredByArguments
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
 from kvpress.core.recipe import Eviction, Scored, top
 from kvpress.core.registry import Refusal, register
@@ -56,10 +59,30 @@ class CriticalKVPress(WrapperPress):
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
         check_outputs(model)
+        stages = self._stages(step)
+        if override_of(self, "score") is None:
+            return replace(step, scorer=stages)
+        return replace(step, scorer=ScoredByArguments(self, stages.wants), reads_hidden_states=True)
+
+    def _stages(self, step: Eviction) -> TwoStages:
         norms = override_of(self, "vwl1norm")
-        return replace(
-            step, scorer=TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio, norms)
-        )
+        return TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio, norms)
+
+    @helper
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return scores `[B, H, n]` whose best pairs are those that both stages choose; see `BasePress.compress`."""
+        del attentions
+        (step,) = self.inner.recipe().evictions
+        view, stages = view_by_hand(self, module, hidden_states, keys, values, kwargs), self._stages(step)
+        return stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
 
     @staticmethod
     @helper
@@ -107,6 +130,10 @@ class TwoStages(ScorerAround):
     ranks = True
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        return top(self.weighed(scored, counts), counts)
+
+    def weighed(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Return scores `[b, h, n]` whose `counts` best pairs are chosen, infinite for those of the first stage."""
         scores = scored.scores
         finite = scores.isfinite()
         least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
@@ -118,7 +145,7 @@ class TwoStages(ScorerAround):
             norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.module)[:, view.heads]
         weighted = torch.where(finite, (scores - least + self.epsilon) * norms, scores)
         at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
-        return top(weighted.masked_fill(top(scores, at_once), torch.inf), counts)
+        return weighted.masked_fill(top(scores, at_once), torch.inf)
 
 
 def output_norms(
