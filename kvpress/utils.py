@@ -8,9 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.hf.attention import AskedError, asked
-from kvpress.hf.models import find_rotary
+from kvpress.hf.models import find_rotary, listed_models
 
-__all__ = ["extract_keys_and_values", "get_prerope_key_states", "get_prerope_query_states", "set_keys_and_values"]
+__all__ = [
+    "compute_n_kept",
+    "extract_keys_and_values",
+    "get_prerope_key_states",
+    "get_prerope_query_states",
+    "is_prefilling",
+    "set_keys_and_values",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SUPPORTED_MODELS":
+        return listed_models()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def compute_n_kept(k_len: int, compression_ratio: float) -> int:
+    """Return how many of `k_len` pairs a ratio leaves: at least one, and none for a ratio of 1."""
+    return 0 if compression_ratio >= 1 else max(1, int(k_len * (1 - compression_ratio)))
+
+
+def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
+    """Whether a pass reads `q_len` tokens at `cache_position [q_len]` into an empty cache."""
+    return int(cache_position[-1]) + 1 == q_len
 
 
 def get_prerope_query_states(module: nn.Module, hidden_states: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -42,3 +43,24 @@ def positions(cache: Any) -> list[list[list[list[int]]]]:
 def pairs(cache: Any) -> set[int]:
     """The different numbers of pairs that heads of compressed layers hold."""
     return {n for layer in cache.layers if hasattr(layer, "store") for n in layer.store.stored()}
+
+
+def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
+    """Every tensor that an object keeps alive, by attributes and containers of any name; types of `skip` hold none."""
+    found, seen, stack = [], set(), [root]
+    leaves = (type, torch.dtype, torch.device, str, int, float, skip)
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, leaves):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack += item
+        else:
+            stack += getattr(item, "__dict__", {}).values()
+            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
+    return found

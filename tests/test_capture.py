@@ -1,152 +1,28 @@
 """Replayed decode steps give the tokens that steps run one by one give, and nothing on the host takes part in them.
 
-No GPU is needed: `Tape` repeats recorded operators on the tensors of the recording, as a CUDA graph does. Replaying one is
-wrong exactly where a graph would be: where a step depends on a number, a shape or an object of the host.
+No GPU is needed: `Tape` stands in for CUDA graphs.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import DynamicCache
 
 import kvpress
 from kvpress.hf.session import session
 from kvpress.kernels.cpu import launch
-from tests.models import COMMON, FAMILIES, fingerprint, padded_batch, tiny_model, tokens
+from tests.models import fingerprint, tokens
 from tests.pairwise import every_pair
+from tests.tape import PROMPTS, SPECS, TapeRecorder, assert_same_caches, generate, model_of
 
 pytestmark = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
-
-WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
-KIVI = "kivi:bits=4,group_size=16,residual_length=16"
-QUEST = "quest:budget=32,page_size=8,skip_layers=0"
-SPECS = {
-    "off": "snapkv:0",
-    "snapkv": "snapkv:0.5,window_size=4",
-    "kivi": KIVI,
-    "quest": QUEST,
-    "kivi-quest": f"{KIVI} + {QUEST}",
-    "ragged": "adakv(snapkv:0.5,window_size=4)",
-    "schedule": "decoding(knorm):compression_interval=30,target_size=40",
-}
-PROMPTS = {"one": (tokens(1, 50), None), "padded": padded_batch([50, 31, 44])}
-
-
-class Tape(TorchDispatchMode):
-    """Operators and compiled kernels in the order they ran, with the tensors that they read and wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.launch = launch.run
-
-    def __enter__(self) -> Tape:
-        def recorded(*args: Any, **kwargs: Any) -> int:
-            self.operators.append((self.launch, args, kwargs, None))
-            return self.launch(*args, **kwargs)
-
-        launch.run = recorded  # torch does not see what compiled kernels do
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        launch.run = self.launch
-        super().__exit__(*args)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WAITS and not checks_arguments():
-            raise RuntimeError(f"{func} waits for the device")
-        for value, argument in zip(args, func._schema.arguments, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.before.setdefault(id(value), (value, value.clone()))
-        result = func(*args, **(kwargs or {}))
-        self.operators.append((func, args, kwargs or {}, result))
-        return result
-
-    def undo(self) -> None:
-        """Take back what was written: recording a graph runs nothing."""
-        for tensor, value in reversed(self.before.values()):
-            tensor.copy_(value)
-
-    def replay(self) -> None:
-        for func, args, kwargs, result in self.operators:
-            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-def checks_arguments() -> bool:
-    """Whether a kernel is reading a value: on the CPU they check their arguments, on a GPU they do not."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and "/kvpress/kernels/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
-class TapeRecorder:
-    """Stands in for CUDA graphs; counts what was done."""
-
-    def __init__(self) -> None:
-        self.warmed = self.recorded = self.replayed = 0
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        self.warmed += 1
-        return step()
-
-    def record(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        self.recorded += 1
-        with Tape() as tape:
-            outputs = step()
-        tape.undo()
-
-        def replay() -> Any:
-            self.replayed += 1
-            tape.replay()
-            return outputs
-
-        return replay
-
-
-@cache
-def model_of(family: str, layers: int = 2) -> Any:
-    """A random model of a family, without sliding windows."""
-    settings = {**COMMON, **FAMILIES[family], "num_hidden_layers": layers, "sliding_window": None}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings), dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    return model.eval()
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    settings = {"max_new_tokens": 101, "do_sample": False, "return_dict_in_generate": True, **settings}
-    return model.generate(ids, attention_mask=mask, **settings)
-
-
-def assert_same_caches(found: Any, expected: Any) -> None:
-    for ours, theirs in zip(found.layers, expected.layers, strict=True):
-        assert ours.store.stored() == theirs.store.stored()
-        for part, other in zip(
-            [*ours.store.segments, ours.store.open_segment(None)],
-            [*theirs.store.segments, theirs.store.open_segment(None)],
-            strict=True,
-        ):
-            assert torch.equal(part.slots(), other.slots())
-            assert all(map(torch.equal, part.read(slice(None)), other.read(slice(None))))
-
 
 # -- the same tokens ------------------------------------------------------------------------------------------
 
@@ -370,68 +246,6 @@ def test_a_captured_cache_goes_from_mode_to_mode() -> None:
                         logits.append(model(new, past_key_values=held).logits.clone())
         found.append(torch.cat(logits, dim=1))
     assert torch.equal(*found)
-
-
-# -- what is refused ------------------------------------------------------------------------------------------
-
-
-def refused(model: Any, press: Any, words: str) -> None:
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=words), session(press, model, recorder=TapeRecorder()):
-        pass
-    assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("gemma3_text", "sliding_attention"), ("gpt_oss", "sliding_attention"), ("qwen3_next", "linear_attention")],
-)
-def test_models_with_other_layers_are_refused(family: str, kind: str) -> None:
-    model = tiny_model(family, "eager")
-    refused(model, kvpress.get_press("knorm:0.5"), f"{type(model).__name__} has {kind} layers.*capture=False")
-
-
-@pytest.mark.parametrize("spec", ["h2o:0.5", "decoding(snapkv)", "decoding(tova)"])
-def test_presses_that_watch_every_token_are_refused(spec: str) -> None:
-    refused(model_of("llama"), kvpress.get_press(spec), "watches every generated token.*capture=False")
-
-
-def test_positions_that_change_on_the_host_are_refused() -> None:
-    settings = {**COMMON, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).eval()
-    refused(model, kvpress.get_press("none"), "rotary embedding.*capture=False")
-
-
-def test_other_devices_are_refused() -> None:
-    model = model_of("llama")
-    before = fingerprint(model)
-    for enter in (
-        lambda: kvpress.get_press("none")(model, capture=True),
-        lambda: kvpress.reading(model, capture=True),
-    ):
-        with (
-            pytest.raises(ValueError, match="needs a CUDA device, but the model is on cpu; use capture=False"),
-            enter(),
-        ):
-            pass
-    assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"num_beams": 2}, "num_beams=2"), ({"output_hidden_states": True}, "output_hidden_states")],
-    ids=["beams", "hidden states"],
-)
-def test_ways_of_generating_that_cannot_be_replayed(settings: dict[str, Any], words: str) -> None:
-    model = model_of("llama")
-    ran: list[int] = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
-    with session(kvpress.get_press("none"), model, recorder=TapeRecorder()):
-        with pytest.raises(ValueError, match=f"{words}.*capture=False"):
-            generate(model, *PROMPTS["one"], **settings)
-        assert not ran
-        generate(model, *PROMPTS["one"], max_new_tokens=3)
-    handle.remove()
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------

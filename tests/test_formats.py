@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import torch
@@ -15,128 +14,17 @@ from torch import Tensor
 
 import kvpress
 from kvpress.cache.attention import Logits
-from kvpress.cache.codec import Codec, DenseCodec, Rotation, Sealing
+from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.files import pack, unpack
 from kvpress.cache.held import Held, per_pair
 from kvpress.cache.layout import Layout
-from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.store import KVStore
 from kvpress.kernels import pack as pack_codes
 from kvpress.kernels import unpack as unpack_codes
-from kvpress.quant.coupled import CoupledCodec
-from kvpress.quant.gear import GEARCodec
-from kvpress.quant.uniform import UniformCodec
-from kvpress.quant.zipcache import ZipCacheCodec
-from kvpress.sparse.offload import HostCodec
+from tests.formats import BOOK, DIM, HEADS, LENGTHS, every_codec, segment
 from tests.models import padded_batch, tiny_model, tokens
-from tests.quant.test_codebook import embedding
 from tests.test_memory import held
-
-HEADS, DIM = 2, 32
-BOOK = torch.randn(HEADS, DIM // 4, 16, 4, generator=torch.Generator().manual_seed(7)).half()
-CODECS: dict[str, Codec] = {
-    "dense": DenseCodec(4, 3),
-    "host": HostCodec(4, 3),
-    "uniform": UniformCodec(4, 2, (4, 1), (1, 8), 4, 3),
-    "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
-    "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
-    "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
-}
-every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])
-LENGTHS = [20, 0, 12, 28]
-
-
-def sealing(name: str, seen: int = 256, pads: list[int] | None = None) -> Sealing:
-    rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if name == "coded and rotated" else None
-    mask = None if pads is None else torch.arange(seen) >= torch.tensor(pads)[:, None]
-    return Sealing(HEADS, seen=seen, mask=mask, rotation=rotation)
-
-
-def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segment:
-    """Pairs of two rows and two heads in a format, with slots and a side array."""
-    layout = Layout(lengths or LENGTHS)
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, layout.total, DIM, generator=generator)
-    dense = DenseSegment(keys, values, layout, first=[5] * 4)
-    dense.side = {name: torch.rand(layout.total, generator=generator) for name in ("saliency", "probes", "mass")}
-    if name == "nested":
-        second = torch.rand(layout.total, generator=generator) < 0.5
-        made = []
-        for inner, mine in (("mixed", ~second), ("uniform", second)):
-            rows = mine.nonzero().flatten()
-            counts = torch.bincount(layout.streams_of(rows), minlength=4).tolist()
-            made.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
-        found: Segment = MixedSegment(made[0], made[1], Flags.of(second), layout)
-    else:
-        found = CODECS[name.split()[0]].encode(dense, sealing(name, pads=[3, 0]))
-    found.describe(dense, without=("saliency", "probes"))
-    return found
-
-
-def logit_pairs(found: Segment, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Logits without weights of the pairs of a stream, as they decode, and their values."""
-    keys, values = found.read(found.layout.rows(n))
-    return Logits(0.2, 5.0)(queries[n], keys), values
-
-
-@every_codec
-@pytest.mark.parametrize("rows", [2, 70], ids=["few", "many"])
-def test_equal_pairs_pooled_into_one_give_the_same_attention(name: str, rows: int) -> None:
-    pooled = segment(name)
-    generator = torch.Generator().manual_seed(1)
-    counts = torch.randint(1, 5, (pooled.layout.total,), generator=generator)
-    copies = torch.arange(len(counts)).repeat_interleave(counts)
-    lengths = [int(part.sum()) for part in counts.split(list(pooled.layout.lengths))]
-    repeated = pooled.take(copies, Layout(lengths))
-    pooled.log_weight = counts.float().log()
-    queries, logits = torch.randn(4, rows, DIM, generator=generator), Logits(0.2, 5.0)
-
-    def same(found: Any, expected: Any) -> None:
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
-
-    whole = repeated.attend(queries, logits)
-    same(pooled.attend(queries, logits), whole)
-    hidden = torch.rand(len(counts), generator=generator) < 0.4
-    same(pooled.attend(queries, logits, hidden), repeated.attend(queries, logits, hidden[copies]))
-    received = repeated.mass(queries, logits, whole[1])
-    torch.testing.assert_close(
-        pooled.mass(queries, logits, whole[1]),
-        torch.zeros(len(counts)).index_add_(0, copies, received),
-        atol=1e-4,
-        rtol=1e-4,
-    )
-    same(*(chosen_pairs(found, mark, queries) for found, mark in ((pooled, ~hidden), (repeated, ~hidden[copies]))))
-    # What is taken, joined and taken apart keeps its weights.
-    half = (torch.arange(len(counts)) % 2 == 0).nonzero().flatten()
-    layout = Layout(torch.bincount(pooled.layout.streams_of(half), minlength=4).tolist())
-    assert torch.equal(pooled.take(half, layout).log_weight, pooled.log_weight[half])
-    twin = copy.deepcopy(pooled)
-    twin.log_weight = None
-    same(pooled.attend(queries, logits), whole)
-    assert torch.equal(unpack(*pack(pooled)).log_weight, counts.float().log())
-
-
-def chosen_pairs(found: Segment, mark: Tensor, queries: Tensor) -> Any:
-    """Attend to the marked pairs as a list."""
-    lists = [found.layout.offsets[n] + mark[found.layout.rows(n)].nonzero().flatten() for n in range(4)]
-    rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-    return found.attend_rows(queries, Logits(0.2, 5.0), rows, torch.tensor([len(one) for one in lists]))
-
-
-@every_codec
-def test_weights_are_added_to_the_logits(name: str) -> None:
-    found = segment(name)
-    found.log_weight = torch.randn(found.layout.total, generator=torch.Generator().manual_seed(3))
-    queries = torch.randn(4, 3, DIM, generator=torch.Generator().manual_seed(4))
-    out, lse = found.attend(queries, Logits(0.2, 5.0))
-    for n in range(4):
-        logits, values = logit_pairs(found, queries, n)
-        logits = logits + found.log_weight[found.layout.rows(n)]
-        torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-3, rtol=1e-3)
-        expected = logits.softmax(-1) @ values if logits.shape[1] else torch.zeros(3, DIM)
-        torch.testing.assert_close(out[n], expected, atol=2e-3, rtol=1e-3)
 
 
 @every_codec
@@ -296,96 +184,6 @@ def test_dense_pairs_are_replaced_in_one_copy_only() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             store.replace_dense(**bad)
-
-
-def pooled_and_repeated(pads: list[int] | None) -> tuple[KVStore, KVStore, Tensor, Tensor | None, Tensor | None]:
-    """Two stores of the same tokens: once weighed, once repeated as often as they weigh; and their masks."""
-    counts = torch.randint(1, 4, (24,), generator=torch.Generator().manual_seed(0))
-    copies = torch.arange(24).repeat_interleave(counts)
-    keys, values = torch.randn(2, 2, HEADS, 24, DIM, generator=torch.Generator().manual_seed(1))
-    pooled, repeated = KVStore(keys, values), KVStore(keys, values)
-    pooled.append(keys, values)
-    repeated.append(keys[:, :, copies], values[:, :, copies])
-    pooled.window.weigh(counts.float().log().expand(2, HEADS, -1))
-    if pads is None:
-        return pooled, repeated, copies, None, None
-    mask = torch.arange(24) >= torch.tensor(pads)[:, None]
-    return pooled, repeated, copies, mask, mask[:, copies]
-
-
-@pytest.mark.parametrize("new", [1, 5], ids=["token", "turn"])
-@pytest.mark.parametrize("pads", [None, [0, 4], "holes"], ids=["even", "padded", "holes"])
-def test_pooled_tokens_weigh_as_much_wherever_they_are_kept(pads: Any, new: int) -> None:
-    pooled, repeated, copies, mask, masks = pooled_and_repeated([0, 4] if pads == "holes" else pads)
-    if pads == "holes":
-        mask[1, 7:9] = False
-        masks = mask[:, copies]
-    generator = torch.Generator().manual_seed(5)
-
-    def both(change: Callable[[KVStore, Tensor | None], None]) -> None:
-        change(pooled, mask)
-        change(repeated, masks)
-
-    def check() -> None:
-        queries = torch.randn(pooled.batch, 2 * HEADS, new, DIM, generator=generator)
-        keys, values = torch.randn(2, pooled.batch, HEADS, new, DIM, generator=generator)
-        found = []
-        for store, real in ((pooled, mask), (repeated, masks)):
-            asked = copy.deepcopy(store)
-            asked.append(keys.clone(), values.clone())
-            extra = None if real is None else torch.nn.functional.pad(real, (0, new), value=True)
-            found.append(asked.attend(queries, Logits(0.2), extra))
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-    check()
-    counts = [sum(parts) for parts in zip([0] * 4, pooled.open_segment(mask).layout.lengths, strict=True)]
-    kept = [torch.rand(n, generator=generator) < 0.7 for n in counts]
-    slots = pooled.open_segment(mask).slots().split(counts)
-    marked = [at[mark].long() for at, mark in zip(slots, kept, strict=True)]
-    keep = [torch.isin(copies[real_slots(masks, n)], at) for n, at in enumerate(marked)]
-    pooled.evict(kept, mask)
-    repeated.evict(keep, masks)
-    check()
-    both(lambda store, real: store.settle(DenseCodec(2, 1), Sealing(HEADS, mask=real)))
-    assert pooled.segments
-    check()
-    if mask is not None:
-        # Tokens that were real when they were sealed are hidden now.
-        mask[0, 3], masks[0, copies == 3] = False, False
-        check()
-    both(lambda store, real: store.select_rows(torch.tensor([1, 0, 0])))
-    if mask is not None:
-        mask, masks = mask[[1, 0, 0]], masks[[1, 0, 0]]
-    check()
-
-
-def real_slots(mask: Tensor | None, n: int) -> Tensor | slice:
-    return slice(None) if mask is None else mask[n // HEADS].nonzero().flatten()
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
-    codec = CODECS[name]
-    store = KVStore(torch.zeros(2, HEADS, 0, DIM), torch.zeros(2, HEADS, 0, DIM))
-    weights = {}
-    for turn in range(3):
-        store.append(*torch.randn(2, 2, HEADS, codec.group + 5, DIM).unbind(0))
-        for side in codec.reads_side:
-            store.window.side[side] = torch.rand(2, HEADS, store.window.length)
-        if turn != 1:
-            given = torch.rand(2, HEADS, store.window.length)
-            store.window.weigh(given)
-            for n, row in enumerate(given.flatten(0, 1)):
-                weights |= {(n, at): float(weight) for at, weight in enumerate(row, store.window.first)}
-        store.settle(codec, Sealing(HEADS))
-    assert store.segments
-    for part in store.sealed:
-        for n in range(4):
-            rows = part.layout.rows(n)
-            expected = [weights.get((n, at), 0.0) for at in part.slots()[rows].tolist()]
-            found = torch.zeros(part.layout.total) if part.log_weight is None else part.log_weight
-            assert found[rows].tolist() == pytest.approx(expected)
 
 
 SHARING = ["tidal_decode:budget=8,skip_layers=1", "kivi:group_size=4,residual_length=4", "zipcache:interval=4"]

@@ -15,6 +15,7 @@ import kvpress
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.report import format_bytes
+from tests.caches import reachable
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.presses.evicting import EVICTING, exempt
@@ -52,30 +53,6 @@ PRESSES = [
 ]
 LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
 """What leaves all of a prompt that is read."""
-
-
-def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
-    """Every tensor that an object keeps alive, found by walking attributes and containers, whatever their names."""
-    found, seen, stack = [], set(), [root]
-    while stack:
-        item = stack.pop()
-        if (
-            id(item) in seen
-            or isinstance(item, (type, torch.dtype, torch.device, str, int, float))
-            or (skip and isinstance(item, skip))
-        ):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack += item
-        else:
-            stack += getattr(item, "__dict__", {}).values()
-            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
-    return found
 
 
 def held(root: Any) -> int:

@@ -20,7 +20,7 @@ from kvpress.observe.call import Phase
 from kvpress.observe.passes import TOKENS, Pass
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.oracle import Oracle
-from tests.test_capture import TapeRecorder
+from tests.tape import TapeRecorder
 
 HYBRID = ["gemma3_text", "gpt_oss", "qwen3_next"]
 FAMILIES = ["llama", "qwen3", "phi3", *HYBRID]

@@ -2,87 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 import kvpress
 from tests.caches import positions
-from tests.models import COMMON, fingerprint, tokens
+from tests.models import fingerprint, tokens
+from tests.threads import (
+    SPECS,
+    THREADS,
+    every_spec,
+    expected_of,
+    generate,
+    in_threads,
+    prompt,
+    results,
+    same,
+    small_model,
+)
 
-THREADS = 4
-SPECS = {
-    "knorm": "knorm:0.5",
-    "h2o": "h2o:0.5",
-    "adakv-kivi": "adakv(snapkv:0.5,window_size=4) + kivi:bits=4,group_size=4,residual_length=4",
-    "quest": "quest:budget=8,page_size=4,skip_layers=0",
-    "kvzip": "kvzip:0.5,repeat_prompt=",
-}
-every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-
-
-@pytest.fixture(autouse=True)
-def busy() -> Iterator[None]:
-    """Let threads take turns fifty times as often as the interpreter does by itself."""
-    before, threads = sys.getswitchinterval(), torch.get_num_threads()
-    sys.setswitchinterval(1e-4)
-    torch.set_num_threads(1)
-    yield
-    sys.setswitchinterval(before)
-    torch.set_num_threads(threads)
-
-
-@cache
-def small_model(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8})).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
-def prompt(number: int) -> Tensor:
-    return tokens(1 + number % 2, 20 + 3 * number, seed=number)
-
-
-def generate(model: Any, number: int, **settings: Any) -> Any:
-    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **settings}
-    return model.generate(prompt(number), **settings)
-
-
-def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Run `work(n)` in so many threads, which begin together."""
-    ready = threading.Barrier(count)
-
-    def run(number: int) -> Any:
-        ready.wait()
-        return work(number)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count)))
-
-
-def results(model: Any, number: int) -> tuple[Tensor, Any]:
-    found = generate(model, number)
-    return found.sequences, positions(found.past_key_values)
-
-
-def expected_of(model: Any, press: Any, count: int = 8) -> list[Any]:
-    with press(model):
-        return [results(model, number) for number in range(count)]
-
-
-def same(found: tuple[Tensor, Any], wanted: tuple[Tensor, Any]) -> bool:
-    return torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
+pytestmark = pytest.mark.usefixtures("busy")
 
 
 @every_spec
@@ -249,174 +193,22 @@ def test_a_block_that_is_left_in_the_middle_of_a_pass() -> None:
     assert fingerprint(model) == before
 
 
-# -- blocks beside each other ----------------------------------------------------------------------------------
-
-
-def test_different_presses_are_refused_with_both_names() -> None:
+def test_a_plain_generate_goes_on_plainly_when_a_block_opens() -> None:
+    """Whatever its passes do next: under a press that evicts, reads prompts in chunks, or not at all any more."""
     model = small_model()
-    words = r"KnormPress\(compression_ratio=0.5.*already active.*SnapKVPress\(.*press_a \+ press_b.*lock"
-
-    def other(_: int) -> None:
-        with pytest.raises(RuntimeError, match=words), kvpress.SnapKVPress(0.5)(model):
-            pass
-        with (
-            pytest.raises(RuntimeError, match=r"KnormPress.*\(reading\)"),
-            kvpress.reading(model, kvpress.KnormPress(0.5)),
-        ):
-            pass
-
-    before = fingerprint(model)
-    with kvpress.KnormPress(0.5)(model):
-        inside = fingerprint(model)
-        in_threads(other, 2)
-        other(0)
-        assert fingerprint(model) == inside
+    before, plain = fingerprint(model), generate(model, 2, max_new_tokens=12)
+    for spec in (SPECS["h2o"], SPECS["adakv-kivi"], "bounded(knorm:0.5):chunk=8"):
+        press, paused = kvpress.get_press(spec), Paused()
+        expected = expected_of(model, press, 1)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(generate, model, 2, max_new_tokens=12, streamer=paused)
+            assert paused.reached.wait(60)
+            with press(model):
+                assert same(results(model, 0), expected[0])
+                paused.go_on.set()
+                found = running.result()
+                # The thread's next request is one inside the block.
+                assert same(pool.submit(results, model, 0).result(), expected[0])
+        assert torch.equal(found.sequences, plain.sequences)
+        assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
     assert fingerprint(model) == before
-
-
-def test_the_same_press_inside_itself() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
-    before, expected = fingerprint(model), expected_of(model, press, 1)
-    with press(model) as outer:
-        with kvpress.get_press(SPECS["knorm"])(model) as inner:
-            assert same(results(model, 0), expected[0])
-            assert inner.cache is not None
-        assert same(results(model, 0), expected[0])
-        assert outer.cache is not None
-        assert outer.cache is not inner.cache
-    assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize("spec", [SPECS["knorm"], SPECS["kvzip"]])
-def test_a_cache_that_could_be_of_several_blocks_is_nobodys(spec: str) -> None:
-    model, press = small_model(), kvpress.get_press(spec)
-    with press(model) as first, kvpress.get_press(spec)(model) as second:
-        in_threads(lambda n: results(model, n), 1)
-        for session in (first, second):
-            with pytest.raises(RuntimeError, match=r"not known whose.*return_dict_in_generate=True"):
-                _ = session.cache
-        results(model, 0)
-        assert second.cache is not None
-    assert press.last_cache is None
-
-
-def test_a_block_entered_in_one_thread_and_left_in_another() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
-    before, expected = fingerprint(model), expected_of(model, press, 2)
-    block = press(model)
-    in_threads(lambda _: block.__enter__(), 1)
-    assert same(results(model, 1), expected[1])
-    block.__exit__(None, None, None)
-    assert fingerprint(model) == before
-    assert press.last_cache is not None
-
-
-def test_a_generator_that_is_not_exhausted() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
-    before = fingerprint(model)
-
-    def answers() -> Iterator[Any]:
-        with press(model):
-            for number in range(8):
-                yield results(model, number)
-
-    running = answers()
-    next(running)
-    with pytest.raises(RuntimeError, match=r"KnormPress.*already active"), kvpress.SnapKVPress(0.5)(model):
-        pass
-    running.close()
-    assert fingerprint(model) == before
-
-
-def test_asynchronous_tasks() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["h2o"])
-    before, expected = fingerprint(model), expected_of(model, press)
-
-    async def ask(number: int) -> bool:
-        with press(model) as session:
-            found = await asyncio.to_thread(generate, model, number)
-            await asyncio.sleep(0)
-            return session.cache is found.past_key_values and same(
-                (found.sequences, positions(found.past_key_values)), expected[number]
-            )
-
-    async def ask_all() -> list[bool]:
-        return await asyncio.gather(*map(ask, range(len(expected))))
-
-    assert asyncio.run(ask_all()) == [True] * len(expected)
-    assert fingerprint(model) == before
-
-
-def test_shared_readings_with_different_presses_beside_each_other() -> None:
-    model, specs = small_model(), list(SPECS.values())[:4]
-    before = fingerprint(model)
-    ids = [prompt(n) for n in range(4)]
-
-    def read(number: int) -> Any:
-        presses = [kvpress.get_press(specs[number]), kvpress.get_press(specs[number - 1])]
-        return [positions(cache) for cache in kvpress.prefill(model, presses, ids[number]).caches]
-
-    expected = [read(number) for number in range(4)]
-    for _ in range(5):
-        assert in_threads(read) == expected
-    assert fingerprint(model) == before
-
-
-def test_private_blocks_leave_other_threads_alone() -> None:
-    model, other = small_model(), kvpress.get_press("knorm:0.3")
-    plain, expected = results(model, 2), expected_of(model, other, 3)[2]
-    inside, done = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            assert done.wait(60)
-
-    with ThreadPoolExecutor(1) as pool:
-        handle = model.model.layers[1].mlp.register_forward_hook(wait)
-        reading = pool.submit(kvpress.prefill, model, [kvpress.KnormPress(0.5)], prompt(0))
-        assert inside.wait(60)
-        assert same(results(model, 2), plain)
-        with other(model):
-            assert same(results(model, 2), expected)
-        done.set()
-        reading.result()
-        handle.remove()
-
-
-# -- one cache ---------------------------------------------------------------------------------------------------
-
-
-def test_one_cache_in_two_threads_is_refused() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["knorm"])
-    inside, done = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        inside.set()
-        assert done.wait(60)
-
-    cache = DynamicCache(config=model.config)
-    with press(model), ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
-        expected = model(prompt(0), past_key_values=copy.deepcopy(cache)).logits
-        handle = model.model.layers[0].mlp.register_forward_hook(wait)
-        running = pool.submit(lambda: model(prompt(0), past_key_values=cache).logits)
-        assert inside.wait(60)
-        handle.remove()
-        with pytest.raises(RuntimeError, match="read by another forward pass, in thread 'first"):
-            model(prompt(0), past_key_values=cache)
-        done.set()
-        assert torch.equal(running.result(), expected)
-        model(tokens(1, 1), past_key_values=cache)
-
-
-def test_a_compressed_cache_is_read_by_a_thread_without_a_block() -> None:
-    model, press = small_model(), kvpress.get_press(SPECS["adakv-kivi"])
-    caches = []
-    for _ in range(2):
-        caches.append(DynamicCache(config=model.config))
-        with press(model):
-            model(prompt(0), past_key_values=caches[-1])
-    with press(model):
-        expected = model(tokens(1, 1), past_key_values=caches[0]).logits
-        found = in_threads(lambda _: model(tokens(1, 1), past_key_values=caches[1]).logits, 1)
-    assert torch.equal(found[0], expected)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kvpress.cache.guard import between_passes
 from kvpress.cache.held import tensors_in
 from kvpress.cache.store import KVStore
 
@@ -108,6 +109,11 @@ def memory_report(cache: Any) -> MemoryReport:
     """Measure a cache: the bytes of every tensor that it holds, per layer and component."""
     if cache is None or not hasattr(cache, "layers"):
         raise TypeError(f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(cache).__name__}")
+    with between_passes(cache):
+        return _measured(cache)
+
+
+def _measured(cache: Any) -> MemoryReport:
     reports, value_bytes = [], 2
     counted: set[int] = set()
     for index, layer in enumerate(cache.layers):
@@ -155,6 +161,11 @@ def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
     A position is the index of the token in the sequence as it was passed, left padding counted. Layers that are not
     compressed, such as sliding windows, list what they hold; layers without pairs have an empty list.
     """
+    with between_passes(cache):
+        return _positions(cache)
+
+
+def _positions(cache: Any) -> list[list[list[Tensor]]]:
     found = []
     for layer in cache.layers:
         store: KVStore | None = getattr(layer, "store", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,11 +18,19 @@ MODULES = (
 )  # fmt: skip
 """Modules of `kvpress.presses` there, as far as their methods are here."""
 
+HELPERS = (
+    "SUPPORTED_MODELS", "compute_n_kept", "extract_keys_and_values", "get_prerope_key_states", "get_prerope_query_states",
+    "is_prefilling",
+)  # fmt: skip
+"""Names of `kvpress.utils` that these modules have there."""
+
 
 class Alias(ModuleType):
-    """A module without a file: its classes are looked up by their names, wherever they are."""
+    """A module without a file: its names are those of presses, and `HELPERS`."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in HELPERS:
+            return getattr(importlib.import_module("kvpress.utils"), name)
         return class_named(name, self.__name__)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.core.executor import Group, chosen
+from kvpress.core.executor import MASKED, Group, chosen
 from kvpress.core.host import host
 from kvpress.core.overrides import described_recipe
 from kvpress.core.recipe import Eviction, Recipe, Scored
@@ -39,15 +39,18 @@ def view_by_hand(
     return view if keys is view.keys and values is view.values else replace(view, vectors=lambda: (keys, values))
 
 
-def compress(recipe: Recipe, view: View) -> tuple[Tensor, Tensor]:
-    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe leave of a view."""
-    for step in recipe.evictions:
-        if not step.is_identity:
-            view = _evicted(step, view)
+def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
+    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe leave of a view.
+
+    Heads that would keep different numbers keep all, as in NVIDIA kvpress, and what they lose is marked on the module.
+    """
+    steps = [step for step in recipe.evictions if not step.is_identity]
+    for step in steps:
+        view = _evicted(step, view, module if step is steps[-1] else None)
     return view.keys, view.values
 
 
-def _evicted(step: Eviction, view: View) -> View:
+def _evicted(step: Eviction, view: View, module: Any) -> View:
     if step.prepare is not None or step.hook is not None:
         raise ValueError("this press looks at the whole model: use it inside `with press(model)`")
     if step.compress is not None:
@@ -63,11 +66,15 @@ def _evicted(step: Eviction, view: View) -> View:
     mask = chosen(step, view, scored, counts)
     group.forget()
     length = int(mask[0, 0].sum())
-    if not bool((mask.sum(dim=2) == length).all()):
+    even = bool((mask.sum(dim=2) == length).all())
+    if not even and (module is None or step.rewrite is not None):
         raise ValueError(
             "heads would keep different numbers of pairs, which keys and values of one shape cannot hold: use the press inside "
             "`with press(model)`"
         )
+    if step.allocator.ragged and module is not None and step.rewrite is None:
+        setattr(module, MASKED, (~mask).nonzero(as_tuple=True))
+        return view
     rewritten = None if step.rewrite is None else step.rewrite(view, mask)
     if rewritten is not None:
         if rewritten.log_weight is not None:

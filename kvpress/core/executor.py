@@ -15,7 +15,6 @@ from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
-from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
 
 FOLLOW = "kvpress_follow"
@@ -121,6 +120,7 @@ class Executor:
             return
         for call in calls:
             follow = partial(self._follow, call, step.inside)
+            vars(call.module).pop(MASKED, None)
             call.output = step.hook(call.module, (), {**hook_arguments(call), FOLLOW: follow}, call.output)
             evict_masked(call)
 
@@ -309,37 +309,11 @@ class Cut:
         self.store.replace_dense(keys, values, log_weight, per_pair)
 
 
-def close_gaps(view: View, mask: Tensor) -> Rewritten | None:
-    """Rotate keys so that, once only the marked pairs stay, their distances to the next query have no gaps.
+def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> None:
+    """Replace what a layer stores by what a user's `compress` returns; positions are found again by their values.
 
-    Heads may keep different numbers of pairs. Layers without rotary embedding know no distances and are left as they are.
-
-    Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
-    from 0, while queries keep their true positions.
+    Pairs that it marks on the module are evicted, and those that were `marked` before, where that is said.
     """
-    call = view.call
-    if not call.rotates:
-        return None
-    before = view.shift
-    rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
-    kept = mask.sum(dim=-1, keepdim=True)
-    shift = torch.where(mask, view.seen - kept + rank - view.positions, before)
-    keys = view.keys.clone()
-    angles = zip(view.rotations(view.positions + before), view.rotations(view.positions + shift), strict=True)
-    for head, (old, new) in enumerate(angles):
-        own = slice(head, head + 1)
-        turned = call.rotate(call.unrotate(view.keys[:, own], *old), *(part.float() for part in new))
-        keys[:, own] = torch.where((shift != before)[:, own, :, None], turned.to(keys.dtype), keys[:, own])
-    return Rewritten(keys=keys, shift=shift)
-
-
-def closing_gaps(step: Eviction) -> Eviction:
-    """Return an eviction that also closes the gaps it leaves; see `close_gaps`."""
-    return replace(step.rewriting(close_gaps), watches=(*step.watches, ROTATIONS))
-
-
-def replace_pairs(call: LayerCall, compress: Compress) -> None:
-    """Replace what a layer stores by what a user's `compress` returns; positions are found again by their values."""
     store = call.store
     check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
     if store.segments:
@@ -349,6 +323,8 @@ def replace_pairs(call: LayerCall, compress: Compress) -> None:
     values, slots = list(keys), list(keys)
     changed = False
     for view in (view for group in view_groups(call) for view in group):
+        if not marked:
+            vars(call.module).pop(MASKED, None)
         new_keys, new_values = compress(*score_arguments(view))
         stays = _take_masked(call.module, new_keys)
         if new_keys.shape[:3] != new_values.shape[:3] or new_keys.shape[:2] != view.keys.shape[:2]:
@@ -375,7 +351,7 @@ def replace_pairs(call: LayerCall, compress: Compress) -> None:
 def evict_masked(call: LayerCall) -> None:
     """Free the pairs that a user's hook has marked on the module of a layer."""
     if vars(call.module).get(MASKED) is not None:
-        replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values))
+        replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values), marked=True)
 
 
 def _take_masked(module: nn.Module, keys: Tensor) -> Tensor | None:

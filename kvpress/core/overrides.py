@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.core.helpers import check_overrides
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe
 from kvpress.observe.observer import Wanted
@@ -33,7 +34,12 @@ class Shadowable:
 
 
 def adapt(kind: type) -> None:
-    """Prepare a class that is derived: its attributes hide no property of its bases, its methods say what is evicted."""
+    """Prepare a class that is derived: its attributes hide no property of its bases, its methods say what is evicted.
+
+    Raises:
+        TypeError: it overrides a method that nothing here asks.
+    """
+    check_overrides(kind)
     for name in {name for base in kind.__mro__[1:] for name in vars(base)} - vars(kind).keys():
         part = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         if isinstance(part, property) and part.fset is None:
@@ -129,14 +135,14 @@ class NoScores(ByScore):
 
 @dataclass(frozen=True)
 class ScoredByArguments(ByScore):
-    """Scores of a press written for NVIDIA kvpress."""
+    """Scores of a press written for NVIDIA kvpress, which may ask its base class for those that `watched` is read for."""
 
     press: Any
+    watched: tuple[Wanted, ...]
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        wants: tuple[Wanted, ...] = described(self.press, "wants")
-        return wants
+        return self.watched
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`; where heads show other tokens, each is scored among all heads at its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -10,9 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvpress.cache.report import memory_report
 from kvpress.core.by_hand import compress, view_by_hand
 from kvpress.core.checks import Count, Ratio, check_fields
+from kvpress.core.compose import merge
 from kvpress.core.executor import FOLLOW
+from kvpress.core.helpers import overrides_helper_of_hidden_states
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.overrides import (
@@ -24,7 +28,7 @@ from kvpress.core.overrides import (
     overrides_score,
     own_budget,
 )
-from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer, merge
+from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 
@@ -88,13 +92,14 @@ class BasePress:
 
         Presses written for NVIDIA kvpress override it. Called by hand, presses that look at queries need `module`,
         `hidden_states` and the `position_embeddings` in `kwargs`; others take None. A press that only acts while tokens are
-        generated cuts to its target.
+        generated cuts to its target. Where heads keep different numbers of pairs, all are returned, and what is evicted is
+        marked on the module, `masked_key_indices` (rows, heads, pairs).
 
         Raises:
-            ValueError: heads would keep different numbers of pairs, or more is needed than a single layer shows.
+            ValueError: there is no module to mark, or more is needed than a single layer shows.
         """
         del attentions
-        return compress(described_recipe(self), view_by_hand(self, module, hidden_states, keys, values, kwargs))
+        return compress(described_recipe(self), view_by_hand(self, module, hidden_states, keys, values, kwargs), module)
 
     def forward_hook(self, module: nn.Module, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Follow a pass of an attention layer and return its output; the hook of presses written for NVIDIA kvpress.
@@ -133,6 +138,29 @@ def remember(press: BasePress, cache: Any) -> None:
     """Make a cache the last one of a press."""
     held: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
     held.own.cache = held.latest = cache
+
+
+def removed(press: BasePress) -> float:
+    """Return the fraction of its pairs that the last cache of a press has lost, for presses that decide it themselves.
+
+    Raises:
+        AttributeError: the press has not been used yet.
+    """
+    if press.last_cache is None:
+        raise AttributeError(
+            f"how much {type(press).__name__} removes depends on the prompt: it is known once a `with` block was left"
+        )
+    report = memory_report(press.last_cache)
+    return 1 - report.kept / report.seen
+
+
+def parts_of(press: BasePress) -> Iterator[BasePress]:
+    """Yield a press and all presses inside it."""
+    yield press
+    for value in vars(press).values():
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, BasePress):
+                yield from parts_of(each)
 
 
 @dataclass
@@ -231,9 +259,12 @@ class ScorerPress(BudgetPress, ByScore):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         amount, allocator, schedule = (described(self, name) for name in ("amount", "allocator", "schedule"))
         if overrides_score(self):
-            step = Eviction(ScoredByArguments(self), amount, allocator, schedule, reads_hidden_states=True)
+            step = Eviction(
+                ScoredByArguments(self, described(self, "wants")), amount, allocator, schedule, reads_hidden_states=True
+            )
         else:
-            step = Eviction(self, amount, allocator, schedule)
+            hidden = overrides_helper_of_hidden_states(self)
+            step = Eviction(self, amount, allocator, schedule, reads_hidden_states=hidden)
         return Recipe((step,))
 
     def scores(self, view: View) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
@@ -21,15 +22,22 @@ def view_by_hand(
     wants: Sequence[Wanted],
     module: nn.Module | None,
     hidden_states: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
     kwargs: dict[str, Any],
 ) -> View:
     """Return a view of all pairs `keys [B, H, n, D]`, as an attention module sees them right after a prompt.
 
     What is wanted is observed where a module, its input `hidden_states [B, q, hidden]` for the newest q tokens and their
-    `position_embeddings` are given.
+    `position_embeddings` are given, or its `rotary_emb` says them. Without keys, these are those that the module makes.
     """
+    module = module if isinstance(module, nn.Module) else None
+    if module is not None and hidden_states is not None:
+        kwargs = _with_embeddings(module, hidden_states, keys, kwargs)
+        found = asked(module, hidden_states, kwargs) if keys is None else None
+        keys, values = (found.keys, found.keys) if found is not None else (keys, values)
+    if keys is None or values is None:
+        raise ValueError("give an attention module with its hidden_states, or keys and values")
     store = KVStore(keys, values)
     store.append(keys, values)
     hidden = keys.new_empty(keys.shape[0], 0, 1) if hidden_states is None else hidden_states
@@ -58,6 +66,16 @@ def view_by_hand(
             store.observers[wanted].observe(call)
     (view,) = (view for group in view_groups(call) for view in group)
     return view
+
+
+def _with_embeddings(module: nn.Module, hidden: Tensor, keys: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of an attention module that hold position embeddings, as far as these can be found."""
+    embedding = None if "position_embeddings" in kwargs else find_rotary(module, module)
+    if embedding is None:
+        return kwargs
+    end = hidden.shape[1] if keys is None else keys.shape[2]
+    positions = torch.arange(end - hidden.shape[1], end, device=hidden.device)[None]
+    return {**kwargs, "position_embeddings": embedding(hidden, positions)}
 
 
 def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -8,6 +8,7 @@ was begun inside a block ends under its press, also where the block has been lef
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
@@ -34,6 +36,7 @@ _installed: dict[int, Installation] = {}
 _entered: ContextVar[tuple[int, ...]] = ContextVar("entered", default=())
 """Numbers of the blocks that this thread, or asynchronous task, has entered."""
 _numbers = itertools.count()
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class Block:
@@ -234,6 +237,8 @@ class Installation:
             entered = [session for session in self.sessions if session.block.is_ours]
             if entered:
                 return entered[-1], True
+            if _generates(self.model):
+                return None, False
             public = [session for session in self.sessions if not session.block.private]
             for session in public if len(public) > 1 else ():
                 session.shares_caches = True
@@ -323,6 +328,16 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     del args, kwargs
     return output if here.forward is None else here.forward.session.after(here.forward, module, output)
+
+
+def _generates(model: PreTrainedModel) -> bool:
+    """Whether this thread is inside a `generate` of a model, which began before there was a block: later ones are requests."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _GENERATE and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name(config: Any, name: str) -> None:

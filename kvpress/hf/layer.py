@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvpress.cache.guard import between_passes
 from kvpress.cache.replaced import replace_all
 from kvpress.cache.store import KVStore
 from kvpress.observe.call import LayerCall
@@ -61,7 +63,16 @@ class PressLayer(CacheLayerMixin):
         return [layer.store for layer in layers if layer.store is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PressLayer:
-        """Copy everything; a layer that is copied with its cache belongs to the copy."""
+        """Copy everything; a layer that is copied with its cache belongs to the copy, and all layers are copied at once."""
+        cache = None if self._cache is None else self._cache()
+        if cache is not None and id(cache) in memo:
+            with between_passes(cache):
+                for layer in cache.layers:
+                    memo[id(layer)] = layer._twin(memo) if isinstance(layer, PressLayer) else copy.deepcopy(layer, memo)
+            return memo[id(self)]
+        return self._twin(memo)
+
+    def _twin(self, memo: dict[int, Any]) -> PressLayer:
         twin = copy.copy(self)
         memo[id(self)] = twin
         cache = None if self._cache is None else self._cache()
@@ -159,9 +170,11 @@ class PressLayer(CacheLayerMixin):
         self._assign(1, values)
 
     def _dense(self, which: int) -> Tensor | None:
-        if which in self.assigned or self.store is None:
-            return self.assigned.get(which)
-        return dense_pairs(self.store)[which]
+        cache = None if self._cache is None else self._cache()
+        with nullcontext() if cache is None else between_passes(cache):
+            if which in self.assigned or self.store is None:
+                return self.assigned.get(which)
+            return dense_pairs(self.store)[which]
 
     def _assign(self, which: int, tensor: Tensor) -> None:
         if self.store is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
@@ -105,6 +106,12 @@ def _rotate_complex(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = vectors[..., ::2], vectors[..., 1::2]
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def listed_models() -> tuple[type[nn.Module], ...]:
+    """Return the classes that NVIDIA kvpress lists; presses here work on many more, and refuse the others."""
+    names = [f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3")]
+    return tuple(getattr(transformers, name) for name in (*names, "Gemma3ForConditionalGeneration"))
 
 
 def find_rotary(module: nn.Module, model: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:

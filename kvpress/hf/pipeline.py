@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,18 +16,29 @@ from transformers.cache_utils import Cache
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from kvpress.core.press import BasePress
+from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, reference_path
 from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
+logger = logging.getLogger(__name__)
 
 
 class KVPressTextGenerationPipeline(Pipeline):
     """Compress a context, or a batch of contexts, before the questions are seen, then answer each question from it.
 
     The context is read once; every question works on a copy of the compressed cache, so that answers do not depend on
-    each other. Answers come from `model.generate`: any of its arguments can be given.
+    each other. Answers come from `model.generate`: any of its arguments can be given. What is read and kept is logged at the
+    level DEBUG.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("generate_answer", "_remove_answer_from_cache"):
+            if name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name!r}, which nothing calls here: override `_forward` instead"
+                )
 
     def __call__(
         self,
@@ -126,6 +138,13 @@ class KVPressTextGenerationPipeline(Pipeline):
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+            )
+        logger.debug("Context Length: %d", ids.shape[1])
+        if logger.isEnabledFor(logging.DEBUG):
+            stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]
+            held = [n for store in stores if store is not None for n in store.stored()]
+            logger.debug(
+                "Compressed Context Length: %d", round(sum(held) / len(held)) if held else before + ids.shape[1]
             )
         branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
         answers = []

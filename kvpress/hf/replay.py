@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from kvpress.cache.guard import lock_of
 from kvpress.cache.store import KVStore
 from kvpress.cache.window import Cursor, RealTokens
 from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
@@ -65,6 +66,11 @@ class CapturedForward(threading.local):
         stores = self._stores(arguments)
         if not stores:
             return self.forward(**arguments)
+        with lock_of(arguments["past_key_values"]):
+            return self._read(stores, arguments)
+
+    def _read(self, stores: list[KVStore], arguments: dict[str, Any]) -> Any:
+        """Read one token per row, by a recorded step where there is one."""
         self._admit(arguments["past_key_values"])
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
         real = None if mask is None else RealTokens(mask.to(ids.device, torch.bool))

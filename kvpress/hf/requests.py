@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
+from kvpress.cache.guard import lock_of
 from kvpress.cache.held import moved
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import cache_place
@@ -57,7 +58,8 @@ class Forward:
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
     session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
     that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
-    a model counts them in several axes. Without `owns_cache`, no block can say that the cache is its own.
+    a model counts them in several axes. `guard` is the lock of the cache, which those who look at it from other threads wait
+    for. Without `owns_cache`, no block can say that the cache is its own.
     """
 
     session: Running
@@ -73,6 +75,7 @@ class Forward:
     seen_before: int = 0
     mask: Tensor | None = None
     axes: Tensor | None = None
+    guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
@@ -107,6 +110,8 @@ class Forward:
                     f"this cache is being read by another forward pass, in thread {other.thread!r}: a cache belongs to one "
                     "request; give each its own, or a copy (copy.deepcopy(cache)) that was made before"
                 )
+            self.guard = lock_of(cache)
+            self.guard.acquire()
         self.cache = cache
         if self.request is not None and self.request.cache is None:
             self.request.cache = cache
@@ -135,6 +140,9 @@ class Forward:
         self.release()
         if self.cache is not None and reading.get(id(self.cache)) is self:
             del reading[id(self.cache)]
+        if self.guard is not None:
+            self.guard.release()
+            self.guard = None
 
     def fail(self) -> None:
         """Mark the layers of a cache of which this pass has read some, or has compressed some, but not all."""

@@ -18,7 +18,7 @@ from kvpress.cache.store import Reader
 from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
 from kvpress.core.model import LayerFacts
-from kvpress.core.press import BasePress, remember
+from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
 from kvpress.hf import own_attention
@@ -35,6 +35,7 @@ from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
+from kvpress.presses.decoding import DecodingPress
 
 
 class Session:
@@ -152,6 +153,9 @@ class Session:
             self.captured.forget()
         if self._cache is not None:
             remember(self.press, self._cache)
+        for press in parts_of(self.press):
+            if isinstance(press, DecodingPress):
+                press.reset()
 
     # -- passes ----------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvpress.core.checks import check_count
+from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress, WrapperPress
+from kvpress.core.press import WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
 
@@ -39,12 +39,7 @@ class BoundedPress(WrapperPress):
     Differs from the paper: any scorer that can judge a part of a prompt by what was read so far.
     """
 
-    press: BasePress
-    chunk: int = 2048
-
-    def validate(self) -> None:
-        check_count("chunk", self.chunk)
-        super().validate()
+    chunk: Count = 2048
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         name = type(self.press).__name__

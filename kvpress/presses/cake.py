@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from kvpress.core.checks import Count, NotNegative, Positive
 from kvpress.core.recipe import Allocator, Scored
@@ -50,24 +49,22 @@ class CAKEPress(SnapKVPress):
     def allocator(self) -> Allocator:
         return ByPreference(self, scope="cache")
 
-    def _head_score(self, view: View, width: int) -> Tensor:
-        weights, shift = self._older(view, width)
-        value = weights.mean(dim=2) + self.gamma * shift
-        return avg_pool1d(value, self.kernel_size, 1, self.kernel_size // 2).mean(dim=1, keepdim=True)
-
-    def _older(self, head: View, width: int) -> tuple[Tensor, Tensor]:
-        """Attention `[b, G, w, n - width]` on what is older than the window, and its variance over w."""
-        weights = head.attention(head.newest_queries(*self.wants))[:, 0, ..., : head.length - width]
-        return weights, weights.var(dim=2, correction=min(1, weights.shape[2] - 1))
+    def worth(self, weights: Tensor) -> Tensor:
+        return super().worth(weights) + self.gamma * shift(weights)
 
     def preference(self, view: View, width: int) -> Tensor:
         """How much the layer of a row wants to keep, a number in float64."""
-        sums = []
-        for head in view.per_head():
-            weights, shift = self._older(head, width)
-            sums.append(torch.stack([part.sum(dtype=torch.float64) for part in (torch.special.entr(weights), shift)]))
-        dispersion, shift = torch.stack(sums).sum(dim=0)
-        return dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        sums = torch.zeros(2, dtype=torch.float64, device=view.positions.device)
+        for weights in self.older_attention(view, width):
+            sums += torch.stack(
+                [part.sum(dtype=torch.float64) for part in (torch.special.entr(weights), shift(weights))]
+            )
+        return sums[0] ** (1 / self.tau1) * sums[1] ** (1 / self.tau2)
+
+
+def shift(weights: Tensor) -> Tensor:
+    """How much attention `[b, G, w, m]` varies over w queries, `[b, G, m]`."""
+    return weights.var(dim=2, correction=min(1, weights.shape[2] - 1))
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvpress.cache import attention
+from kvpress.core.by_hand import view_by_hand
 from kvpress.core.checks import NotNegative, Share
+from kvpress.core.helpers import helper, override_of
 from kvpress.core.model import ModelFacts
+from kvpress.core.overrides import ScoredByArguments
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
 from kvpress.core.recipe import Eviction, Scored, top
 from kvpress.core.registry import Refusal, register
-from kvpress.observe.view import View
 from kvpress.presses.adakv import AdaKVPress
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
@@ -55,7 +59,36 @@ class CriticalKVPress(WrapperPress):
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
         check_outputs(model)
-        return replace(step, scorer=TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio))
+        stages = self._stages(step)
+        if override_of(self, "score") is None:
+            return replace(step, scorer=stages)
+        return replace(step, scorer=ScoredByArguments(self, stages.wants), reads_hidden_states=True)
+
+    def _stages(self, step: Eviction) -> TwoStages:
+        norms = override_of(self, "vwl1norm")
+        return TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio, norms)
+
+    @helper
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return scores `[B, H, n]` whose best pairs are those that both stages choose; see `BasePress.compress`."""
+        del attentions
+        (step,) = self.inner.recipe().evictions
+        view, stages = view_by_hand(self, module, hidden_states, keys, values, kwargs), self._stages(step)
+        return stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
+
+    @staticmethod
+    @helper
+    def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
+        """Return how far `values [B, H, n, Dv]` of all kv heads reach through the output projection, `[B, H, n]`."""
+        return output_norms(values, module, values.shape[1])
 
 
 @register(
@@ -92,32 +125,51 @@ class TwoStages(ScorerAround):
 
     epsilon: float
     first: float
+    norms: Callable[[Tensor, nn.Module], Tensor] | None = None
 
     ranks = True
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        return top(self.weighed(scored, counts), counts)
+
+    def weighed(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Return scores `[b, h, n]` whose `counts` best pairs are chosen, infinite for those of the first stage."""
         scores = scored.scores
         finite = scores.isfinite()
         least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
-        weighted = torch.where(finite, (scores - least + self.epsilon) * output_norms(scored.view), scores)
+        view, heads = scored.view, scored.view.call.store.heads
+        if self.norms is None:
+            groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
+            norms = output_norms(view.values, view.call.module, heads, view.heads, groups)
+        else:
+            norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.module)[:, view.heads]
+        weighted = torch.where(finite, (scores - least + self.epsilon) * norms, scores)
         at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
-        return top(weighted.masked_fill(top(scores, at_once), torch.inf), counts)
+        return weighted.masked_fill(top(scores, at_once), torch.inf)
 
 
-def output_norms(view: View) -> Tensor:
-    """L1 norm of every value after the output projection, mean over the query heads of its group: `[b, h, n]`."""
-    batch, heads, length, dim = view.values.shape
-    kv_heads, groups = view.call.store.heads, view.groups
-    weight = output_weight(view.call.module)
-    if weight is None or weight.shape[1] != kv_heads * groups * dim:
-        raise no_output(view.call.module)
-    by_head = weight.detach().view(-1, kv_heads, groups, dim)[:, view.heads]
-    norms = torch.empty(batch, heads, length, device=view.values.device)
+def output_norms(
+    values: Tensor, module: nn.Module, kv_heads: int, shown: slice = slice(None), groups: int | None = None
+) -> Tensor:
+    """L1 norm of `values [b, h, n, Dv]` after the output projection, mean over the query heads of their group: `[b, h, n]`.
+
+    The values are those of the `shown` ones of `kv_heads` heads, each of which `groups` query heads read, None for as many as
+    the projection has.
+    """
+    batch, heads, length, dim = values.shape
+    weight = output_weight(module)
+    if weight is None or weight.shape[1] % (kv_heads * dim):
+        raise no_output(module)
+    found = weight.shape[1] // (kv_heads * dim)
+    if groups is not None and groups != found:
+        raise no_output(module)
+    by_head, groups = weight.detach().view(-1, kv_heads, found, dim)[:, shown], found
+    norms = torch.empty(batch, heads, length, device=values.device)
     block = max(1, attention.BLOCK_BYTES // (4 * batch * by_head.shape[0] * groups))
     for head in range(heads):
         reach = by_head[:, head].flatten(0, 1).T
         for start in range(0, length, block):
-            part = view.values[:, head, start : start + block].to(reach.dtype) @ reach
+            part = values[:, head, start : start + block].to(reach.dtype) @ reach
             norms[:, head, start : start + block] = part.float().abs().sum(dim=2) / groups
     return norms
 

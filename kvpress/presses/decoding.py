@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from kvpress.core.checks import Count, Ratio
+from kvpress.core.helpers import helper
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Amount, Eviction, Recipe, Schedule
@@ -59,6 +62,10 @@ class DecodingPress(Wrapping):
         schedule = Schedule(False, self.compression_interval, target, self.hidden_states_buffer_size)
         return replace(step, schedule=schedule)
 
+    @helper
+    def reset(self) -> None:
+        """Do nothing: the state of a request lives in its cache. An override is called when a block is left."""
+
 
 @register(
     "prefill_decoding",
@@ -89,6 +96,11 @@ class PrefillDecodingPress(BasePress):
             if press is not None:
                 press.validate()
         self.recipe()
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        for press in (self.prefilling_press, self.decoding_press):
+            if press is not None:
+                press.post_init_from_model(model)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         parts = [self._part(self.prefilling_press, "prompt", model), self._part(self.decoding_press, "decoding", model)]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpress.cache import attention
 from kvpress.core.checks import Count, NotNegative, Size
+from kvpress.core.helpers import helper, of_heads, override_of
+from kvpress.core.host import host
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
+from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryStats
-from kvpress.observe.view import View
+from kvpress.observe.view import View, score_arguments
 
 
 @register(
@@ -83,19 +86,45 @@ class ExpectedAttentionPress(ScorerPress):
 
     def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """Return `(mu' [b, hq, D], S' [b, hq, D, D])` of the rotated future queries."""
+        ask = override_of(self, "get_query_statistics")
+        if ask is not None:
+            module, hidden, *_ = score_arguments(view)
+            mean, covariance = ask(module, hidden)
+            mean = of_heads(view, mean)
+            return mean, mean[..., None] if covariance is None else of_heads(view, covariance)
         mean, covariance = self.statistics(view)
-        if not view.call.rotates:
-            return mean, covariance
+        turn = override_of(self, "apply_avg_rope")
+        if turn is not None:
+            turned: tuple[Tensor, Tensor] = turn(view.call.module, mean, covariance, view.seen)
+            return turned
         future = view.call.next_positions(view.rows, view.seen, self.n_future_positions)
-        cos, sin = (part.float().mean(dim=1, keepdim=True) for part in view.call.angles(future))
+        return averaged(view.call, mean, covariance, future)
 
-        def rotate(vectors: Tensor) -> Tensor:
-            """Apply R to the rows of `[b, hq, rows, D]`."""
-            ones = (vectors.shape[0], vectors.shape[2], -1)
-            return view.call.rotate(vectors, cos.expand(ones), sin.expand(ones))
+    @helper
+    def get_query_statistics(self, module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the future queries of a prompt; see `apply_avg_rope`.
 
-        turned = rotate(covariance).transpose(-1, -2)
-        return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
+        `hidden_states [B, n, hidden]` are the input of the module. Without `use_covariance` there is no covariance.
+        """
+        watched = Wanted(QueryStats, self.n_sink)
+        view = host().view_by_hand((watched,), module, hidden_states, None, None, {})
+        mean, covariance = view.observer(watched).moments(view.rows)
+        return self.apply_avg_rope(module, mean, covariance if self.use_covariance else None, view.seen)
+
+    @helper
+    def apply_avg_rope(
+        self, module: nn.Module, mu: Tensor, cov: Tensor | None, q_len: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a mean `[..., Hq, D]` and a covariance `[..., Hq, D, D]` turned by the mean rotation of the future positions.
+
+        These are the `n_future_positions` behind the first `q_len`.
+        """
+        mean = mu.reshape(-1, *mu.shape[-2:])
+        view = host().view_by_hand((), module, None, mean[:, :1, None], mean[:, :1, None], {})
+        future = torch.arange(q_len, q_len + self.n_future_positions, device=mu.device).expand(len(mean), -1)
+        spread = mean[..., None] if cov is None else cov.reshape(*mean.shape, -1)
+        turned, around = averaged(view.call, mean, spread, future)
+        return turned.view_as(mu), None if cov is None else around.view_as(cov)
 
     def _logits(self, view: View, head: int, mean: Tensor, covariance: Tensor) -> Tensor:
         """Return `z [b, G, n]` for one kv head, in blocks of keys."""
@@ -109,3 +138,18 @@ class ExpectedAttentionPress(ScorerPress):
                 logits += (rows @ covariance).mul_(rows).sum(dim=-1) * (scale / 2)
             parts.append(logits * scale)
         return torch.cat(parts, dim=-1)
+
+
+def averaged(call: LayerCall, mean: Tensor, covariance: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
+    """Return R mean `[b, hq, D]` and R covariance R^T `[b, hq, D, D]`, with R the mean rotation of the positions `[b, n]`."""
+    if not call.rotates:
+        return mean, covariance
+    cos, sin = (part.float().mean(dim=1, keepdim=True) for part in call.angles(future))
+
+    def rotate(vectors: Tensor) -> Tensor:
+        """Apply R to the rows of `[b, hq, rows, D]`."""
+        ones = (vectors.shape[0], vectors.shape[2], -1)
+        return call.rotate(vectors, cos.expand(ones), sin.expand(ones))
+
+    turned = rotate(covariance).transpose(-1, -2)
+    return rotate(mean[:, :, None])[:, :, 0], rotate(turned)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpress.core.executor import closing_gaps
+import torch
+from torch import Tensor, nn
+
+from kvpress.core.gaps import closing_gaps, turned
+from kvpress.core.helpers import helper, override_of
+from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import WrapperPress
 from kvpress.core.recipe import Eviction
@@ -42,4 +47,11 @@ class KeyRerotationPress(WrapperPress):
     """
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        return closing_gaps(step)
+        return closing_gaps(step, override_of(self, "rerotate_keys"))
+
+    @staticmethod
+    @helper
+    def rerotate_keys(module: nn.Module, indices: Tensor, keys: Tensor) -> Tensor:
+        """Return those of the `keys [B, H, n, D]` at `indices [B, H, m]`, ascending, turned to the positions 0 to m - 1."""
+        kept = host().view_by_hand((), module, None, keys, keys, {}).pairs(indices)
+        return turned(kept, torch.arange(indices.shape[2], device=keys.device) - kept.positions)

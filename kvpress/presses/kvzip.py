@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
 from kvpress.cache.streams import Stored, real_slots
-from kvpress.core.checks import Size
+from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
 from kvpress.core.recipe import ByScore, Eviction, PassHook, Recipe
@@ -24,8 +24,6 @@ from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
 from kvpress.presses.criticalkv import check_outputs, output_weight
 
-CHUNK = 2048
-"""Prompt tokens that are repeated at a time."""
 LEAD = 8
 """Tokens before a later chunk that say where it begins."""
 
@@ -49,9 +47,9 @@ LEAD = 8
 class KVzipPress(BudgetPress):
     """Keep the pairs that the model reads when it repeats its prompt; heads and layers compete.
 
-    Behind the prompt, chunk after chunk of 2048 tokens is read again, led in by `repeat_prompt`, and then taken back. A later
-    chunk is asked for as "the part of the previous context" that starts with the last 8 tokens before it. With the softmax of
-    its queries i over the sinks, the chunk c and what is read itself,
+    Behind the prompt, chunk after chunk of `chunk_size` tokens is read again, led in by `repeat_prompt`, and then taken back. A
+    later chunk is asked for as "the part of the previous context" that starts with the last 8 tokens before it. With the
+    softmax of its queries i over the sinks, the chunk c and what is read itself,
 
         score[b, h, t] = max over i and the group of softmax(q_i . k)[t],   t in c
 
@@ -69,6 +67,7 @@ class KVzipPress(BudgetPress):
     layerwise: bool = False
     n_sink: Size = 4
     kvzip_plus_normalization: bool = False
+    chunk_size: Count = 2048
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
     tokenizer: InitVar[Any] = field(default=None, kw_only=True)
 
@@ -99,14 +98,15 @@ class KVzipPress(BudgetPress):
         rows = _Row.all(done)
         scores = _Scores(done, rows, self.n_sink, self.kvzip_plus_normalization)
         first, later, suffix = asked.ids()
-        for start in range(0, max(len(row.tokens) for row in rows), CHUNK):
+        for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
+            stop = start + self.chunk_size
             texts = []
             for row in rows:
-                chunk = row.tokens[start : start + CHUNK]
+                chunk = row.tokens[start:stop]
                 lead = [*later, *row.tokens[start - LEAD : start]] if start else first
                 texts.append([*lead, *suffix, *chunk] if chunk else [])
             longest = max(map(len, texts))
-            scores.chunk(start, [len(text) for text in texts])
+            scores.chunk(slice(start, stop), [len(text) for text in texts])
             ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=done.position.device)
             done.read(ids, scores.take_in)
 
@@ -230,9 +230,9 @@ class _Scores:
             ]
             self.values[call.layer] = worth.values
 
-    def chunk(self, start: int, lengths: list[int]) -> None:
+    def chunk(self, tokens: slice, lengths: list[int]) -> None:
         """Set which tokens of each row the next pass repeats, and how many of its own tokens are real."""
-        self.spans = [row.slots[start : start + CHUNK] for row in self.rows]
+        self.spans = [row.slots[tokens] for row in self.rows]
         self.lengths = torch.tensor(lengths)
 
     def take_in(self, call: LayerCall) -> None:

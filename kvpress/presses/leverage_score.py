@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count
+from kvpress.core.helpers import helper, override_of
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -53,25 +54,34 @@ class LeverageScorePress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return leverages in [0, 1], `[b, h, n]`."""
-        return leverage(view, self.sketch_dimension)
+        ask = override_of(self, "compute_leverage_scores")
+        if ask is None:
+            return leverage(view, self.sketch_dimension)
+        scores: Tensor = ask(view.unrotated_keys(), self.sketch_dimension)
+        return scores
+
+    @staticmethod
+    @helper
+    def compute_leverage_scores(key_states: Tensor, sketch_dimension: int) -> Tensor:
+        """Return the leverage `[B, H, n]` of keys before rotation, `[B, H, n, D]`, by way of a sketch."""
+        return torch.stack([of_rows(keys, sketch_dimension) for keys in key_states.float().unbind(dim=1)], dim=1)
 
 
 def leverage(view: View, sketch_dimension: int) -> Tensor:
     """Return the leverage of every key of a view, `[b, h, n]`, by way of a sketch."""
-    dim = view.keys.shape[3]
-    sketch = None
+    return torch.stack([of_rows(head.unrotated_keys()[:, 0], sketch_dimension) for head in view.per_head()], dim=1)
+
+
+def of_rows(keys: Tensor, sketch_dimension: int) -> Tensor:
+    """Return the leverage `[b, n]` of keys `[b, n, D]` in float32."""
+    dim, rows = keys.shape[2], keys
     if sketch_dimension < dim:
         normal = torch.randn(dim, sketch_dimension, generator=torch.Generator().manual_seed(0))
-        sketch = normal.to(view.keys.device)
-    scores = []
-    for head in view.per_head():
-        rows = head.unrotated_keys()[:, 0]
-        rows = rows if sketch is None else rows @ sketch
-        rows = rows - rows.mean(dim=1, keepdim=True)
-        gram = (rows.transpose(1, 2) @ rows).double()
-        size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-        eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        factor = torch.linalg.cholesky_ex(gram + RIDGE * size[:, None, None] * eye).L
-        whiten = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
-        scores.append((rows @ whiten.float()).square().sum(dim=2))
-    return torch.stack(scores, dim=1)
+        rows = rows @ normal.to(keys.device)
+    rows = rows - rows.mean(dim=1, keepdim=True)
+    gram = (rows.transpose(1, 2) @ rows).double()
+    size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky_ex(gram + RIDGE * size[:, None, None] * eye).L
+    whiten = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
+    return (rows @ whiten.float()).square().sum(dim=2)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpress.core.checks import Count
+from kvpress.core.helpers import helper, override_of
 from kvpress.core.recipe import Allocator, Scored
 from kvpress.core.registry import Exemption, register
-from kvpress.observe.view import View
 from kvpress.presses.snapkv import SnapKVPress
 
 
@@ -39,7 +39,13 @@ class PyramidKVPress(SnapKVPress):
 
     @property
     def allocator(self) -> Allocator:
-        return Pyramid(self.window_size, self.beta)
+        return Pyramid(self.window_size, self.beta, override_of(self, "get_layer_budget"))
+
+    @helper
+    def get_layer_budget(self, module: nn.Module, q_len: int) -> int:
+        """Return how many of `q_len` pairs per head the layer of an attention module keeps, all its layers counted."""
+        pyramid, depths = Pyramid(self.window_size, self.beta), module.config.num_hidden_layers  # type: ignore[union-attr]
+        return pyramid.of_layer(int(module.layer_idx), int(depths), self.amount.of(q_len), q_len)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,19 @@ class Pyramid(Allocator):
 
     window_size: int
     beta: int
+    ask: Callable[[nn.Module, int], int] | None = None
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         return False  # upper layers keep less than the mean
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        return [self._of_layer(each.view, mean) for each in scored]
+        calls = [(each.view.call, each.view.available) for each in scored]
+        if self.ask is not None:
+            return [self.ask(call.module, held) for call, held in calls]
+        return [self.of_layer(call.depth, call.depths, mean, held) for call, held in calls]
 
-    def _of_layer(self, view: View, mean: int) -> int:
-        depth, depths, held = view.call.depth, view.call.depths, view.available
+    def of_layer(self, depth: int, depths: int, mean: int, held: int) -> int:
+        """Return how many of `held` pairs one of `depths` layers keeps, where they keep `mean` on average."""
         if depths < 2 or mean >= held:
             return mean
         extra = mean - self.window_size

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpress.core.checks import Count, Share, Size
+from kvpress.core.helpers import arguments_of, helper, override_of
+from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress
+from kvpress.core.press import BasePress, removed
 from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
 from kvpress.core.registry import Exemption, register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import View
 from kvpress.presses.streaming_heads import SinksAndNewest
 
 
@@ -46,8 +49,26 @@ class SimLayerKVPress(BasePress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         queries = Wanted(RecentQueries, self.n_last)
-        layers = LazyLayers(self.lazy_threshold, self.n_recent, queries)
-        return Recipe((Eviction(SinksAndNewest(self.n_initial, (queries,)), allocator=layers, fixed=True),))
+        ask = override_of(self, "is_lazy")
+        layers = LazyLayers(self.lazy_threshold, self.n_recent, queries, ask)
+        sinks = SinksAndNewest(self.n_initial, (queries,))
+        return Recipe((Eviction(sinks, allocator=layers, fixed=True, reads_hidden_states=ask is not None),))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction of the pairs that the last cache has lost; see `last_cache`."""
+        return removed(self)
+
+    @helper
+    def is_lazy(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> bool:
+        """Whether a layer is lazy, by the mean of the rows of a prompt: `hidden_states [B, n, hidden]`, `keys [B, H, n, D]`."""
+        queries = Wanted(RecentQueries, self.n_last)
+        kwargs = {"position_embeddings": position_embeddings}
+        view = host().view_by_hand((queries,), module, hidden_states, keys, keys, kwargs)
+        near = SinksAndNewest(self.n_initial).scores(view) >= view.seen - self.n_recent
+        return bool(attention_on(view, queries, near).mean() > self.lazy_threshold)
 
 
 @dataclass(frozen=True)
@@ -57,13 +78,21 @@ class LazyLayers(Allocator):
     threshold: float
     recent: int
     queries: Wanted
+    ask: Callable[..., bool] | None = None
 
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        near, paid = [each.scores >= each.view.seen - self.recent for each in scored], []
-        for each, inside in zip(scored, near, strict=True):
-            weights = each.view.attention(each.view.newest_queries(self.queries))
-            paid.append((weights * inside[:, :, None, None]).sum(dim=-1).mean(dim=(2, 3)))
-        lazy = torch.cat(paid, dim=1).mean(dim=1).clamp_max(1) > self.threshold
+        near = [each.scores >= each.view.seen - self.recent for each in scored]
+        if self.ask is None:
+            paid = [attention_on(each.view, self.queries, inside) for each, inside in zip(scored, near, strict=True)]
+            lazy = torch.cat(paid, dim=1).mean(dim=1).clamp_max(1) > self.threshold
+        else:
+            lazy = torch.tensor([self.ask(*arguments_of(scored[0].view))], device=near[0].device)
         return [torch.where(lazy[:, None], inside.sum(dim=2), inside.shape[2]) for inside in near]
+
+
+def attention_on(view: View, queries: Wanted, inside: Tensor) -> Tensor:
+    """Return the attention `[b, h]` that the newest queries pay the pairs that are `inside [b, h, n]`, at most 1."""
+    weights = view.attention(view.newest_queries(queries))
+    return (weights * inside[:, :, None, None]).sum(dim=-1).mean(dim=(2, 3))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d
 
 from kvpress.core.checks import Count
+from kvpress.core.helpers import arguments_of, helper, of_heads, override_of
+from kvpress.core.host import host
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -52,12 +55,45 @@ class SnapKVPress(ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite in the window."""
         width = min(self.window_size, view.length)
-        older = view.per_head() if view.length > width else []
-        scores = [self._head_score(head, width) for head in older]
+        older = self.older_attention(view, width) if view.length > width else ()
+        scores = [
+            avg_pool1d(self.worth(weights), self.kernel_size, stride=1, padding=self.kernel_size // 2).mean(dim=1)
+            for weights in older
+        ]
         window = torch.full((*view.shape[:2], width), torch.inf, device=view.positions.device)
-        return torch.cat([torch.cat(scores, dim=1), window], dim=-1) if scores else window
+        return torch.cat([torch.stack(scores, dim=1), window], dim=-1) if scores else window
 
-    def _head_score(self, view: View, width: int) -> Tensor:
-        weights = view.attention(view.newest_queries(*self.wants))[..., : view.length - width]
-        smooth = avg_pool1d(weights.mean(dim=3).squeeze(1), self.kernel_size, stride=1, padding=self.kernel_size // 2)
-        return smooth.mean(dim=1, keepdim=True)
+    def worth(self, weights: Tensor) -> Tensor:
+        """Return `[b, G, m]`: how much pairs matter that get the attention `weights [b, G, w, m]` of w queries."""
+        return weights.mean(dim=2)
+
+    def older_attention(self, view: View, width: int) -> Iterator[Tensor]:
+        """Yield for every kv head the attention `[b, G, w, m]` of the window on the m pairs that are older."""
+        ask = override_of(self, "compute_window_attention")
+        if ask is not None:
+            module, hidden, keys, embeddings = arguments_of(view)
+            weights = of_heads(view, ask(module, hidden, keys, width, embeddings))
+            yield from weights.unflatten(1, (view.shape[1], -1)).unbind(dim=1)
+            return
+        for head in view.per_head():
+            yield head.attention(head.newest_queries(*self.wants))[:, 0, ..., : view.length - width]
+
+    @staticmethod
+    @helper
+    def compute_window_attention(
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        window_size: int,
+        position_embeddings: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return the attention `[B, Hq, w, n - w]` that the newest w = `window_size` of n tokens pay the older ones.
+
+        It is that of the module itself, for its input `hidden_states [B, q, hidden]` and all `keys [B, H, n, D]`.
+        """
+        newest = tuple(part[:, -window_size:] for part in position_embeddings)
+        queries = Wanted(RecentQueries, window_size)
+        view = host().view_by_hand(
+            (queries,), module, hidden_states[:, -window_size:], keys, keys, {"position_embeddings": newest}
+        )
+        return view.attention(view.newest_queries(queries))[..., : view.length - window_size].flatten(1, 2)

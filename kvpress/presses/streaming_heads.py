@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpress.core.checks import Count, Share, Size, check_count
 from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress
+from kvpress.core.press import BasePress, removed
 from kvpress.core.recipe import Allocator, ByScore, Eviction, PassHook, Recipe, Schedule, Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
@@ -65,18 +65,20 @@ class StreamingHeadsPress(BasePress):
         """What to do where there is no table."""
         return f"give table=, a .tsv file of one value per layer and kv head, or put {self.beside} into the folder of the model"
 
-    def source(self, model: ModelFacts | None) -> str | None:
+    def source(self, model: ModelFacts | None) -> HeadTable | None:
         """Return the table for a model; None where there is none, and none is needed."""
-        if self.table is not None or model is None or self.measures or not self.head_compression_ratio:
-            return self.table
+        if self.table is not None:
+            return read_head_table(self.table)
+        if model is None or self.measures or not self.head_compression_ratio:
+            return None
         found = Path(model.source) / self.beside
         if not (model.source and found.is_file()):
             raise ValueError(f"{type(self).__name__} needs to know which heads of {model.name} stream: {self.remedy}")
-        return str(found)
+        return read_head_table(str(found))
 
-    def window(self, table: str | None) -> tuple[int, int]:
+    def window(self, table: HeadTable | None) -> tuple[int, int]:
         """Return the sinks and recent tokens that a streaming head keeps."""
-        known = HeadTable("", torch.empty(0)) if table is None else read_head_table(table)
+        known = HeadTable("", torch.empty(0)) if table is None else table
         given = zip((self.sink_size, self.recent_size), (known.sink_size, known.recent_size), self.sizes, strict=True)
         sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in given)
         check_count("sink_size", sink_size, least=0)
@@ -86,7 +88,7 @@ class StreamingHeadsPress(BasePress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         table = self.source(model)
         if table is not None and model is not None:
-            read_head_table(table).check(model)
+            table.check(model)
         window = self.window(table)
         step = Eviction(
             SinksAndNewest(window[0], self.measured),
@@ -98,6 +100,11 @@ class StreamingHeadsPress(BasePress):
         return Recipe((step,))
 
     @property
+    def compression_ratio(self) -> float:
+        """Fraction of the pairs that the last cache has lost; see `last_cache`."""
+        return removed(self)
+
+    @property
     def measured(self) -> tuple[Wanted, ...]:
         """What is watched to tell heads apart without a table."""
         return ()
@@ -107,11 +114,11 @@ class StreamingHeadsPress(BasePress):
         """What decides, after a prompt, which heads stream."""
         return None
 
-    def streaming(self, table: str | None, view: View) -> Tensor | None:
+    def streaming(self, table: HeadTable | None, view: View) -> Tensor | None:
         """Return which heads of a layer stream, `[B, H]` on the host; None where that is not known."""
         if table is None:
             return None
-        chosen = lowest(read_head_table(table).values, self.head_compression_ratio)[view.call.layer]
+        chosen = lowest(table.values, self.head_compression_ratio)[view.call.layer]
         return chosen.expand(view.call.store.batch, -1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Size
-from kvpress.core.executor import closing_gaps
+from kvpress.core.gaps import closing_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe

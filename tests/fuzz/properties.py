@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import kvpress
+from tests.caches import reachable
 from tests.fuzz import specs
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import model_of
@@ -93,25 +93,6 @@ def observed(case: Case, tree: Tree, faults: dict[str, Fault] | None = None) -> 
 
 
 # -- bytes and pairs, in every case ------------------------------------------------------------------------------------
-
-
-def reachable(root: Any) -> Iterator[Tensor]:
-    """Every tensor that an object keeps alive, by attributes and containers, whatever their names."""
-    seen, stack = set(), [root]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, (type, torch.dtype, torch.device, str, int, float)):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack += item
-        else:
-            stack += getattr(item, "__dict__", {}).values()
-            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
 
 
 def check_bytes(found: Talk, tree: Tree) -> None:

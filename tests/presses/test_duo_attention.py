@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import DuoAttentionPress, RLKVPress
 from kvpress.presses import duo_attention
+from kvpress.presses.head_table import read_head_table
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.oracle import Oracle, decode_both
@@ -199,10 +200,10 @@ def test_all_and_no_heads(table: str) -> None:
 def test_sizes_come_from_the_argument_then_the_table_then_the_method(tmp_path: Path) -> None:
     bare = write(tmp_path / "bare", "1 0\n")
     known = write(tmp_path / "known", "1 0\n", sink_size=5, recent_size=7)
-    assert DuoAttentionPress(0.5, table=bare).window(bare) == (128, 256)
-    assert RLKVPress(0.5, table=bare).window(bare) == (16, 64)
-    assert DuoAttentionPress(0.5, table=known).window(known) == (5, 7)
-    assert DuoAttentionPress(0.5, table=known, sink_size=0).window(known) == (0, 7)
+    assert DuoAttentionPress(0.5, table=bare).window(read_head_table(bare)) == (128, 256)
+    assert RLKVPress(0.5, table=bare).window(read_head_table(bare)) == (16, 64)
+    assert DuoAttentionPress(0.5, table=known).window(read_head_table(known)) == (5, 7)
+    assert DuoAttentionPress(0.5, table=known, sink_size=0).window(read_head_table(known)) == (0, 7)
     assert RLKVPress(0.5, table=bare).recipe().kept(280) == 180
 
 

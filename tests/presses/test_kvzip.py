@@ -86,10 +86,9 @@ def test_later_chunks_are_asked_for_in_the_words_of_the_authors() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_later_chunks_compete_with_the_sinks_and_are_led_in(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvzip, "CHUNK", 16)
     monkeypatch.setattr(kvzip, "LEAD", 4)
     model, ids, words = tiny_model("llama", "eager"), tokens(1, LENGTH), Words(chat)
-    cache = prefill(model, KVzipPress(0.5, n_sink=3, repeat_prompt="Again.", tokenizer=words), ids)
+    cache = prefill(model, KVzipPress(0.5, n_sink=3, chunk_size=16, repeat_prompt="Again.", tokenizer=words), ids)
     suffix = "</user><model>" if chat else "\n"
     scores = torch.zeros(1, 3, 2, LENGTH)
     for start in (0, 16, 32):
@@ -148,10 +147,9 @@ def test_mask_oracle(family: str, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", ["kvzip:0.5,repeat_prompt=", "kvzip:0.5,layerwise=true,kvzip_plus_normalization=true"])
-def test_a_padded_row_equals_that_row_alone(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvzip, "CHUNK", 12)
+def test_a_padded_row_equals_that_row_alone(spec: str) -> None:
     model, lengths = tiny_model("gpt_oss", "eager"), [40, 26, 13]
-    press = kvpress.get_press(spec)
+    press = kvpress.get_press(f"{spec},chunk_size=12")
     press.tokenizer = Words()
     ids, mask = padded_batch(lengths)
     with press(model):
@@ -213,7 +211,6 @@ def test_bfloat16() -> None:
 
 
 def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvzip, "CHUNK", 32)
     rows: list[int] = []
     whole = kvzip.kernels.column_max
 
@@ -222,7 +219,7 @@ def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return whole(q, stored, *args, **kwargs)
 
     monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
-    prefill(tiny_model("llama"), KVzipPress(0.5, repeat_prompt=""), tokens(1, 500))
+    prefill(tiny_model("llama"), KVzipPress(0.5, chunk_size=32, repeat_prompt=""), tokens(1, 500))
     assert len(rows) == 3 * 16
     assert max(rows) <= 2 * (4 + 32 + kvzip.LEAD + 32)
 

@@ -19,7 +19,7 @@ from kvpress.sparse.channels import Channels
 from kvpress.sparse.double_sparsity import DoubleSparsityPress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
 from tests.sparse.selecting import STORAGE, build, channels_file, prefilled, step
-from tests.test_capture import TapeRecorder, generate
+from tests.tape import TapeRecorder, generate
 
 
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])

@@ -101,7 +101,7 @@ class Comparison:
         for index, batch in enumerate(self.batches):
             context, following = batch[:, : self.context], batch[:, self.context :]
             first = () if index in self._full else (BASELINE,)
-            for press, cache in read_prompts(self.engine.model, (*first, *measured), context):
+            for press, cache in read_prompts(self.engine.model, (*first, *measured), context, following.shape[1]):
                 if index not in self._full:
                     self._full[index] = self._record(cache, following)
                     continue

@@ -41,17 +41,18 @@ class Reading:
     layers: dict[int, FullLayer] = field(default_factory=dict)
 
 
-def read_prompts(model: Any, presses: Sequence[str], ids: Tensor) -> Iterator[tuple[str, Cache]]:
+def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int = 0) -> Iterator[tuple[str, Cache]]:
     """Read contexts `ids [B, n]` once for the presses that share the reading, and yield each press with its cache.
 
-    Caches that fit in memory together come from one reading; where that fails, half of the presses are tried at a time.
+    Caches that fit in memory together, `following` more tokens in one of them, come from one reading; where that fails, half
+    of the presses are tried at a time.
     Presses that cannot share a reading come last, each alone.
 
     Raises:
         ConfigError: a press does not suit the model or the contexts.
     """
     sharing = [press for press in presses if kvpress.get_press(press).recipe().shares_prefill]
-    groups = memory.fitting(model, sharing, kvpress.get_press, *ids.shape)
+    groups = memory.fitting(model, sharing, kvpress.get_press, len(ids), ids.shape[1], following)
     for group in [*groups, *([press] for press in presses if press not in sharing)]:
         yield from _read_group(model, group, ids)
 

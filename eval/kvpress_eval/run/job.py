@@ -138,7 +138,12 @@ class Job:
         missing = [one for one in running if one.open and any(s.id not in one.rows for s in batch.samples)]
         sharing = [one for one in missing if one.press.recipe().shares_prefill]
         groups = memory.fitting(
-            self.engine.model, sharing, lambda one: one.press, len(batch.ids), max(map(len, batch.ids))
+            self.engine.model,
+            sharing,
+            lambda one: one.press,
+            len(batch.ids),
+            max(map(len, batch.ids)),
+            running[0].cell.source.max_new_tokens + max(len(prompt.second) for _, prompt in batch.asked),
         )
         for group in [*groups, *([one] for one in missing if one not in sharing)]:
             if not self.interrupt.requested:

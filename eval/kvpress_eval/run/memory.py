@@ -21,11 +21,12 @@ SHARE = 0.5
 
 
 def fitting(
-    model: Any, items: Sequence[Item], press_of: Callable[[Item], Any], batch: int, tokens: int
+    model: Any, items: Sequence[Item], press_of: Callable[[Item], Any], batch: int, tokens: int, generated: int = 0
 ) -> list[list[Item]]:
     """Divide items with presses into groups whose caches of `batch` contexts of `tokens` tokens fit beside each other.
 
-    A press whose cache does not fit at all has a group of its own.
+    Up to `generated` tokens are read behind the contexts, one by one, in one cache of a group at a time. A press whose cache
+    does not fit at all has a group of its own.
     """
     try:
         geometry = Geometry.of(model.config)
@@ -33,23 +34,23 @@ def fitting(
         return [list(items)] if items else []
     free = SHARE * available_bytes(model.device)
     groups: list[list[Item]] = []
-    held = 0.0
+    held = most = 0
     for item in items:
-        size = _cache_bytes(press_of(item), geometry, batch, tokens)
-        if not groups or held + size > free:
+        size, grown = (_cache_bytes(press_of(item), geometry, batch, tokens, new) for new in (0, generated))
+        if not groups or held + size + max(most, grown - size) > free:
             groups.append([])
-            held = 0.0
+            held = most = 0
         groups[-1].append(item)
-        held += size
+        held, most = held + size, max(most, grown - size)
     return groups
 
 
-def _cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int) -> int:
+def _cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generated: int) -> int:
     """Return what a press leaves of the contexts, everything if it refuses them: reading will say why."""
     try:
-        return plan(press, geometry, tokens, batch).total_bytes
+        return plan(press, geometry, tokens, batch, generated).total_bytes
     except (ValueError, NotImplementedError):
-        return plan(kvpress.get_press("none"), geometry, tokens, batch).total_bytes
+        return plan(kvpress.get_press("none"), geometry, tokens, batch, generated).total_bytes
 
 
 def available_bytes(device: torch.device) -> int:

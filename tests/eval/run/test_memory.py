@@ -41,6 +41,24 @@ def test_groups_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -
     assert divided(model, 0, monkeypatch) == [[press] for press in PRESSES]
 
 
+def test_one_cache_of_a_group_has_room_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are let go once their questions are answered; one that is cut while it grows needs no more than at first."""
+    model, new = tiny_model("llama"), 200
+    geometry, held = Geometry.of(model.config), sum(sizes(model))
+    presses = [kvpress.get_press(press) for press in PRESSES]
+    growth = [plan(p, geometry, TOKENS, BATCH, new).total_bytes - n for p, n in zip(presses, sizes(model), strict=True)]
+
+    def groups(free: int, names: list[str]) -> list[list[str]]:
+        monkeypatch.setattr(memory, "available_bytes", lambda device: int(free / memory.SHARE))
+        return memory.fitting(model, names, kvpress.get_press, BATCH, TOKENS, new)
+
+    assert min(growth) > 0
+    assert groups(held + max(growth), PRESSES) == [PRESSES]
+    assert groups(held + max(growth) - 1, PRESSES) == [PRESSES[:-1], PRESSES[-1:]]
+    cut = ["decoding(knorm):compression_interval=8,target_size=64"] * 2
+    assert groups(2 * sizes(model)[0], cut) == [cut]
+
+
 def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused with its name when the contexts are read."""
     model = tiny_model("llama")

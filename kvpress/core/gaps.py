@@ -1,0 +1,68 @@
+"""Keys that close the gaps between them: kept pairs move up to consecutive positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.core.recipe import Eviction, Rewritten
+from kvpress.observe.rotations import ROTATIONS
+from kvpress.observe.view import View
+
+Renumber = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A user's own `rerotate_keys`: returns the keys `[b, h, m, D]` at some indices `[b, h, m]`, numbered from 0."""
+
+
+def closing_gaps(step: Eviction, renumber: Renumber | None = None) -> Eviction:
+    """Return an eviction that also closes the gaps it leaves; see `close_gaps`."""
+    return replace(step.rewriting(partial(close_gaps, renumber=renumber)), watches=(*step.watches, ROTATIONS))
+
+
+def close_gaps(view: View, mask: Tensor, renumber: Renumber | None = None) -> Rewritten | None:
+    """Rotate keys so that, once only the marked pairs stay, their distances to the next query have no gaps.
+
+    Heads may keep different numbers of pairs. Layers without rotary embedding know no distances and are left as they are.
+
+    Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
+    from 0, while queries keep their true positions.
+    """
+    if not view.call.rotates:
+        return None
+    rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
+    kept = mask.sum(dim=-1, keepdim=True)
+    shift = torch.where(mask, view.seen - kept + rank - view.positions, view.shift)
+    if renumber is not None:
+        view = _renumbered(view, mask, renumber)
+    return Rewritten(keys=turned(view, shift), shift=shift)
+
+
+def turned(view: View, shift: Tensor) -> Tensor:
+    """Return the keys `[b, h, n, D]` of a view, turned away from their positions by `shift [b, h, n]` in all."""
+    call, before, keys = view.call, view.shift, view.keys.clone()
+    angles = zip(view.rotations(view.positions + before), view.rotations(view.positions + shift), strict=True)
+    for head, (old, new) in enumerate(angles):
+        at = slice(head, head + 1)
+        moved = call.rotate(call.unrotate(view.keys[:, at], *old), *(part.float() for part in new))
+        keys[:, at] = torch.where((shift != before)[:, at, :, None], moved.to(keys.dtype), keys[:, at])
+    return keys
+
+
+def _renumbered(view: View, mask: Tensor, renumber: Renumber) -> View:
+    """Return a view whose marked keys a user has turned.
+
+    Theirs is a cache that counts its pairs from 0. Ours has no gaps either, but begins where its first pair stands.
+    """
+    keys, shift = view.keys.clone(), view.shift.clone()
+    first = (view.positions + shift)[..., :1]
+    for row in range(mask.shape[0]):
+        for head in range(mask.shape[1]):
+            at = mask[row, head].nonzero().flatten()
+            given = view.keys[row, head][None, None]
+            keys[row, head, at] = renumber(view.call.module, at[None, None], given)[0, 0].to(keys.dtype)
+            moved = first[row, head] + torch.arange(len(at), device=at.device)
+            shift[row, head, at] = moved - view.positions[row, head, at]
+    return replace(view, vectors=lambda: (keys, view.values), side={**view.side, "shift": shift})

@@ -1,0 +1,65 @@
+"""A codec of every storage format, and segments that hold pairs in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.cache.attention import Logits
+from kvpress.cache.codec import Codec, DenseCodec, Rotation, Sealing
+from kvpress.cache.layout import Layout
+from kvpress.cache.mixed import Flags, MixedSegment
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.quant.coupled import CoupledCodec
+from kvpress.quant.gear import GEARCodec
+from kvpress.quant.uniform import UniformCodec
+from kvpress.quant.zipcache import ZipCacheCodec
+from kvpress.sparse.offload import HostCodec
+from tests.quant.test_codebook import embedding
+
+HEADS, DIM = 2, 32
+BOOK = torch.randn(HEADS, DIM // 4, 16, 4, generator=torch.Generator().manual_seed(7)).half()
+CODECS: dict[str, Codec] = {
+    "dense": DenseCodec(4, 3),
+    "host": HostCodec(4, 3),
+    "uniform": UniformCodec(4, 2, (4, 1), (1, 8), 4, 3),
+    "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
+    "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
+    "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
+}
+every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])
+LENGTHS = [20, 0, 12, 28]
+
+
+def sealing(name: str, seen: int = 256, pads: list[int] | None = None) -> Sealing:
+    rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if name == "coded and rotated" else None
+    mask = None if pads is None else torch.arange(seen) >= torch.tensor(pads)[:, None]
+    return Sealing(HEADS, seen=seen, mask=mask, rotation=rotation)
+
+
+def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segment:
+    """Pairs of two rows and two heads in a format, with slots and a side array."""
+    layout = Layout(lengths or LENGTHS)
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, layout.total, DIM, generator=generator)
+    dense = DenseSegment(keys, values, layout, first=[5] * 4)
+    dense.side = {name: torch.rand(layout.total, generator=generator) for name in ("saliency", "probes", "mass")}
+    if name == "nested":
+        second = torch.rand(layout.total, generator=generator) < 0.5
+        made = []
+        for inner, mine in (("mixed", ~second), ("uniform", second)):
+            rows = mine.nonzero().flatten()
+            counts = torch.bincount(layout.streams_of(rows), minlength=4).tolist()
+            made.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
+        found: Segment = MixedSegment(made[0], made[1], Flags.of(second), layout)
+    else:
+        found = CODECS[name.split()[0]].encode(dense, sealing(name, pads=[3, 0]))
+    found.describe(dense, without=("saliency", "probes"))
+    return found
+
+
+def logit_pairs(found: Segment, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Logits without weights of the pairs of a stream, as they decode, and their values."""
+    keys, values = found.read(found.layout.rows(n))
+    return Logits(0.2, 5.0)(queries[n], keys), values

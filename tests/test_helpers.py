@@ -1,0 +1,289 @@
+"""Helper methods that presses of NVIDIA kvpress have: each is right when it is called, and asked when a user overrides it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress import DecodingPress, KnormPress, SnapKVPress
+from tests.caches import generate, pairs, positions, prefill
+from tests.models import padded_batch, tiny_model, tokens
+from tests.test_overrides import arguments
+
+LENGTH = 40
+
+
+class Asked(list[str]):
+    """Names of the helpers that were asked."""
+
+
+def overriding(base: type[Any], name: str, own: Any = None) -> tuple[type[Any], Asked]:
+    """A class that notes when its helper is asked, and answers as its base class does, or by `own`."""
+    asked = Asked()
+    static = isinstance(vars(base).get(name), staticmethod)
+    theirs = getattr(base, name)
+
+    def method(*args: Any) -> Any:
+        asked.append(name)
+        return theirs(*args) if own is None else own(*args)
+
+    return type(f"Own{base.__name__}", (base,), {name: staticmethod(method) if static else method}), asked
+
+
+def real(model: Any) -> tuple[Any, dict[str, Any]]:
+    """The first attention module, and its arguments, keys and values on a prompt."""
+    module, hidden, keys, values, _, caught = arguments(model, LENGTH)
+    return module, {**caught, "hidden_states": hidden, "keys": keys, "values": values}
+
+
+OVERRIDES = {
+    "compute_window_attention": (SnapKVPress, {"window_size": 4}),
+    "get_layer_budget": (kvpress.PyramidKVPress, {"window_size": 4, "beta": 4}),
+    "get_query_statistics": (kvpress.ExpectedAttentionPress, {}),
+    "apply_avg_rope": (kvpress.ExpectedAttentionPress, {}),
+    "compute_leverage_scores": (kvpress.LeverageScorePress, {"sketch_dimension": 16}),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_that_answers_as_its_base_changes_nothing(name: str, padded: bool) -> None:
+    """So the helper is asked, and with what it needs; inside wrappers too."""
+    model, (base, settings) = tiny_model("qwen3"), OVERRIDES[name]
+    ids, mask = padded_batch([LENGTH, 31]) if padded else (tokens(2, LENGTH), None)
+    kind, asked = overriding(base, name)
+    for around in (lambda press: press, lambda press: kvpress.ChunkKVPress(press, 4)):
+        asked.clear()
+        found = positions(prefill(model, around(kind(0.5, **settings)), ids, mask))
+        assert asked
+        assert found == positions(prefill(model, around(base(0.5, **settings)), ids, mask))
+
+
+def test_overrides_decide() -> None:
+    model, ids = tiny_model("llama"), tokens(1, LENGTH)
+
+    def first(module: Any, hidden: Tensor, keys: Tensor, window: int, embeddings: Any) -> Tensor:
+        weights = torch.zeros(len(keys), 4, window, keys.shape[2] - window)
+        weights[..., :16] = 1.0
+        return weights
+
+    kind, _ = overriding(SnapKVPress, "compute_window_attention", first)
+    kept = positions(prefill(model, kind(0.5, window_size=4, kernel_size=1), ids))
+    assert kept == [[[[*range(16), *range(36, 40)]] * 2]] * 3
+    for press in (kvpress.AdaKVPress(kind(0.5, window_size=4)), DecodingPress(kind(window_size=4), 4, 20)):
+        with press(model) as session:
+            generate(model, ids)
+        assert session.cache.get_seq_length() == LENGTH + 7
+    kind, _ = overriding(kvpress.PyramidKVPress, "get_layer_budget", lambda press, module, n: 10 + module.layer_idx)
+    assert [len(row[0]) for (row,) in positions(prefill(model, kind(0.5, window_size=4), ids))] == [10, 11, 12]
+    kind, _ = overriding(kvpress.SimLayerKVPress, "is_lazy", lambda press, module, *rest: module.layer_idx == 1)
+    cache = prefill(model, kind(0.9, n_recent=8, n_initial=2), ids)
+    assert [len(row[0]) for (row,) in positions(cache)] == [40, 10, 40]
+    kind, _ = overriding(kvpress.LeverageScorePress, "compute_leverage_scores", lambda keys, size: -keys.norm(dim=-1))
+    assert positions(prefill(model, kind(0.5), ids)) == positions(prefill(model, KnormPress(0.5), ids))
+    kind, _ = overriding(kvpress.CriticalKVPress, "vwl1norm", lambda values, module: torch.ones(values.shape[:3]))
+    press = kind(KnormPress(0.5), first_stage_ratio=0.0)
+    assert positions(prefill(model, press, ids)) == positions(prefill(model, KnormPress(0.5), ids))
+    kind, asked = overriding(kvpress.CriticalKVPress, "score")
+    inner = SnapKVPress(0.5, window_size=4)
+    assert positions(prefill(model, kind(inner), ids)) == positions(prefill(model, kvpress.CriticalKVPress(inner), ids))
+    assert len(asked) == 3
+    kind, _ = overriding(
+        kvpress.DuoAttentionPress, "load_attention_pattern", lambda model: (2, 6, [[0.1, 0.9], [0.9, 0.1], [0.8, 0.7]])
+    )
+    cache = prefill(model, kind(0.34), ids)
+    assert [[len(head) for head in row] for (row,) in positions(cache)] == [[8, 40], [40, 8], [40, 40]]
+
+
+class NumberedFromZero(kvpress.KeyRerotationPress):
+    """Turns keys by the difference of their index and their place, as NVIDIA kvpress does."""
+
+    @staticmethod
+    def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
+        moved = torch.arange(indices.shape[2]) - indices
+        chosen = keys.gather(2, indices[..., None].expand(-1, -1, -1, keys.shape[3]))
+        angles = moved[..., None] * module.rotary_emb.inv_freq
+        cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+        half = chosen.shape[3] // 2
+        return chosen * cos + torch.cat([-chosen[..., half:], chosen[..., :half]], dim=-1) * sin
+
+
+@pytest.mark.parametrize("inner", [KnormPress(0.5), kvpress.AdaKVPress(KnormPress(0.5))], ids=["even", "ragged"])
+def test_keys_that_a_user_turns_are_where_ours_are(inner: Any) -> None:
+    """A cache numbered from 0 keeps its distances, after an eviction and after the next one."""
+    model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
+    found = []
+    for kind in (kvpress.KeyRerotationPress, NumberedFromZero):
+        cache = prefill(model, kind(inner), ids, mask)
+        with kind(inner)(model):
+            grown = torch.cat([mask, torch.ones(2, 20)], dim=1).long()
+            at = (grown.cumsum(dim=1) - 1).clamp_min(0)[:, -20:]
+            logits = model(tokens(2, 20, seed=3), attention_mask=grown, position_ids=at, past_key_values=cache).logits
+        found.append((positions(cache), logits, [part for layer in cache.layers for part in (layer.store.dense.keys,)]))
+    (ours, logits, keys), (theirs, other, turned) = found
+    assert ours == theirs
+    torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)
+    for one, two in zip(keys, turned, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+def test_rerotated_keys_are_those_of_a_prompt_of_the_kept_tokens() -> None:
+    """Of the first layer, whose keys depend on the token alone."""
+    model = tiny_model("llama")
+    module, given = real(model)
+    at = torch.tensor([1, 5, 6, 20])
+    alone = model(tokens(2, LENGTH)[:, at], past_key_values=DynamicCache()).past_key_values.layers[0].keys
+    module.rotary_emb = model.model.rotary_emb
+    try:
+        found = kvpress.KeyRerotationPress.rerotate_keys(module, at.expand(2, 2, -1), given["keys"])
+    finally:
+        del module.rotary_emb
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_window_attention_is_that_of_the_model() -> None:
+    model = tiny_model("qwen3", "eager")
+    module, given = real(model)
+    weights = model(tokens(2, LENGTH), output_attentions=True).attentions[0]
+    found = SnapKVPress.compute_window_attention(
+        module, given["hidden_states"], given["keys"], 4, given["position_embeddings"]
+    )
+    torch.testing.assert_close(found, weights[:, :, -4:, :-4], atol=1e-5, rtol=1e-5)
+    mass = weights[:, :, -1].mean(dim=(0, 1))
+    for threshold, lazy in ((0.99 * float(mass[:2].sum() + mass[-8:].sum()), True), (1.0, False)):
+        press = kvpress.SimLayerKVPress(threshold, n_recent=8, n_initial=2)
+        assert press.is_lazy(module, given["hidden_states"], given["keys"], given["position_embeddings"]) == lazy
+
+
+def test_layer_budgets_are_those_that_layers_keep() -> None:
+    model, press = tiny_model("llama"), kvpress.PyramidKVPress(0.5, window_size=4, beta=4)
+    kept = [len(row[0]) for (row,) in positions(prefill(model, press, tokens(1, LENGTH)))]
+    assert [press.get_layer_budget(layer.self_attn, LENGTH) for layer in model.model.layers] == kept
+    assert sum(kept) == 3 * 20
+    assert len(set(kept)) == 3
+
+
+class AsUsersDo(SnapKVPress):
+    """Has the `score` of NVIDIA kvpress, which asks the helper itself."""
+
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
+        w, embeddings = self.window_size, kwargs["position_embeddings"]
+        weights = self.compute_window_attention(module, hidden_states, keys, w, embeddings).mean(dim=-2)
+        weights = torch.nn.functional.avg_pool1d(weights, self.kernel_size, padding=self.kernel_size // 2, stride=1)
+        scores = weights.unflatten(1, (keys.shape[1], -1)).mean(dim=2)
+        return torch.nn.functional.pad(scores, (0, w), value=scores.max().item() + 1)
+
+
+class AsExpected(kvpress.ExpectedAttentionPress):
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
+        mean, _ = self.get_query_statistics(module, hidden_states)
+        mean = mean.unflatten(1, (keys.shape[1], -1))
+        return torch.einsum("bhgd,bhnd->bhgn", mean, keys).mul(keys.shape[3] ** -0.5).softmax(dim=-1).mean(dim=2)
+
+
+def test_helpers_that_a_users_score_asks_are_those_of_our_own() -> None:
+    model, (ids, mask) = tiny_model("qwen3"), padded_batch([LENGTH, 31])
+    settings = {"window_size": 4, "kernel_size": 3}
+    found = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
+    assert positions(found) == positions(prefill(model, SnapKVPress(0.5, **settings), ids, mask))
+    # Without position_ids, padding counts for positions, which hidden states alone do not show.
+    ids, mask = tokens(2, LENGTH), None
+    settings = {"use_covariance": False, "use_vnorm": False, "n_sink": 0}
+    found = prefill(model, AsExpected(0.5, **settings), ids, mask)
+    assert positions(found) == positions(prefill(model, kvpress.ExpectedAttentionPress(0.5, **settings), ids, mask))
+
+
+def test_a_reset_of_a_users_class_follows_every_block() -> None:
+    kind, asked = overriding(DecodingPress, "reset")
+    model = tiny_model("llama")
+    press = kvpress.PrefillDecodingPress(KnormPress(0.5), kind(KnormPress(), 4, 10))
+    for blocks in (1, 2):
+        with press(model):
+            generate(model, tokens(1, 20))
+            assert len(asked) == blocks - 1
+    with pytest.raises(ZeroDivisionError), press(model):
+        raise ZeroDivisionError
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [(kvpress.KVzipPress, "score_kvzip"), (DecodingPress, "_resolve_target_size"), (kvpress.CAMPress, "_resolve_target_size")],
+)  # fmt: skip
+def test_overrides_that_nothing_asks_are_refused(base: type[Any], name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Own overrides '{name}'.*never calls here"):
+        type("Own", (base,), {name: lambda self: None})
+    type("Unrelated", (KnormPress,), {name: lambda self: None})
+
+
+def test_what_a_prompt_decides_is_known_after_it() -> None:
+    model, press = tiny_model("llama"), kvpress.SimLayerKVPress(0.0, n_recent=8, n_initial=2)
+    assert not hasattr(press, "compression_ratio")
+    with press(model):
+        model(tokens(1, LENGTH), past_key_values=DynamicCache())
+    assert press.compression_ratio == pytest.approx(0.75)
+    with pytest.raises(AttributeError):
+        press.compression_ratio = 0.5
+
+
+def test_names_of_modules_there() -> None:
+    from kvpress.presses.base_press import SUPPORTED_MODELS, is_prefilling
+
+    from kvpress.utils import compute_n_kept
+
+    assert isinstance(tiny_model("llama"), SUPPORTED_MODELS)
+    assert is_prefilling(torch.arange(7), 7)
+    assert not is_prefilling(torch.arange(5, 7), 2)
+    assert [compute_n_kept(10, ratio) for ratio in (0.0, 0.25, 0.99, 1.0)] == [10, 7, 1, 0]
+
+
+class Marking(kvpress.AdaKVPress):
+    """Calls the `compress` of a head-wise press, which marks what it evicts on the module."""
+
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        keys, values = super().compress(module, hidden_states, keys, values, attentions, kwargs)
+        assert len(module.masked_key_indices) == 3
+        return keys, values
+
+
+def test_a_head_wise_compress_marks_what_it_evicts() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
+    found = prefill(model, Marking(KnormPress(0.5)), ids, mask)
+    assert positions(found) == positions(prefill(model, kvpress.AdaKVPress(KnormPress(0.5)), ids, mask))
+    module, *rest = arguments(model, LENGTH)
+    press = kvpress.AdaKVPress(KnormPress(0.5))
+    assert press.compress(module, *rest)[0].shape[2] == LENGTH
+    assert len(module.masked_key_indices[0]) == 2 * 2 * 20
+    # Marks that were left by hand are nobody's inside a block.
+    assert pairs(prefill(model, Whole(), ids)) == {LENGTH}
+    assert not hasattr(module, "masked_key_indices")
+
+
+class Whole(kvpress.BasePress):
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        return keys, values
+
+
+def test_modules_that_are_stand_ins_are_enough_where_nothing_is_read_of_them() -> None:
+    keys, values = torch.randn(2, 1, 2, 10, 8)
+    module = type("Module", (), {"head_dim": 8})()
+    assert KnormPress(0.5).compress(module, None, keys, values, None, {})[0].shape == (1, 2, 5, 8)
+    assert kvpress.BlockPress(KnormPress(0.5), 4).compress(module, None, keys, values, None, {})[0].shape[2] == 5
+
+
+def test_the_pipeline_logs_what_it_reads_and_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = kvpress.load_model("reference")
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    with caplog.at_level(logging.DEBUG):
+        pipe("The code for tiger is 4837. " * 3, press=KnormPress(0.5), max_new_tokens=1)
+    (read,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("Context Length: "))
+    count = int(read.split()[-1])
+    assert f"Compressed Context Length: {count // 2}" in [record.getMessage() for record in caplog.records]
+    with pytest.raises(TypeError, match="Own overrides 'generate_answer'"):
+        type("Own", (kvpress.KVPressTextGenerationPipeline,), {"generate_answer": lambda self: ""})
