@@ -96,7 +96,9 @@ def ci_cases() -> list[Case]:
     known = dimensions()
     trials = pairwise(allowed, **{name: values for name, values in known.items() if name not in SPEC})
     return [
-        next(_cases(seeded(seed), {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]}))
+        next(
+            _cases(seeded(seed), {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]})
+        )
         for seed in range(COUNT)
     ]
 

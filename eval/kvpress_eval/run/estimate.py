@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,9 @@ from kvpress_eval.run.cells import Cell, make_cells
 from kvpress_eval.run.models import device_of, fingerprint, source_of, use_threads
 from kvpress_eval.run.runner import prepare
 
-_SIDE, _READ_BYTES, _ROUNDS = 2048, 2**27, 5
-"""Rows and columns of the matrices that are multiplied, bytes that are read, and how often, to see how fast a device is."""
+_SIDES, _MOMENT, _READ_BYTES, _ROUNDS = (128, 256, 512, 1024, 2048), 0.01, 2**27, 5
+"""Rows and columns of the matrices that are multiplied until one product takes a moment (seconds), bytes that are read, and
+how often, to see how fast a device is. A processor without bfloat16 is a hundred times slower than one that has it."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +182,20 @@ def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
     """Multiply and read for a moment, as the run will: in its dtype, with its threads."""
     use_threads(config)
     device = torch.device(device_of(config))
-    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
     block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
-    return Machine(
-        flops=2 * _SIDE**3 / _best(lambda: matrix @ matrix, device), bandwidth=_READ_BYTES / _best(block.sum, device)
-    )
+    return Machine(flops=_flops(dtype, device), bandwidth=_READ_BYTES / _best(block.sum, device))
+
+
+def _flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of the largest product that takes no longer than a moment by much."""
+    reached = 0.0
+    for side in _SIDES:
+        matrix = torch.ones(side, side, dtype=dtype, device=device)
+        seconds = _best(functools.partial(torch.matmul, matrix, matrix), device)
+        reached = 2 * side**3 / seconds
+        if seconds >= _MOMENT:
+            break
+    return reached
 
 
 def _best(work: Callable[[], Any], device: torch.device) -> float:
