@@ -217,6 +217,7 @@ class Session:
             layers=len(self.modules),
             prompt_end=prompt_end,
             prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
+            chunk=self.executor.chunk,
             depth=plan.depth,
             depths=len(self.growing),
             kwargs={**kwargs, "past_key_values": cache},

@@ -44,6 +44,7 @@ class LayerCall:
     seen_before: int
     prompt_end: int = 0
     prompt_start: int = 0
+    chunk: int | None = None
     depth: int = 0
     depths: int = 1
     phase: Phase = "prefill"
@@ -69,6 +70,11 @@ class LayerCall:
         """Work out the phase of a pass of so many new tokens."""
         fresh = self.seen_before == 0 or tokens > 1 or self.seen_before < self.prompt_end
         self.phase = "prefill" if fresh else "decode"
+
+    @property
+    def follows_eviction(self) -> bool:
+        """Whether a part of a prompt was read and evicted from right before this pass."""
+        return bool(self.chunk and self.prompt_end and (self.prompt_end - self.seen_before) % self.chunk == 0)
 
     def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
         """Return a call without the tensors of its pass: those of all layers together would outweigh the cache.

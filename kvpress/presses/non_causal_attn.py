@@ -102,7 +102,8 @@ class ChunkMass(Observer):
         if call.phase == "decode":
             return
         window, queries = call.store.window, call.queries
-        if self.queries is None or call.seen_before != self.end or window.first > self.first:
+        broken = call.seen_before != self.end or window.first > self.first or call.follows_eviction
+        if self.queries is None or broken:
             self.first = call.seen_before
         elif self.queries.shape[2]:
             queries = torch.cat([self.queries, queries], dim=2)
@@ -123,10 +124,9 @@ class ChunkMass(Observer):
     def _real(self, call: LayerCall, end: int) -> list[int]:
         """Real tokens of each row in the columns from `first` to `end` that are in chunks."""
         if call.mask is None:
-            counts = [end - self.first] * call.store.batch
-        else:
-            counts = call.mask[:, self.first : end].sum(dim=1).tolist()
-        return [max(0, count - (0 if self.first else self.skip)) for count in counts]
+            return [max(0, end - max(self.first, self.skip))] * call.store.batch
+        before, upto = (call.mask[:, :columns].sum(dim=1).clamp(min=self.skip) for columns in (self.first, end))
+        return (upto - before).tolist()
 
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:
         """Return what the newest `tokens` of some rows, which start with a chunk, receive: `[b, H, tokens]`."""

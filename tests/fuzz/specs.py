@@ -252,8 +252,13 @@ def keeps_all(tree: Tree) -> Tree:
 
 
 def selects_all(tree: Tree) -> Tree:
-    """The same spec, with a selector that may read everything."""
-    return changed(tree, {"budget": EVERYTHING}, "selector")
+    """The same spec, with a selector that may read everything.
+
+    What corrects tokens reads them again, beside fewer pairs if some were evicted since: nothing is corrected there.
+    """
+    evictions = kvpress.press_from_dict(tree).recipe().evictions
+    settings = {"correction": 0} if any(step.acts_in("decode") for step in evictions) else {}
+    return changed(tree, {"budget": EVERYTHING, **settings}, "selector")
 
 
 def without(tree: Tree, place: str) -> Tree:

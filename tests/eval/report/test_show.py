@@ -43,8 +43,9 @@ def test_marks_are_the_positions_that_are_stored(spec: str) -> None:
 
 def test_long_texts_have_budgets_only() -> None:
     keys = torch.zeros(1, 2, MOST_TOKENS + 4, 1)
-    layer = SimpleNamespace(keys=keys, values=keys, get_seq_length=lambda: MOST_TOKENS + 4)
-    cache: Any = SimpleNamespace(layers=[layer, SimpleNamespace()], get_seq_length=lambda: MOST_TOKENS + 4)
+    cache = DynamicCache()
+    cache.update(keys, keys, 0)
+    cache.layers.append(SimpleNamespace())  # type: ignore[arg-type]  # one without pairs
     assert kept_of(cache, MOST_TOKENS + 4) == {"budgets": [[1.0, 1.0], []], "heads": []}
     view = kept_view(kept_of(cache, MOST_TOKENS + 4))
     assert (view["width"], view["pieces"]) == (2, [])
