@@ -73,7 +73,7 @@ def measure(spec: str, tokens: int, layers: int) -> dict[str, float]:
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 1024, (1, tokens))
     presses = [kvpress.get_press(one) for one in (PRESSES if spec == SHARED else [spec])]
-    sharing = [press for press in presses if press.shares_prefill]
+    sharing = [press for press in presses if press.recipe().shares_prefill]
     read = partial(kvpress.prefill, model, sharing) if spec == SHARED else partial(read_alone, model, presses[0])
     read(ids[:, :1024])  # compiles kernels, fills allocator caches
     memory = PeakMemory()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpress
-from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, selection
+from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, prefill, selection
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
@@ -225,3 +225,11 @@ def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
     text = accuracy.to_markdown(table)
     assert "| `keydiff:r` | 80 ± 20 (100) | 80 ± 20 (95) | 80 ± 20 (84) | 80 ± 20 (66) |" in text
     assert text.count("`tidal_decode:budget=r,skip_layers=1,reselect_layer=3`") == 3
+
+
+def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
+    full, half = (prefill.measure(spec, 200, 2) for spec in ("none", "knorm:0.5"))
+    assert half["cache_mib"] == pytest.approx(full["cache_mib"] / 2, rel=0.05)
+    together = prefill.measure(prefill.SHARED, 200, 2)
+    assert together["presses"] > 1
+    assert together["cache_mib"] > full["cache_mib"]

@@ -40,6 +40,7 @@ EVICTING = {
     "quest:budget=12,page_size=6,skip_layers=0",
     "by head": "adakv(snapkv:0.3,window_size=4) + {zipcache} + tidal_decode:budget=8,skip_layers=0",
     "by layer": "pyramidkv:0.3,window_size=4,beta=4 + {kivi} + tidal_decode:budget=8,skip_layers=0",
+    "part by part": "bounded(compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8,sketch_dimension=8):chunk=7",
     "labels of codes": "adakv(snapkv:0.3,window_size=4) + {turboquant} + {labels}",
 }
 SPECS = {

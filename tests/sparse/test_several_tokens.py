@@ -20,13 +20,13 @@ from kvpress.core.selector import Selector
 from kvpress.observe.call import LayerCall
 from tests.fuzz.properties import same
 from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
+from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, channels_file, grouped_model, prefilled, step
 from tests.sparse.test_selectors import SELECTORS, every_selector, padded_or_not
 
 NEW = 5
 STORAGES = {**STORAGE, "columns": "zipcache:bits=4,residual_length=16 + "}
 every_storage = pytest.mark.parametrize("storage", STORAGES)
-several_or_one_segment = pytest.mark.parametrize("segments", ["one segment", "several segments"])
 
 
 def press_for(spec: str, budget: float, storage: str, model: Any = None) -> Any:
@@ -77,10 +77,12 @@ def rows_of(chosen: Chosen) -> list[set[int]]:
     return [set(row[:count].tolist()) for row, count in zip(chosen.rows, chosen.counts.tolist(), strict=True)]
 
 
-@several_or_one_segment
-@padded_or_not
-@every_storage
-@every_selector
+@every_pair(
+    spec=SELECTORS,
+    storage=list(STORAGES),
+    padded={"even": False, "padded": True},
+    segments=["one segment", "several segments"],
+)
 def test_a_pass_of_several_tokens_equals_passes_of_one(
     spec: str, storage: str, padded: bool, segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
