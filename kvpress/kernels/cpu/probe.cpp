@@ -1,4 +1,4 @@
-// Which instruction-set level of build.py this processor supports.
+// Which instruction-set level of libraries.py this processor supports.
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>

@@ -23,8 +23,8 @@ from kvpress.kernels.cpu import build, launch, libraries
 from kvpress.kernels.cpu.libraries import PROBE, BuildError, CompilerError, Library
 from kvpress.kernels.triton.device import _give_home
 from tests.kernels.builders import dense
+from tests.kernels.compiler import needs_compiler
 
-compiled = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
 PROBING = Library("baseline", PROBE)
 
 
@@ -72,7 +72,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
 
 
 @pytest.mark.usefixtures("forgetful")
-@compiled
+@needs_compiler
 def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in build.supported_levels()[-2:]:
         monkeypatch.setenv("KVPRESS_CPU_LEVEL", level)
@@ -82,7 +82,7 @@ def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forgetful")
-@compiled
+@needs_compiler
 @pytest.mark.parametrize(
     ("wanted", "why"), [("sse9", "there is no such level"), ("avx512_bf16", "this processor lacks it")]
 )
@@ -111,7 +111,7 @@ def test_a_compiler_that_fails_is_reported(
     assert why in message
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_libraries_are_built_once_and_leave_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -124,7 +124,7 @@ def test_libraries_are_built_once_and_leave_nothing_else(monkeypatch: pytest.Mon
     assert [path.stat().st_mtime_ns for path in files(tmp_path)] == [stamp]
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -156,7 +156,7 @@ def test_a_library_is_named_after_the_headers_it_includes_and_no_others(monkeypa
     assert [source for source, name in names().items() if name != before[source]] == ["select.cpp"]
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
 def test_a_damaged_library_is_compiled_again(
@@ -205,7 +205,7 @@ def test_triton_gets_a_folder_where_there_is_no_home(tmp_path: Path) -> None:
     _give_home(None)
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_a_folder_that_cannot_be_written_is_replaced_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -224,7 +224,7 @@ def test_a_folder_that_cannot_be_written_is_replaced_with_a_warning(
         build._load([PROBING])
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shared = tmp_path / "kvpress"
@@ -257,7 +257,7 @@ def _compile(folder: Path, started: Any, compiles: Any, waits: Any) -> None:
     build.compiled([PROBING], folder)
 
 
-@compiled
+@needs_compiler
 def test_of_several_first_compilations_one_compiles_and_the_others_say_that_they_wait(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     started, compiles, waits = fork.Barrier(4), fork.Value("i", 0), fork.Value("i", 0)
@@ -272,7 +272,7 @@ def test_of_several_first_compilations_one_compiles_and_the_others_say_that_they
     assert len(files(tmp_path)) == 1
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -290,7 +290,7 @@ def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_no
     ]
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_flags_that_the_compiler_refuses_are_found_out_before_a_word_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -301,7 +301,7 @@ def test_flags_that_the_compiler_refuses_are_found_out_before_a_word_is_said(
     assert messages(caplog) == []
 
 
-@compiled
+@needs_compiler
 @pytest.mark.usefixtures("forgetful")
 def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -330,7 +330,7 @@ def _die_with_the_lock(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@compiled
+@needs_compiler
 def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
     dying = multiprocessing.get_context("fork").Process(target=_die_with_the_lock, args=(tmp_path,))
     dying.start()

@@ -13,9 +13,10 @@ import pytest
 from kvpress import env
 from kvpress.kernels.cpu import build, launch, libraries
 from kvpress.kernels.cpu.libraries import BuildError, Library
+from tests.kernels.compiler import needs_compiler
 from tests.kernels.cpu.test_build import files, forget, messages
 
-pytestmark = pytest.mark.skipif(launch.level() is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 
 SELECT = Library("baseline", "select.cpp")
 
