@@ -79,6 +79,9 @@ class BasePress:
     def post_init_from_model(self, model: nn.Module) -> None:
         """Look at the model when a `with` block is entered; for presses written for NVIDIA kvpress."""
 
+    def after_block(self) -> None:
+        """Do what is left to do once a `with` block of this press, or of one around it, has been left."""
+
     def compress(
         self,
         module: nn.Module,

@@ -35,7 +35,6 @@ from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
-from kvpress.presses.decoding import DecodingPress
 
 
 class Session:
@@ -154,8 +153,7 @@ class Session:
         if self._cache is not None:
             remember(self.press, self._cache)
         for press in parts_of(self.press):
-            if isinstance(press, DecodingPress):
-                press.reset()
+            press.after_block()
 
     # -- passes ----------------------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ class DecodingPress(Wrapping):
         schedule = Schedule(False, self.compression_interval, target, self.hidden_states_buffer_size)
         return replace(step, schedule=schedule)
 
+    def after_block(self) -> None:
+        self.reset()
+
     @helper
     def reset(self) -> None:
         """Do nothing: the state of a request lives in its cache. An override is called when a block is left."""
