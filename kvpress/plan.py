@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpress.cache.planned import PlannedStream
+from kvpress.cache.segment import WEIGHT
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
@@ -125,7 +126,8 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream
     def index_bytes(pairs: float) -> float:
         return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
 
-    sides = 4 * len(recorded), 4 * len(encoded)
+    weight = WEIGHT if any(step.scorer.weighs for step in recipe.evictions) else 0
+    sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
     return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 
 

@@ -13,6 +13,7 @@ from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.gear import GEARCodec
+from kvpress.quant.rotated import CentredCodec
 from kvpress.quant.uniform import UniformCodec
 from kvpress.quant.zipcache import ZipCacheCodec
 from kvpress.sparse.offload import HostCodec
@@ -26,6 +27,7 @@ CODECS: dict[str, Codec] = {
     "uniform": UniformCodec(4, 2, (4, 1), (1, 8), 4, 3),
     "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
     "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
+    "centred": CentredCodec((4, 3), 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
 }
 every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])

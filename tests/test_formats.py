@@ -32,7 +32,7 @@ def test_joined_segments_are_their_parts(name: str) -> None:
     older, newer = segment(name), segment(name)
     newer.log_weight = torch.rand(newer.layout.total)
     newer.side["late"] = torch.rand(newer.layout.total)
-    newer.positions = newer.slots() + 40
+    newer._set_slots(newer.slots() + 40)
     assert older.joinable(older)
     both = Segment.join([older, newer])
     for n in range(4):
@@ -89,7 +89,7 @@ def test_every_tensor_is_listed_once(name: str) -> None:
     found = segment(name)
     found.log_weight = torch.rand(found.layout.total)
     found.attend(torch.randn(4, 2, DIM), Logits(1.0))
-    if found.positions is None:
+    if found.contiguous:
         found.first_slot()
     for now in (found, found.take(torch.arange(0, found.layout.total, 2), halved(found.layout))):
         listed = {

@@ -86,6 +86,7 @@ SEALING = {
     "gear_l": "gear_l:backbone=kcvt,buffer_length=16",
     "zipcache": "zipcache:interval=16",
     "turboquant": "turboquant:residual_length=16",
+    "rotated": "rotated:residual_length=16",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",

@@ -25,6 +25,7 @@ CODECS = {
     "gear, one chunk": "gear:bits=8,backbone=kcvt,buffer_length=8,residual_length=4,rank=2",
     "cq": "cq:bits=4,coupled=2,calibration={books},residual_length=4",
     "turboquant": "turboquant:bits=8,residual_length=8",
+    "rotated": "rotated:bits=8,residual_length=8",
 }
 SELECTORS = {
     "quest": QUEST,
@@ -41,6 +42,7 @@ EVICTING = {
     "by head": "adakv(snapkv:0.3,window_size=4) + {zipcache} + tidal_decode:budget=8,skip_layers=0",
     "by layer": "pyramidkv:0.3,window_size=4,beta=4 + {kivi} + tidal_decode:budget=8,skip_layers=0",
     "part by part": "bounded(compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8,sketch_dimension=8):chunk=7",
+    "of a size": "frontier:smaller=2",
     "labels of codes": "adakv(snapkv:0.3,window_size=4) + {turboquant} + {labels}",
 }
 SPECS = {

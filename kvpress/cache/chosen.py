@@ -70,7 +70,7 @@ def joined(blocks: Sequence[Selection]) -> Selection:
 def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> Partial:
     """Attend from the `queries [Q * N, G, D]` of Q tokens to the pairs of a segment that each of them reads."""
     streams = segment.layout.streams
-    if len(queries) == streams or len(queries) <= (step := streams * _tokens_at_once(segment, queries, chosen)):
+    if len(queries) == streams or len(queries) <= (step := streams * _tokens_at_once(segment, queries, logits, chosen)):
         return segment.attend_rows(queries, logits, chosen.rows, chosen.counts)
     parts = [
         segment.attend_rows(queries[i : i + step], logits, chosen.rows[i : i + step], chosen.counts[i : i + step])
@@ -80,10 +80,10 @@ def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Cho
     return torch.cat(outs), torch.cat(lses)
 
 
-def _tokens_at_once(segment: Segment, queries: Tensor, chosen: Chosen) -> int:
+def _tokens_at_once(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> int:
     """How many tokens `attend_rows` takes together: all where an operator reads the rows in place, else as many as fit."""
     streams, dim = segment.layout.streams, queries.shape[2]
-    if segment.serves(queries):
+    if segment.serves(queries, logits):
         return len(queries) // streams
     gathered = streams * chosen.rows.shape[1] * (dim + segment.value_dim) * queries.element_size()
     return max(1, attention.BLOCK_BYTES // max(1, gathered))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.memory import for_scattered_reads
-from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment import SLOT, DenseSegment, Segment
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Codec(ABC):
     group: int
     residual: int
     sinks: int = 0
+    whole: ClassVar[bool] = False
+    """Whether the first time that pairs of a row are encoded, those that fill no tile are too."""
+    slot_bytes: ClassVar[int] = SLOT
+    """Bytes that the place of an encoded pair takes, where a stream has gaps."""
     reads_side: ClassVar[tuple[str, ...]] = ()
     """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
 
@@ -70,18 +74,25 @@ class Codec(ABC):
         """
         begins, ends = [0] * len(lengths), [0] * len(lengths)
         for start in range(0, len(lengths), heads):
-            row = range(start, start + heads)
-            sinks = 0 if any(begun[start : start + heads]) else self.sinks
-            full = [max(0, lengths[n] - min(sinks, lengths[n]) - self.residual) // self.group for n in row]
+            row, first = range(start, start + heads), not any(begun[start : start + heads])
+            sinks, size = self.sinks if first else 0, self.tile_size(first)
+            full = [max(0, lengths[n] - min(sinks, lengths[n]) - self.residual) // size for n in row]
             for n, tiles in zip(row, full, strict=True):
                 if any(full):
                     begins[n] = min(sinks, lengths[n])
-                    ends[n] = begins[n] + tiles * self.group
+                    ends[n] = begins[n] + tiles * size
         return begins, ends
+
+    def tile_size(self, first: bool) -> int:
+        """Of how many pairs of a row the number is a multiple that is encoded, `first` of all or later."""
+        return 1 if first and self.whole else self.group
 
     @abstractmethod
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        """Return the encoded pairs of `segment`, whose stream lengths are multiples of `group`; same rows, same order."""
+        """Return the encoded pairs of `segment`, same rows, same order.
+
+        Stream lengths are multiples of `group`, those of rows that nothing was encoded of yet where the codec is not `whole`.
+        """
 
     @abstractmethod
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def unpack(tensors: dict[str, Tensor], plain: dict[str, Any]) -> Any:
     if kind is None:
         raise ValueError(f"storage format {plain['format']!r} is not one of {sorted(Held.formats)}")
     made = object.__new__(kind)
-    for name, own in kind.__dataclass_fields__.items():  # type: ignore[attr-defined]
-        said = plain.get(name)
+    for own in fields(kind):  # type: ignore[arg-type]
+        name, said = own.name, plain.get(own.name)
         inside = {key[len(name) + 1 :]: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
         if isinstance(said, dict) and "format" in said:
             value = unpack(inside, said)

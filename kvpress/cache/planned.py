@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kvpress.cache.codec import Codec
+from kvpress.cache.segment import SLOT
 from kvpress.cache.window import GROWTH
-
-SLOT = 4
-"""Bytes of the position of a pair, where pairs of a stream are not contiguous."""
 
 
 @dataclass
@@ -64,9 +62,10 @@ class PlannedStream:
         total += self.dense * (self.pair_bytes + open_bytes + (SLOT if self.placed else 0))
         for part in self.segments:
             total += part.tiles + self.index_bytes(part.pairs)
-            total += part.pairs * (sealed_bytes + (SLOT if part.placed else 0))
-            if part.form != "dense" and self.codec is not None:
-                total += self.codec.fixed_bytes(self.dim)
+            encoded = self.codec if part.form != "dense" else None
+            slot = SLOT if encoded is None else encoded.slot_bytes
+            total += part.pairs * (sealed_bytes + (slot if part.placed else 0))
+            total += 0 if encoded is None else encoded.fixed_bytes(self.dim)
         return total
 
     def read(self, tokens: int, kept: int) -> None:
@@ -108,7 +107,7 @@ class PlannedStream:
         codec = self.codec
         if codec is None:
             return 2**62
-        lacking = codec.residual + self._sinks() + codec.group - self.dense - self.window
+        lacking = codec.residual + self._sinks() + codec.tile_size(not self.segments) - self.dense - self.window
         return max(1, codec.group - self.window, int(lacking))
 
     def _settle(self, generated: bool) -> None:
@@ -118,7 +117,8 @@ class PlannedStream:
         sinks = self._sinks()
         free = self.dense + self.window - codec.residual - sinks
         # Streams of all lengths leave, on average, half a tile over.
-        tiles = max(0.0, free - (codec.group - 1) / 2) if self.ragged else max(0, free // codec.group * codec.group)
+        step = codec.tile_size(not self.segments)
+        tiles = max(0.0, free - (step - 1) / 2) if self.ragged else max(0, free // step * step)
         if not tiles:
             return
         if sinks:

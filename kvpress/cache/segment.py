@@ -15,7 +15,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ from kvpress.cache.layout import Layout, interleave, spans
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
 OfStreams = Annotated[Layout, own("offsets")]
+
+SLOT = 2
+"""Bytes of the place of a pair, where pairs of a stream are not contiguous, unless the pair before is 2**15 slots away."""
+
+WEIGHT = 2
+"""Bytes of the logit weight of a pair where pairs were drawn."""
 
 BLOCK_ROWS = 4096
 """Rows decoded at a time where a packed format is read without a fused kernel."""
@@ -50,15 +56,15 @@ class _Streams:
 class Segment(Held, _Streams, ABC):
     """Pairs of N streams in one storage format.
 
-    `positions` are int32 [total] slots, or None where every stream is contiguous from `first[n]`. `side` holds further
-    per-pair arrays `[total]`, such as the attention mass that heavy hitters accumulate. `index` caches what a selector derived
-    from the pairs.
+    Every stream begins at slot `first[n]`; `positions` are None where it goes on without gaps. `side` holds further per-pair
+    arrays `[total]`, such as the attention mass that heavy hitters accumulate. `index` caches what a selector derived from the
+    pairs.
     """
 
-    positions: Annotated[Tensor | None, own("indexes")] = field(default=None, kw_only=True)
     first: Annotated[Sequence[int], own()] = field(default=(), kw_only=True)
     side: Annotated[dict[str, Tensor], per_pair_or_zero("scores")] = field(default_factory=dict, kw_only=True)
     index: Annotated[dict[str, Any], derived("indexes")] = field(default_factory=dict, init=False)
+    _held_slots: Annotated[Tensor | None, own("indexes")] = field(default=None, init=False)
     _log_weight: Annotated[Tensor | None, per_pair_or_zero("weights")] = field(default=None, init=False)
     _first_on: Annotated[tuple[Sequence[int], Tensor] | None, derived("indexes")] = field(default=None, init=False)
 
@@ -72,7 +78,10 @@ class Segment(Held, _Streams, ABC):
 
     @property
     def log_weight(self) -> Tensor | None:
-        """Log of how many pairs each one stands for, float32 [total], which is added to its logits; None for zeros."""
+        """Log of how many pairs each one stands for, [total], which is added to its logits; None for zeros.
+
+        It is float32, or float16 where whoever set it found that enough.
+        """
         return self._log_weight
 
     @log_weight.setter
@@ -91,7 +100,7 @@ class Segment(Held, _Streams, ABC):
     def _take(self: SegmentT, choice: Choice) -> SegmentT:
         """Return the segment of the chosen rows, which does not know their slots."""
         taken = super()._take(replace(choice, origin=self.layout))
-        taken.layout, taken.positions, taken.first = choice.layout, None, (0,) * choice.layout.streams
+        taken.layout, taken._held_slots, taken.first = choice.layout, None, (0,) * choice.layout.streams
         return taken
 
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
@@ -113,7 +122,7 @@ class Segment(Held, _Streams, ABC):
         if woven:
             joined._set_slots(slots)
             return joined
-        joined.positions = slots
+        joined._held_slots = slots.to(torch.int32)
         return joined.take(*interleave(layouts))
 
     def _join(self: SegmentT, others: Sequence[SegmentT], joint: Joint) -> SegmentT:
@@ -141,20 +150,43 @@ class Segment(Held, _Streams, ABC):
 
     def describe(self, pairs: Segment, without: Collection[str]) -> None:
         """Take over the slots, weights and per-pair arrays, except those in `without`, of the pairs that this was made of."""
-        self.positions, self.first, self.log_weight = pairs.positions, pairs.first, pairs.log_weight
+        self._held_slots, self.first, self.log_weight = pairs._held_slots, pairs.first, pairs.log_weight
+        if self.lists_slots:
+            self._held_slots = pairs.positions
         self.side = {name: array for name, array in pairs.side.items() if name not in without}
 
     # -- slots -----------------------------------------------------------------------------------------------
 
+    lists_slots: ClassVar[bool] = False
+    """Whether kernels read the slot of every pair, so that they are held as such."""
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether no stream has gaps."""
+        return self._held_slots is None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Slot of every pair, int32 [total], or None where every stream is contiguous.
+
+        What is held is how far each pair is from the one before, int16, unless one is too far for that or kernels read slots.
+        """
+        places = self._held_slots
+        if places is None or places.dtype == torch.int32:
+            return places
+        sums, (starts, lengths) = places.cumsum(0), self.layout.on(places.device)
+        base = self.first_slot() - sums[starts.clamp_max(len(sums) - 1)]
+        return (sums + base.repeat_interleave(lengths, output_size=len(sums))).to(torch.int32)
+
     def slots(self) -> Tensor:
         """Slot of every pair, int32 [total]."""
-        if self.positions is not None:
-            return self.positions
+        if (positions := self.positions) is not None:
+            return positions
         slots = spans(torch.tensor(self.first, dtype=torch.int64), self.layout.lengths_tensor)
         return slots.to(torch.int32).to(self.device)
 
     def first_slot(self) -> Tensor:
-        """Slot of the first pair of every stream, int64 [N], where they are contiguous; copied to the device once."""
+        """Slot of the first pair of every stream, int64 [N]; copied to the device once."""
         if self._first_on is None or self._first_on[0] is not self.first:
             self._first_on = self.first, torch.tensor(self.first, dtype=torch.int64).to(self.device)
         return self._first_on[1]
@@ -163,15 +195,22 @@ class Segment(Held, _Streams, ABC):
         """Store slots, as a start per stream where they are contiguous (the common case without eviction)."""
         layout = self.layout
         filled = [n for n in range(layout.streams) if layout.lengths[n]]
-        ends = [(layout.offsets[n], layout.offsets[n + 1] - 1) for n in filled]
-        found = slots[torch.tensor(ends, dtype=torch.int64, device=slots.device)].tolist() if ends else []
-        starts = dict(zip(filled, (first for first, _ in found), strict=True))
+        if not filled:
+            self.first, self._held_slots = (0,) * layout.streams, None
+            return
+        ends = torch.tensor([(layout.offsets[n], layout.offsets[n + 1] - 1) for n in filled], device=slots.device)
+        steps = slots.diff(prepend=slots[:1])
+        steps[ends[:, 0]] = 0
+        *found, widest = torch.cat([slots[ends.flatten()], steps.abs().max()[None]]).tolist()
+        starts = dict(zip(filled, found[::2], strict=True))
         self.first = tuple(starts.get(n, 0) for n in range(layout.streams))
         # They ascend, but for pairs of no token, whose slot is negative.
-        contiguous = all(
-            0 <= first == last - layout.lengths[n] + 1 for n, (first, last) in zip(filled, found, strict=True)
-        )
-        self.positions = None if contiguous else slots.to(torch.int32)
+        pairs = zip(filled, found[::2], found[1::2], strict=True)
+        if all(0 <= first == last - layout.lengths[n] + 1 for n, first, last in pairs):
+            self._held_slots = None
+        else:
+            listed = self.lists_slots or widest > torch.iinfo(torch.int16).max
+            self._held_slots = slots.to(torch.int32) if listed else steps.to(torch.int16)
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -189,19 +228,21 @@ class Segment(Held, _Streams, ABC):
         """Return the pairs as the operators take them; None where they can only be read block by block."""
         return None
 
-    def serves(self, queries: Tensor) -> bool:
+    def serves(self, queries: Tensor, logits: Logits) -> bool:
         """Whether an operator attends from these queries, without decoded copies."""
-        return self._served(queries) is not None
+        return self._served(queries, logits) is not None
 
-    def _served(self, queries: Tensor) -> kernels.Rows | None:
+    def _served(self, queries: Tensor, logits: Logits) -> kernels.Rows | None:
         """Return the operand where an operator should attend from these queries."""
         rows = self.operand()
+        if logits.softcap is not None and rows is not None and rows.key_basis is not None:
+            rows = rows if rows.key_basis.centre is None else None
         stored = None if rows is None else rows.keys.tensors()[0]
         return rows if stored is not None and kernels.serves(queries, stored) else None
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out."""
-        if hidden is None and (rows := self._served(queries)) is not None:
+        if hidden is None and (rows := self._served(queries, logits)) is not None:
             return kernels.decode(queries, rows, self._ranges(queries), options_of(logits))
         parts: dict[int, list[Partial]] = {}
         for block in self.blocks():
@@ -224,7 +265,7 @@ class Segment(Held, _Streams, ABC):
 
     def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
         """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i."""
-        if (operand := self._served(queries)) is not None:
+        if (operand := self._served(queries, logits)) is not None:
             streams = self.layout.streams
             stream = None if len(rows) == streams else torch.arange(len(rows), device=rows.device) % streams
             return kernels.decode(queries, operand, kernels.Listed(rows, counts, stream), options_of(logits))

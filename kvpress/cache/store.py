@@ -197,8 +197,8 @@ class KVStore:
     ) -> None:
         """Put other keys, values, weights or per-pair arrays in the place of those of the dense sealed segment.
 
-        All are flat, `[total, ...]`, in its order. Copies of the cache keep theirs. Call it right after `evict`: `crop` cannot
-        bring back what was replaced.
+        All are flat, `[total, ...]`, in its order; weights are float32 or float16. Copies of the cache keep theirs. Call it
+        right after `evict`: `crop` cannot bring back what was replaced.
 
         Raises:
             ValueError: there is no dense segment, a shape is another, or a weight is not finite.
@@ -216,7 +216,7 @@ class KVStore:
         twin = copy.deepcopy(dense)
         twin.keys = twin.keys if keys is None else keys.to(dense.keys)
         twin.values = twin.values if values is None else values.to(dense.values)
-        twin.log_weight = twin.log_weight if log_weight is None else log_weight.to(dense.device, torch.float32)
+        twin.log_weight = twin.log_weight if log_weight is None else log_weight.to(dense.device)
         twin.side |= {name: array.to(dense.device, torch.float32) for name, array in (sides or {}).items()}
         self.dense, self.window.cursor = twin, None  # a recorded step must not read what was there
 
@@ -231,7 +231,7 @@ class KVStore:
         if not wait or self.settled_at is None:
             self.settled_at = self.seen
         held = 0 if self.dense is None else self.dense.layout.longest
-        if held + self.window.length < codec.residual + codec.group:
+        if held + self.window.length < codec.residual + codec.tile_size(not self.segments):
             return
         opened = self.open_segment(sealing.mask)
         begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]

@@ -67,15 +67,15 @@ def _evicted(step: Eviction, view: View, module: Any) -> View:
     group.forget()
     length = int(mask[0, 0].sum())
     even = bool((mask.sum(dim=2) == length).all())
-    if not even and (module is None or step.rewrite is not None):
+    if not even and (module is None or step.rewrites):
         raise ValueError(
             "heads would keep different numbers of pairs, which keys and values of one shape cannot hold: use the press inside "
             "`with press(model)`"
         )
-    if step.allocator.ragged and module is not None and step.rewrite is None:
+    if step.allocator.ragged and module is not None and not step.rewrites:
         setattr(module, MASKED, (~mask).nonzero(as_tuple=True))
         return view
-    rewritten = None if step.rewrite is None else step.rewrite(view, mask)
+    rewritten = step.rewritten(view, mask, scored.log_weight)
     if rewritten is not None:
         if rewritten.log_weight is not None:
             raise ValueError("this press weighs pairs, which only a cache can hold: use it inside `with press(model)`")

@@ -257,7 +257,7 @@ class Cut:
         mask = chosen(self.step, view, older, counts)
         if not keeps_every(older, counts):
             self.everything = False
-            rewritten = None if self.step.rewrite is None else self.step.rewrite(view, mask)
+            rewritten = self.step.rewritten(view, mask, older.log_weight)
             if rewritten is not None:
                 self.rewritten.append((view, mask, rewritten))
         for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
@@ -301,10 +301,9 @@ class Cut:
                     if array is not None:
                         held = dense.log_weight if name == "log_weight" else dense.side.get(name)
                         if name not in per_pair:
-                            per_pair[name] = (
-                                torch.zeros(dense.layout.total, device=dense.device) if held is None else held.clone()
-                            )
-                        per_pair[name][rows] = array[at][marked].float()
+                            fresh = array.new_zeros(dense.layout.total, device=dense.device)
+                            per_pair[name] = fresh if held is None else held.clone()
+                        per_pair[name][rows] = array[at][marked].to(per_pair[name].dtype)
         log_weight = per_pair.pop("log_weight", None)
         self.store.replace_dense(keys, values, log_weight, per_pair)
 

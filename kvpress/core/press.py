@@ -337,6 +337,11 @@ class Wrapping(BasePress):
             raise TypeError(
                 f"{type(self).__name__} keeps equally many pairs in every head, which {type(self.inner).__name__} does not"
             )
+        if step.scorer.weighs:
+            raise TypeError(
+                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} weighs by what it "
+                f"leaves of all: put {type(self.inner).__name__} around {type(self).__name__}"
+            )
 
     def post_init_from_model(self, model: nn.Module) -> None:
         self.inner.post_init_from_model(model)

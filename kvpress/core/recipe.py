@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpress.cache.codec import Codec
 from kvpress.core.pattern import Pattern
@@ -21,7 +22,7 @@ from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
-from kvpress.observe.view import View
+from kvpress.observe.view import LOG_WEIGHT, View
 
 HIDDEN_STATES = 256
 """Newest hidden states that are kept while tokens are generated, for presses that read them."""
@@ -59,13 +60,21 @@ class Scorer(Protocol):
     def ranks(self) -> bool:
         """Whether scores only order the pairs of a head, so that they can be neither weighed nor compared between heads."""
 
+    @property
+    def weighs(self) -> bool:
+        """Whether `choose` gives the pairs that stay logit weights."""
+
 
 @dataclass
 class Scored:
-    """A view, and what its pairs are worth, worked out when first asked for."""
+    """A view, and what its pairs are worth, worked out when first asked for.
+
+    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs.
+    """
 
     view: View
     scorer: Scorer
+    log_weight: Tensor | None = None
 
     @cached_property
     def scores(self) -> Tensor:
@@ -81,6 +90,7 @@ class ByScore:
     """A scorer whose best pairs are kept; scorers derive from it and give `scores`."""
 
     ranks: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
@@ -163,13 +173,15 @@ class Allocator:
     """Gives every head of a layer the same number of pairs; subclasses share them out in other ways.
 
     With `scope` "cache", `counts` is asked once for all layers of a row, after all of them were read, else layer by layer.
-    `ragged` says that heads may get different numbers, and `decides` that the mean is not asked for.
+    `ragged` says that heads may get different numbers, `by_layer` that layers do though each is asked alone, and `decides`
+    that the mean is not asked for.
     """
 
     scope: str = field(default="layer", kw_only=True)
 
     ragged = False
     decides = False
+    by_layer = False
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         """Whether views that hold so many pairs per head keep all of them; False where only `counts` can tell."""
@@ -251,6 +263,19 @@ class Eviction:
     reads_hidden_states: bool = False
     fixed: bool = False
     watches: tuple[Wanted, ...] = ()
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether kept pairs are changed or weighed."""
+        return self.rewrite is not None or self.scorer.weighs
+
+    def rewritten(self, view: View, mask: Tensor, log_weight: Tensor | None) -> Rewritten | None:
+        """Return what takes the place of the marked pairs of a view, the oldest of which the choice gave a `log_weight`."""
+        found = None if self.rewrite is None else self.rewrite(view, mask)
+        if log_weight is None:
+            return found
+        total = pad(log_weight, (0, view.length - log_weight.shape[2])) + view.side.get(LOG_WEIGHT, 0.0)
+        return _joined(Rewritten(log_weight=total), found)
 
     @property
     def hidden_states(self) -> Wanted:

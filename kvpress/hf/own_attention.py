@@ -69,7 +69,7 @@ def check_press(model: Any, recipe: Recipe) -> None:
     watched = sorted({wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted.kind is not HiddenStates})
     needs = {
         "to read stored pairs in a way of its own (a selector or pattern)": recipe.selector or recipe.pattern,
-        "to move or change pairs": [step for step in evictions if step.rewrite is not None],
+        "to move or change pairs": [step for step in evictions if step.rewrites],
         "to change the cache in a `compress` or `forward_hook`": [
             step for step in evictions if step.compress or step.hook
         ],

@@ -58,7 +58,9 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         TypeError: for keys and values in different formats.
     """
     attention.check(q, rows, where, options)
+    moved = None
     if rows.key_basis is not None:
+        moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
         q = rows.key_basis.enter(q, where.stream)
     name = f"{rows.keys.name}_{'select' if isinstance(where, Listed) else 'decode'}"
     if launch.available(rows.keys.storage):
@@ -73,6 +75,9 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         out, lse = attention_reference.decode(q, rows, where, options)
     if rows.value_basis is not None:
         out = rows.value_basis.leave(out, where.stream)
+        if rows.value_basis.centre is not None:
+            out = out.masked_fill(lse.isneginf()[..., None], 0.0)
+    lse = lse if moved is None else lse + moved
     return attention.with_sinks(out, lse, options.sinks)
 
 

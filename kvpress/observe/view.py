@@ -105,6 +105,12 @@ class View:
         """Number of the attention layer."""
         return self.call.layer
 
+    def numbers(self, seed: int = 0) -> Tensor:
+        """Uniform numbers `[b, h, n]` that depend on layer, length, head, position and seed only."""
+        generator = torch.Generator().manual_seed(seed + 1_000_003 * self.layer + self.seen)
+        drawn = torch.rand(self.call.store.heads, self.seen, generator=generator)[self.heads]
+        return drawn.to(self.positions.device).expand(len(self.rows), -1, -1).gather(2, self.positions)
+
     def recorded(self, wanted: Wanted) -> Tensor:
         """Return the per-pair array `[b, h, n]` that an observer records; zeros where it saw nothing."""
         name = self.observer(wanted).sides[0]

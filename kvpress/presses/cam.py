@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count
@@ -69,13 +68,6 @@ def merge_values(view: View, mask: Tensor, size: int) -> Rewritten:
     running = (mass * mask).cumsum(dim=2)[..., None]
     into = (rank[..., -1:] - rank).clamp_max(size)
     around = (up_to(running, rank + into) - running)[..., 0]
-    merged = (numbers(view) < mass * into / around) & ~mask
+    merged = (view.numbers() < mass * into / around) & ~mask
     given = (view.values.float() * (merged / into.clamp_min(1))[..., None]).cumsum(dim=2)
     return Rewritten(values=view.values + given - up_to(given, (rank - size).clamp_min(0)))
-
-
-def numbers(view: View) -> Tensor:
-    """Uniform numbers `[b, h, n]` that depend on layer, length, head and position only."""
-    generator = torch.Generator().manual_seed(1_000_003 * view.layer + view.seen)
-    drawn = torch.rand(view.call.store.heads, view.seen, generator=generator)[view.heads]
-    return drawn.to(view.positions.device).expand(len(view.rows), -1, -1).gather(2, view.positions)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import Count
+from kvpress.core.checks import Count, Positive, Size
 from kvpress.core.helpers import helper, override_of
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
@@ -15,30 +15,24 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View
 
-RIDGE = 0.01
-"""What is added to the diagonal of X^T X, as a fraction of its mean.
-
-It keeps directions that hardly vary, which in 16 bits are mostly rounding, from counting as much as all others. Of 1e-5,
-1e-3 and 1e-2, the largest did best on the reference model with 10% of the pairs.
-"""
-
 
 @register(
     "leverage_score",
     "evict",
     "Chari & Van Durme, 2025, arXiv:2507.08143",
     example="leverage_score:0.5",
-    cases=("leverage_score:0.5,sketch_dimension=16",),
+    cases=("leverage_score:0.5,sketch_dimension=16", "leverage_score:0.5,ridge=0.1,n_sink=2"),
 )
 @dataclass
 class LeverageScorePress(ScorerPress):
     """Score a pair by the statistical leverage of its key before rotation: outliers of the key matrix stay.
 
         X[b, h]        = (K - mean over t of K) S,   K [n, D] keys before rotation, S [D, s] Gaussian
-        score[b, h, t] = x_t (X^T X + r I)^-1 x_t^T,   r = 0.01 tr(X^T X) / s
+        score[b, h, t] = x_t (X^T X + r I)^-1 x_t^T,   r = ridge tr(X^T X) / s
 
     `sketch_dimension` is s; where the head dimension D is not larger, nothing is sketched. S is the same for all layers and
-    calls.
+    calls. The first `n_sink` tokens always stay. `ridge` keeps directions that hardly vary, which in 16 bits are mostly
+    rounding, from counting as much as all others.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.
@@ -47,16 +41,26 @@ class LeverageScorePress(ScorerPress):
     """
 
     sketch_dimension: Count = 48
+    ridge: Positive = field(default=0.01, kw_only=True)
+    n_sink: Size = field(default=0, kw_only=True)
+
+    @property
+    def protected(self) -> int:
+        return self.n_sink
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         return (ROTATIONS,)
 
     def scores(self, view: View) -> Tensor:
-        """Return leverages in [0, 1], `[b, h, n]`."""
+        """Return leverages in [0, 1], `[b, h, n]`, infinite for sinks."""
+        return self.of_view(view).masked_fill(view.positions < self.n_sink, torch.inf)
+
+    def of_view(self, view: View) -> Tensor:
+        """Return leverages `[b, h, n]`."""
         ask = override_of(self, "compute_leverage_scores")
         if ask is None:
-            return leverage(view, self.sketch_dimension)
+            return leverage(view, self.sketch_dimension, self.ridge)
         scores: Tensor = ask(view.unrotated_keys(), self.sketch_dimension)
         return scores
 
@@ -67,12 +71,14 @@ class LeverageScorePress(ScorerPress):
         return torch.stack([of_rows(keys, sketch_dimension) for keys in key_states.float().unbind(dim=1)], dim=1)
 
 
-def leverage(view: View, sketch_dimension: int) -> Tensor:
+def leverage(view: View, sketch_dimension: int, ridge: float = 0.01) -> Tensor:
     """Return the leverage of every key of a view, `[b, h, n]`, by way of a sketch."""
-    return torch.stack([of_rows(head.unrotated_keys()[:, 0], sketch_dimension) for head in view.per_head()], dim=1)
+    return torch.stack(
+        [of_rows(head.unrotated_keys()[:, 0], sketch_dimension, ridge) for head in view.per_head()], dim=1
+    )
 
 
-def of_rows(keys: Tensor, sketch_dimension: int) -> Tensor:
+def of_rows(keys: Tensor, sketch_dimension: int, ridge: float = 0.01) -> Tensor:
     """Return the leverage `[b, n]` of keys `[b, n, D]` in float32."""
     dim, rows = keys.shape[2], keys
     if sketch_dimension < dim:
@@ -82,6 +88,6 @@ def of_rows(keys: Tensor, sketch_dimension: int) -> Tensor:
     gram = (rows.transpose(1, 2) @ rows).double()
     size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram + RIDGE * size[:, None, None] * eye).L
+    factor = torch.linalg.cholesky_ex(gram + ridge * size[:, None, None] * eye).L
     whiten = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
     return (rows @ whiten.float()).square().sum(dim=2)

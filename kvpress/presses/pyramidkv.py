@@ -56,6 +56,8 @@ class Pyramid(Allocator):
     beta: int
     ask: Callable[[nn.Module, int], int] | None = None
 
+    by_layer = True
+
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         return False  # upper layers keep less than the mean
 

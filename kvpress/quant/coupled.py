@@ -169,6 +169,7 @@ class CoupledCodec(Codec):
     sinks: int = 0
 
     group: ClassVar[int] = 32  # type: ignore[misc]
+    slot_bytes: ClassVar[int] = 4
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         books = [book.to(segment.device) for book in (self.key_book, self.value_book)]

@@ -192,21 +192,26 @@ class TidalDecodeSelector(Selector):
 def same_slots(one: Segment, other: Segment) -> bool:
     """Whether two segments are known to hold the same tokens in every stream."""
     return (
-        one.positions is None
-        and other.positions is None
-        and one.first == other.first
-        and one.layout.lengths == other.layout.lengths
+        one.contiguous and other.contiguous and one.first == other.first and one.layout.lengths == other.layout.lengths
     )
+
+
+def _listed(segment: Segment) -> Tensor:
+    """Slots of all pairs, held with the segment: every step reads them."""
+    slots: Tensor | None = segment.index.get("slots")
+    if slots is None:
+        slots = segment.index["slots"] = segment.slots()
+    return slots
 
 
 def _slots(segment: Segment, chosen: Chosen) -> Tensor:
     """Slots `[q * N, K]` of chosen pairs; past their number one that no pair has."""
-    if segment.positions is None:
+    if segment.contiguous:
         starts, _ = spans_of(segment.layout, chosen.rows)
         tokens = len(starts) // segment.layout.streams
         slots = chosen.rows - starts[:, None] + for_tokens(segment.first_slot(), tokens)[:, None]
     else:
-        slots = segment.positions[chosen.rows]
+        slots = _listed(segment)[chosen.rows]
     past = torch.arange(slots.shape[1], device=slots.device) >= chosen.counts[:, None]
     return slots.int().masked_fill(past, NOWHERE)
 
@@ -217,11 +222,11 @@ def _find(segment: Segment, slots: Tensor) -> Chosen:
     streams, wanted = len(starts), slots.shape[1]
     # Stream by stream, `[N, q * K]`: the positions of a stream are looked at once for all tokens.
     asked = slots.view(-1, streams, wanted).transpose(0, 1).reshape(streams, -1)
-    if segment.positions is None:
+    if segment.contiguous:
         ranks = asked - segment.first_slot()[:, None]
         held = (ranks >= 0) & (ranks < lengths[:, None])
     else:
-        known = segment.layout.pad(segment.positions, NOWHERE)
+        known = segment.layout.pad(_listed(segment), NOWHERE)
         ranks = torch.searchsorted(known, asked)
         held = (ranks < lengths[:, None]) & (known.gather(1, ranks.clamp_max(known.shape[1] - 1)) == asked)
     rows = (starts[:, None] + ranks).masked_fill(~held, 0)

@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         new = merge(view, mask, size)
         assert new.values is not None
         assert new.keys is new.log_weight is new.shift is None
-        found.append((view, mask, view.recorded(cam.MASS), cam.numbers(view), new.values))
+        found.append((view, mask, view.recorded(cam.MASS), view.numbers(), new.values))
         return new
 
     monkeypatch.setattr(cam, "merge_values", watched)
@@ -123,10 +123,10 @@ def test_chances_are_what_they_say() -> None:
         store = type("Store", (), {"heads": 2})()
         call = type("Call", (), {"store": store, "layer": seen_tokens % 7})()
         view = View(call, [0, 1, 2], slice(0, 2), lambda: None, positions_, seen_tokens, {})  # type: ignore[arg-type, return-value]
-        numbers = cam.numbers(view)
+        numbers = view.numbers()
         assert torch.equal(numbers[0], numbers[2])
         one = View(call, [1], slice(1, 2), lambda: None, positions_[:1, 1:], seen_tokens, {})  # type: ignore[arg-type, return-value]
-        assert torch.equal(cam.numbers(one)[0], numbers[0, 1:])
+        assert torch.equal(one.numbers()[0], numbers[0, 1:])
         drawn.append(numbers[0])
     every = torch.stack(drawn).flatten()
     assert abs(float(every.mean()) - 0.5) < 0.01

@@ -90,9 +90,8 @@ def test_keys_survive_turning_back_and_forth(dtype: torch.dtype, error: float, p
     columns = torch.cat([torch.arange(9, 109), torch.arange(20, 90)]).int()
     if evicted:
         columns += torch.cat([torch.randint(0, 3, (size,)).cumsum(0) for size in (100, 70)]).int()
-    segment = DenseSegment(
-        keys, keys, Layout(lengths.tolist()), positions=columns if evicted else None, first=[9, 0, 20]
-    )
+    segment = DenseSegment(keys, keys, Layout(lengths.tolist()))
+    segment._set_slots(columns)
     pads = torch.tensor([5, 0, 20]) if padded else torch.zeros(3, dtype=torch.int64)
     position = columns - pads.repeat_interleave(lengths)
     rotation = KeyRotation(grown(400, embedding(1.3, dtype)), pads if padded else None)

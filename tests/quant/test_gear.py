@@ -92,7 +92,7 @@ def test_generated_chunks_have_their_own_rank_and_basis() -> None:
     assert not prompt.joinable(later[0])
     assert later[0].joinable(later[1])
     for segment in later:
-        segment.positions, segment.first = None, (0, 0, 0)
+        segment._set_slots(torch.arange(16, dtype=torch.int32).repeat(3))
     joined = UniformSegment.join(later)
     assert joined.keys.residual.basis.shape == (6, 2, 32)
     for n in range(3):

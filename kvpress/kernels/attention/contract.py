@@ -30,6 +30,10 @@ def check(q: Tensor, rows: Rows, where: Where, options: Options) -> None:
     where.check(q)
     rows.check_streams(where.stream, q.shape[0])
     options.check(q)
+    if options.softcap is not None and rows.key_basis is not None and rows.key_basis.centre is not None:
+        raise ValueError(
+            f"softcap must be None for keys with a centre, which moves logits past it, got {options.softcap}"
+        )
     if options.causal and isinstance(where, Listed):
         raise ValueError(f"causal must be 0 for listed rows, which have no order, got {options.causal}")
 

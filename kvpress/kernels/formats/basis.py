@@ -12,24 +12,27 @@ from kvpress.kernels import checks
 
 @dataclass(frozen=True)
 class Basis:
-    """What one side of a cache was multiplied by before it was stored.
+    """What was subtracted from one side of a cache, and what it was multiplied by, before it was stored.
 
-        key or value of stream n = (row * scale[n]) @ rotation.T
+        key or value of stream n = (row * scale[n]) @ rotation.T + centre[n]
 
-    What was stored is the key or value times the rotation, over the scale. It costs nothing per row: queries are taken to
-    the basis of the keys, outputs out of that of the values.
+    It costs nothing per row: queries are taken to the basis of the keys, outputs out of that of the values, and a centre moves
+    all logits of a stream, and its output, by the same amount.
 
     Args:
         scale: factor of each channel of a stream's rows, float32 [streams, D].
         rotation: orthonormal, float32 [D, D].
+        centre: of each stream's keys or values, float32, bfloat16 or float16 [streams, D]; with one of keys, logits have no
+            soft cap.
     """
 
     scale: Tensor | None = None
     rotation: Tensor | None = None
+    centre: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All fields."""
-        return self.scale, self.rotation
+        return self.scale, self.rotation, self.centre
 
     def check(self, name: str, channels: int) -> None:
         """Refuse scales and rotations that do not fit rows of `channels`."""
@@ -37,19 +40,29 @@ class Basis:
             checks.shape(f"{name}.scale", self.scale, ("streams", channels), torch.float32)
         if self.rotation is not None:
             checks.shape(f"{name}.rotation", self.rotation, (channels, channels), torch.float32)
+        if self.centre is not None:
+            checks.shape(f"{name}.centre", self.centre, ("streams", channels), *checks.FLOATS)
 
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
         """Queries [N, M, D] whose products with stored rows are those of `q` with the keys."""
         if self.rotation is not None:
             q = q.float() @ self.rotation
-        return q if self.scale is None else q * self._scale(stream)
+        return q if self.scale is None else q * _of(self.scale, stream)
 
     def leave(self, out: Tensor, stream: Tensor | None) -> Tensor:
         """Weighted sums of the values for those of stored rows [N, M, D]."""
         if self.scale is not None:
-            out = out * self._scale(stream)
-        return out if self.rotation is None else out @ self.rotation.T
+            out = out * _of(self.scale, stream)
+        if self.rotation is not None:
+            out = out @ self.rotation.T
+        return out if self.centre is None else out + _of(self.centre, stream).to(out.dtype)
 
-    def _scale(self, stream: Tensor | None) -> Tensor:
-        assert self.scale is not None  # noqa: S101 - for the type checker; both callers looked
-        return (self.scale if stream is None else self.scale[stream])[:, None]
+    def products(self, q: Tensor, stream: Tensor | None) -> Tensor:
+        """Products [N, M] of queries [N, M, D] with the centre of the keys."""
+        assert self.centre is not None  # noqa: S101 - for the type checker; the caller looked
+        return (q.float() * _of(self.centre, stream).float()).sum(dim=-1)
+
+
+def _of(tensor: Tensor, stream: Tensor | None) -> Tensor:
+    """Entries [N, 1, D] of a tensor with one for every stream."""
+    return (tensor if stream is None else tensor[stream])[:, None]

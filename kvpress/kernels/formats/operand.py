@@ -33,7 +33,7 @@ class Rows:
     Args:
         keys: [R, D] in their format.
         values: [R, Dv].
-        log_weight: added to the logit of each row, float32 [R]: log n for a row that stands for n equal ones.
+        log_weight: added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones.
         key_basis: basis that keys are stored in.
         value_basis: basis that values are stored in.
     """
@@ -66,7 +66,7 @@ class Rows:
                 raise ValueError("values.rotary must be None: only keys are rotated by their positions")
         checks.same_device(q, *keys.tensors(), *values.tensors(), self.log_weight)
         if self.log_weight is not None:
-            checks.shape("log_weight", self.log_weight, (rows,), torch.float32)
+            checks.shape("log_weight", self.log_weight, (rows,), torch.float32, torch.float16)
         for name, side, basis in (("key_basis", keys, self.key_basis), ("value_basis", values, self.value_basis)):
             if basis is not None:
                 basis.check(name, side.channels)
@@ -76,8 +76,9 @@ class Rows:
         """Refuse a stream index, or a number of streams, that operands with an entry per stream do not fit."""
         operands: list[tuple[str, Tensor]] = []
         for name, basis in (("key_basis", self.key_basis), ("value_basis", self.value_basis)):
-            if basis is not None and basis.scale is not None:
-                operands.append((f"{name}.scale", basis.scale))
+            for part in ("scale", "centre"):
+                if basis is not None and (held := getattr(basis, part)) is not None:
+                    operands.append((f"{name}.{part}", held))
         if isinstance(self.keys, Coded) and self.keys.rotary is not None:
             operands.append(("keys.rotary.shift", self.keys.rotary.shift))
         if stream is None:

@@ -26,7 +26,7 @@ def most_rows(rows: Rows, where: Where) -> int:
 
 def log_weight(rows: Rows) -> Tensor | None:
     """What is added to the logit of each row."""
-    return None if rows.log_weight is None else rows.log_weight.contiguous()
+    return None if rows.log_weight is None else rows.log_weight.float().contiguous()
 
 
 def causal(options: Options) -> int | None:

@@ -1,0 +1,153 @@
+"""Centred vectors behind a Hadamard matrix against the formula, and what a prompt's tail costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.cache.attention import Logits, attend
+from kvpress.cache.codec import Sealing
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.kernels.cpu import build, launch
+from kvpress.quant.codebook import CodedSegment, hadamard
+from kvpress.quant.levels import levels
+from kvpress.quant.rotated import CentredCodec
+from tests.models import padded_batch, position_ids, tiny_model, tokens
+
+CPU = torch.device("cpu")
+
+
+def pairs(lengths: list[int], dim: int = 64, seed: int = 0) -> DenseSegment:
+    """Pairs whose mean is far from zero and whose channels differ a lot, as those of real keys."""
+    layout, generator = Layout(lengths), torch.Generator().manual_seed(seed)
+    spread = torch.linspace(0.2, 5.0, dim)
+    keys, values = torch.randn(2, layout.total, dim, generator=generator) * spread + 4 * spread.flip(0)
+    return DenseSegment(keys, values, layout)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 64, 80, 96, 128, 192])
+def test_the_matrix_is_orthonormal_and_its_own_inverse(dim: int) -> None:
+    matrix = hadamard(dim, CPU).double()
+    torch.testing.assert_close(matrix @ matrix, torch.eye(dim, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert torch.equal(matrix, matrix.T)
+    assert matrix.abs().max() == pytest.approx((dim & -dim) ** -0.5)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_what_is_read_is_the_formula(bits: int, dim: int) -> None:
+    dense = pairs([37, 20], dim)
+    found = CentredCodec((bits, bits), 0).encode(dense, Sealing(2)).read(slice(None))
+    matrix, level = hadamard(dim, CPU).double(), levels(bits, CPU).flatten().double()
+    for side, decoded in zip((dense.keys, dense.values), found, strict=True):
+        for rows in (dense.layout.rows(0), dense.layout.rows(1)):
+            x = side[rows].double()
+            centre = x.mean(dim=0).bfloat16().double()
+            y = (x - centre) @ matrix
+            unit = y / y.norm(dim=1, keepdim=True) * dim**0.5
+            z = level[(unit[..., None] - level).abs().argmin(dim=-1)]
+            scale = ((y * z).sum(dim=1) / (z * z).sum(dim=1)).bfloat16().double()
+            expected = scale[:, None] * z @ matrix + centre
+            torch.testing.assert_close(decoded[rows].double(), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_centring_and_rotating_pay() -> None:
+    dense = pairs([400])
+
+    def loss(spec: str) -> float:
+        codec = kvpress.get_press(spec).recipe().codec_at(0)
+        assert codec is not None
+        decoded, _ = codec.encode(dense, Sealing(1)).read(slice(None))
+        return float((decoded - dense.keys).square().mean())
+
+    assert loss("rotated:bits=2") < 0.5 * loss("turboquant:bits=2")
+
+
+def test_later_pairs_share_the_centre_and_join() -> None:
+    codec = CentredCodec((4, 4), 0)
+    first = codec.encode(pairs([40, 0, 33]), Sealing(3))
+    assert isinstance(first, CodedSegment)
+    later = codec.encode(pairs([32, 32, 32], seed=1), Sealing(3, (first,)))
+    assert isinstance(later, CodedSegment)
+    assert first.key_centre is not None
+    assert later.key_centre is not None
+    assert torch.equal(later.key_centre[[0, 2]], first.key_centre[[0, 2]])
+    assert bool(later.key_centre[1].abs().sum() > 0)  # the stream that came late has its own
+    later._set_slots(torch.cat([torch.arange(50, 82)] * 3))
+    assert first.joinable(later)
+    joined = Segment.join([first, later])
+    for n in range(3):
+        parts = [part.read(part.layout.rows(n))[0] for part in (first, later)]
+        assert torch.equal(joined.read(joined.layout.rows(n))[0], torch.cat(parts))
+
+
+@pytest.mark.parametrize("level", [None, *(build.supported_levels() if launch.level() else ())])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_attention_is_that_of_the_decoded_pairs(
+    level: str | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if level is not None:
+        monkeypatch.setattr(launch, "level", lambda: level)
+    found = CentredCodec((3, 2), 0).encode(pairs([90, 0, 41]), Sealing(3))
+    found.log_weight = torch.rand(found.layout.total, generator=torch.Generator().manual_seed(4)).half()
+    queries = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5))
+    logits = Logits(0.05, softcap)
+    out, lse = found.attend(queries, logits)
+    some = torch.stack([torch.arange(n, n + 7) for n in (3, 0, 92)])
+    counts = torch.tensor([7, 0, 5])
+    chosen, _ = found.attend_rows(queries, logits, some, counts)
+    for n in range(3):
+        rows = found.layout.rows(n)
+        if rows.start == rows.stop:
+            assert bool((out[n] == 0).all())
+            assert bool(lse[n].isneginf().all())
+            continue
+        for pick, ours in ((torch.arange(rows.start, rows.stop), out[n]), (some[n, : int(counts[n])], chosen[n])):
+            keys, values = (side[None] for side in found.read(pick))
+            expected, total = attend(
+                queries[n : n + 1], keys, values, logits, None, found.log_weight[None, pick].float()
+            )
+            torch.testing.assert_close(ours, expected[0], atol=2e-3 * float(values.abs().max()), rtol=0)
+        keys, values = (side[None] for side in found.read(rows))
+        _, total = attend(queries[n : n + 1], keys, values, logits, None, found.log_weight[None, rows].float())
+        torch.testing.assert_close(lse[n], total[0], atol=2e-3, rtol=1e-3)
+
+
+def test_a_prompt_is_encoded_to_its_last_pair_and_generated_ones_in_tiles() -> None:
+    model = tiny_model("llama")
+    with kvpress.RotatedPress(4, residual_length=0)(model) as session:
+        model.generate(tokens(2, 45), max_new_tokens=1, do_sample=False)
+        store = session.cache.layers[0].store
+        assert [segment.layout.lengths for segment in store.segments] == [(45,) * 4]
+        assert store.dense is None
+    with kvpress.RotatedPress(4, residual_length=0)(model) as session:
+        model.generate(tokens(2, 45), max_new_tokens=40, do_sample=False)
+        store = session.cache.layers[0].store
+        assert sum(segment.layout.lengths[0] for segment in store.segments) == 45 + 32
+        assert store.window.length == 39 - 32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "glm4"])
+def test_eight_bits_hardly_move_the_logits_of_a_padded_batch(family: str) -> None:
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = padded_batch([40, 29])
+
+    def last_logits() -> tuple[torch.Tensor, DynamicCache]:
+        cache = DynamicCache(config=model.config)
+        for stop in (39, 40):
+            part = ids[:, cache.get_seq_length() : stop]
+            at = position_ids(mask[:, :stop], part.shape[1])
+            with torch.no_grad():
+                logits = model(part, attention_mask=mask[:, :stop], position_ids=at, past_key_values=cache).logits
+        return logits[:, -1], cache
+
+    expected, _ = last_logits()
+    with kvpress.get_press("rotated:bits=8,residual_length=0")(model):
+        found, cache = last_logits()
+    report = kvpress.memory_report(cache)
+    assert report.total_bytes < 0.7 * report.uncompressed_bytes
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() < 0.25 * expected.norm()
