@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Annotated
 
 import torch
@@ -148,8 +147,7 @@ class CodedSegment(Segment):
     """Pairs as codes; a book holds the centroids of every kv head, and stream n belongs to head `n % heads`.
 
     With `rotation`, keys were coded before their rotary embedding and are rotated when they are read. What was coded are keys
-    and values, minus the `key_centre` and `value_centre [N, D]` of their stream where there are any, times `key_basis` and
-    `value_basis`, orthonormal [D, D]; with `hadamard`, times that matrix of their size, which no cache holds.
+    and values times `key_basis` and `value_basis`, orthonormal [D, D].
     """
 
     keys: Annotated[CodedRows, part()]
@@ -159,9 +157,6 @@ class CodedSegment(Segment):
     rotation: Annotated[KeyRotation | None, part()] = None
     key_basis: Annotated[Tensor | None, per_layer("tables")] = None
     value_basis: Annotated[Tensor | None, per_layer("tables")] = None
-    key_centre: Annotated[Tensor | None, per_stream("scales")] = None
-    value_centre: Annotated[Tensor | None, per_stream("scales")] = None
-    hadamard: bool = False
     _shift: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)
 
     @property
@@ -182,38 +177,10 @@ class CodedSegment(Segment):
         keys, values = self.keys.read(rows, head), self.values.read(rows, head)
         rotary = self._rotary()
         keys = keys if rotary is None else rotary.rotate(keys, rotary.at(streams, rows))
-        sides = [
-            rows if basis is None else basis.leave(rows[:, None], streams)[:, 0]
-            for rows, basis in zip((keys, values), self._bases(), strict=True)
-        ]
-        return sides[0].to(self.dtype), sides[1].to(self.dtype)
-
-    def _bases(self) -> list[kernels.Basis | None]:
-        """What keys and values were coded in; None as they are."""
-        found: list[kernels.Basis | None] = []
-        for side in ("key", "value"):
-            rotation, centre = getattr(self, f"{side}_basis"), getattr(self, f"{side}_centre")
-            if self.hadamard:
-                rows = self.keys if side == "key" else self.values
-                rotation = hadamard(rows.operand().channels, self.device)
-            found.append(
-                kernels.Basis(rotation=rotation, centre=centre) if rotation is not None or centre is not None else None
-            )
-        return found
+        keys = keys if self.key_basis is None else keys @ self.key_basis.T
+        values = values if self.value_basis is None else values @ self.value_basis.T
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def operand(self) -> kernels.Rows:
-        return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, *self._bases())
-
-
-@cache
-@torch.inference_mode(False)
-def hadamard(dim: int, device: torch.device) -> Tensor:
-    """Return an orthonormal, symmetric matrix, float32 [D, D], that spreads what is in one channel over many evenly.
-
-    Where D is no power of two, blocks of the largest one that divides it.
-    """
-    size = dim & -dim
-    block = torch.ones(1, 1)
-    while len(block) < size:
-        block = torch.kron(block, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    return torch.kron(torch.eye(dim // size), block / size**0.5).to(device)
+        bases = [None if one is None else kernels.Basis(rotation=one) for one in (self.key_basis, self.value_basis)]
+        return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, *bases)

@@ -1,38 +1,45 @@
-"""Centred vectors behind a Hadamard matrix, one scalar book for all channels: few bits without groups or calibration."""
+"""Centred vectors behind a Hadamard matrix, in even steps of one size per vector: few bits without groups or calibration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.held import Held, part, per_pair, per_stream
+from kvpress.cache.layout import row_numbers
+from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, OfStreams, Segment
 from kvpress.core.checks import Size
 from kvpress.core.registry import register
-from kvpress.quant import levels
 from kvpress.quant.bits import Bits
-from kvpress.quant.codebook import CodedRows, CodedSegment, hadamard
 from kvpress.quant.press import QuantisingPress
+
+ROUNDS = 3
+"""How often codes and steps are fitted to each other; a further time changes the error by less than 1%."""
 
 
 @register("rotated", "quantise", example="rotated:bits=3")
 @dataclass
 class RotatedPress(QuantisingPress):
-    """Subtract the mean of a head, rotate by a Hadamard matrix, and store the nearest of `2**bits` levels beside one scale.
+    """Subtract the mean of a head, rotate by a Hadamard matrix, and store codes of `bits` bits beside one step per vector.
 
-        y = (x - c) H,   code[d] = argmin_e |sqrt(D) y[d] / |y| - level[e]|,   a = <y, z> / <z, z>,   x' = a z H^T + c
+        y = (x - c) H,   code[d] = round(y[d] / a + m) in [0, 2**bits - 1],   x' = a (code - m) H^T + c,   m = (2**bits - 1) / 2
 
-    z are the levels of the codes, those of least error for a unit Gaussian (Lloyd-Max); c is the mean of the pairs of a head
-    that are encoded first, for keys and for values; later ones use it too. A pair takes 2 (bits D + 16) bits: every pair has a
-    scale of its own, so that a prompt is encoded to its last pair. Where D is no power of two, H is made of blocks. While
-    tokens are generated, the newest `residual_length` and up to 31 more stay dense, and so do the first `sinks`.
+    c is the mean of the pairs of a head that are encoded first, for keys and for values; later ones use it too. The step a of
+    a vector begins with the best one for Gaussian channels; then codes and step are fitted to each other by least squares. A
+    pair takes 2 (bits D + 16) bits: every pair has a scale of its own, so that a prompt is encoded to its last pair. Where D
+    is no power of two, H is made of blocks. The newest `residual_length` and the first `sinks` stay dense; while tokens are
+    generated, up to 31 more do.
 
     Paper: none; of the kind of `TurboQuantPress`.
     Differs from the paper: from TurboQuant, a mean is subtracted; the matrix is that of Hadamard and the same everywhere, so
-    that nothing is held of it; the scale is that of least squares instead of the norm.
+    that nothing is held of it; levels are evenly spaced, so that kernels multiply the codes as integers, and their distance
+    follows each vector, which makes up for it.
     """
 
     bits: Bits = 2
@@ -56,21 +63,19 @@ class CentredCodec(Codec):
     whole: ClassVar[bool] = True
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        layout, coded = segment.layout, [part for part in sealing.earlier if isinstance(part, CodedSegment)]
-        stream = layout.stream_of_row.to(segment.device)
-        centres, rows = [], []
+        earlier = [other for other in sealing.earlier if isinstance(other, RotatedSegment)]
+        stream = segment.layout.stream_of_row.to(segment.device)
+        centres, coded = [], []
         for name, side, bits in zip(
             ("key_centre", "value_centre"), (segment.keys, segment.values), self.bits, strict=True
         ):
             centre = _means(side, segment)
-            for part in coded:
-                held = part.layout.lengths_tensor.to(segment.device) > 0
-                centre = torch.where(held[:, None], getattr(part, name), centre)
+            for other in earlier:
+                held = other.layout.lengths_tensor.to(segment.device) > 0
+                centre = torch.where(held[:, None], getattr(other, name), centre)
             centres.append(centre)
-            rows.append(_encode(side, centre, stream, bits))
-        return CodedSegment(
-            rows[0], rows[1], layout, segment.keys.dtype, key_centre=centres[0], value_centre=centres[1], hadamard=True
-        )
+            coded.append(SteppedRows.encode(side, centre, stream, bits))
+        return RotatedSegment(coded[0], coded[1], segment.layout, segment.keys.dtype, centres[0], centres[1])
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 4
@@ -78,8 +83,71 @@ class CentredCodec(Codec):
     def fixed_bytes(self, dim: int) -> float:
         return 4 * dim
 
-    def table_bytes(self, dim: int) -> int:
-        return levels.table_bytes(self.bits)
+
+@dataclass(eq=False)
+class SteppedRows(Held):
+    """Rows `(code - m) * step`: `codes [R, D * bits / 8]` uint8, `step [R]` float16."""
+
+    codes: Annotated[Tensor, per_pair("codes")]
+    step: Annotated[Tensor, per_pair("scales")]
+    bits: int
+
+    @classmethod
+    def encode(cls, side: Tensor, centre: Tensor, stream: Tensor, bits: int) -> SteppedRows:
+        """Code `side [R, D]` minus the centre of the `stream [R]` of each row, in blocks whose float32 copies are small."""
+        basis, most = hadamard(side.shape[1], side.device), 2**bits - 1
+        codes, steps = [], []
+        for rows, of in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
+            y = (rows.float() - centre[of].float()) @ basis
+            step = (y.norm(dim=1, keepdim=True) * (gaussian_step(bits) / y.shape[1] ** 0.5)).clamp_min(1e-30)
+            for _ in range(ROUNDS):
+                z = (y / step + most / 2).round_().clamp_(0, most).sub_(most / 2)
+                step = ((y * z).sum(dim=1, keepdim=True) / z.square().sum(dim=1, keepdim=True)).clamp_min(1e-30)
+            codes.append(kernels.pack((z + most / 2).to(torch.uint8), bits))
+            steps.append(step[:, 0].clamp_max(torch.finfo(torch.float16).max).half())
+        return cls(torch.cat(codes), torch.cat(steps), bits)
+
+    @property
+    def channels(self) -> int:
+        """Channels D of a row."""
+        return self.codes.shape[1] * 8 // self.bits
+
+    def operand(self) -> kernels.Packed:
+        """As the operators take it."""
+        step = self.step[:, None]
+        zero = (step.float() * -((2**self.bits - 1) / 2)).half()
+        return kernels.Packed(self.codes, step, zero, self.bits, (1, self.channels))
+
+
+@dataclass(eq=False, repr=False)
+class RotatedSegment(Segment):
+    """Pairs as coded rows of what is left of them without the centres `[N, D]` of their stream, times a Hadamard matrix."""
+
+    keys: Annotated[SteppedRows, part()]
+    values: Annotated[SteppedRows, part()]
+    layout: OfStreams
+    dtype: torch.dtype
+    key_centre: Annotated[Tensor, per_stream("scales")]
+    value_centre: Annotated[Tensor, per_stream("scales")]
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        rows = row_numbers(rows, self.layout.total, self.device)
+        streams = self.layout.streams_of(rows)
+        keys, values = (
+            basis.leave(side.operand().read(rows)[:, None], streams)[:, 0].to(self.dtype)
+            for side, basis in zip((self.keys, self.values), self._bases(), strict=True)
+        )
+        return keys, values
+
+    def operand(self) -> kernels.Rows:
+        return kernels.Rows(self.keys.operand(), self.values.operand(), self.log_weight, *self._bases())
+
+    def _bases(self) -> tuple[kernels.Basis, kernels.Basis]:
+        pairs = ((self.keys, self.key_centre), (self.values, self.value_centre))
+        one, other = (
+            kernels.Basis(rotation=hadamard(side.channels, self.device), centre=centre) for side, centre in pairs
+        )
+        return one, other
 
 
 def _means(side: Tensor, segment: DenseSegment) -> Tensor:
@@ -92,13 +160,25 @@ def _means(side: Tensor, segment: DenseSegment) -> Tensor:
     return means
 
 
-def _encode(side: Tensor, centre: Tensor, stream: Tensor, bits: int) -> CodedRows:
-    basis = hadamard(side.shape[1], side.device)
+@cache
+@torch.inference_mode(False)
+def hadamard(dim: int, device: torch.device) -> Tensor:
+    """Return an orthonormal, symmetric matrix, float32 [D, D], that spreads what is in one channel over many evenly.
 
-    def rotated(rows: slice) -> Tensor:
-        return (side[rows].float() - centre[stream[rows]].float()) @ basis
+    Where D is no power of two, blocks of the largest one that divides it.
+    """
+    size = dim & -dim
+    block = torch.ones(1, 1)
+    while len(block) < size:
+        block = torch.kron(block, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    return torch.kron(torch.eye(dim // size), block / size**0.5).to(device)
 
-    def fitted(y: Tensor, level: Tensor) -> Tensor:
-        return (y * level).sum(dim=1) / level.square().sum(dim=1)
 
-    return levels.encode(rotated, len(side), bits, side.dtype, fitted)
+@cache
+def gaussian_step(bits: int) -> float:
+    """Return the distance of `2**bits` even levels around zero that quantise a unit Gaussian with the least squared error."""
+    x = torch.linspace(0, 8, 4001, dtype=torch.float64)
+    density, most = (-x.square() / 2).exp(), (2**bits - 1) / 2
+    steps = torch.linspace(0.005, 2, 400, dtype=torch.float64)[:, None]
+    level = ((x / steps - 0.5).round().clamp(0, most - 0.5) + 0.5) * steps
+    return float(steps[(((x - level).square() * density).sum(dim=1)).argmin()])

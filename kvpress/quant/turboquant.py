@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, Segment
 from kvpress.core.checks import Size
 from kvpress.core.registry import register
-from kvpress.quant import levels
+from kvpress.kernels import pack
 from kvpress.quant.bits import Bits
 from kvpress.quant.codebook import CodedRows, CodedSegment
 from kvpress.quant.press import QuantisingPress
@@ -58,21 +58,39 @@ class RotatedCodec(Codec):
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         sides = segment.keys, segment.values
         bases = [rotation(side.shape[1], self.seed + i, side.device) for i, side in enumerate(sides)]
-        keys, values = map(_encode, sides, bases, self.bits)
-        return CodedSegment(keys, values, segment.layout, segment.keys.dtype, key_basis=bases[0], value_basis=bases[1])
+        keys, values = map(encode, sides, bases, self.bits)
+        return CodedSegment(keys, values, segment.layout, segment.keys.dtype, None, *bases)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 4
 
     def table_bytes(self, dim: int) -> int:
-        return 8 * dim**2 + levels.table_bytes(self.bits)
+        return 8 * dim**2 + sum(4 * 2**bits for bits in set(self.bits))
 
 
-def _encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
-    def rotated(rows: slice) -> Tensor:
-        return vectors[rows].detach().float() @ basis
+def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
+    """Code rows `[R, D]` in a basis `[D, D]` by the nearest levels, in blocks whose float32 copies are small."""
+    book, codes, scales = levels(bits, vectors.device), [], []
+    edges, length = (book[0, 0, 1:, 0] + book[0, 0, :-1, 0]) / 2, vectors.shape[1] ** 0.5
+    for part in vectors.split(BLOCK_ROWS):
+        rotated = part.detach().float() @ basis
+        norm = rotated.norm(dim=1, keepdim=True)
+        nearest = below(edges, rotated * (length / norm.clamp_min(1e-30)))
+        codes.append(pack(nearest, bits))
+        scales.append(norm[:, 0] / book.flatten().index_select(0, nearest.flatten().int()).view_as(rotated).norm(dim=1))
+    # No norm of a float16 model is too large for float16, nor any other for bfloat16.
+    dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
+    return CodedRows(torch.cat(codes), book, bits, torch.cat(scales).to(dtype))
 
-    return levels.encode(rotated, len(vectors), bits, vectors.dtype, lambda y, level: y.norm(dim=1) / level.norm(dim=1))
+
+def below(edges: Tensor, numbers: Tensor) -> Tensor:
+    """Count the ascending edges below each number, uint8; one by one where they are few, which is ten times as fast."""
+    if len(edges) > 15:
+        return torch.bucketize(numbers, edges, out_int32=True).to(torch.uint8)
+    counts = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
+    for edge in edges:
+        counts += numbers > edge
+    return counts
 
 
 @cache  # segments can be joined where they hold the same objects
@@ -81,3 +99,15 @@ def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix, float32 [D, D], drawn evenly from all."""
     q, r = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
     return (q * r.diagonal().sign()).float().to(device)
+
+
+@cache
+@torch.inference_mode(False)
+def levels(bits: int, device: torch.device) -> Tensor:
+    """Return the levels that quantise a unit Gaussian with the least mean squared error, float32 [1, 1, E, 1]."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
+    level = 3**0.5 * normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    for _ in range(1000):  # each level moves to the mean of what it stands for
+        edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
+        level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
+    return level.float().view(1, 1, -1, 1).to(device)

@@ -23,8 +23,7 @@ from kvpress.kernels.attention import cpu, reference
 from kvpress.kernels.cpu import build, launch
 from kvpress.plan import Geometry, plan
 from kvpress.quant.codebook import CodedSegment
-from kvpress.quant.levels import levels
-from kvpress.quant.turboquant import RotatedCodec, rotation
+from kvpress.quant.turboquant import RotatedCodec, levels, rotation
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.test_memory import held
 

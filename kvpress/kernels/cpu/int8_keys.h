@@ -1,4 +1,4 @@
-// Logits of quantised keys whose scales are per channel and shared by a group of rows.
+// Logits of quantised keys whose scales are per channel and shared by a group of rows, or per row and shared by its channels.
 #pragma once
 
 #include "int8_dot.h"
@@ -8,12 +8,16 @@
 namespace kvpress {
 
 class Int8Keys {
+  static constexpr f16 kOne{0x3c00};
   static constexpr int kMaxChannels = 512;  // a constant distance between queries keeps them addressable by offset
 
  public:
   static bool fits(const Rows& side) {
-    return side.dtype == kFloat16 && side.group_channels == 1 && side.channels <= kMaxChannels;
+    return side.dtype == kFloat16 && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
   }
+
+  // Whether every row has one scale and one zero: then queries are folded once for all rows.
+  static bool by_row(const Rows& side) { return side.group_channels == side.channels && side.group_rows == 1; }
 
   Int8Keys(const PackedRows& rows, int64_t queries, int query_stride)
       : rows_(rows),
@@ -24,6 +28,8 @@ class Int8Keys {
         bytes_(queries * 2 * kMaxChannels + 64),
         columns_(rows.side().stride / 4 + 8),
         sums_(queries * kLanes),
+        ones_(round_up(rows.side().channels, 2 * kLanes)),
+        by_row_(by_row(rows.side())),
         // So that no sum of products leaves 32 bits.
         range_(std::min(kIntRange, float(INT32_MAX / (rows.side().channels << rows.side().bits)))) {}
 
@@ -36,11 +42,18 @@ class Int8Keys {
       for (int m = 0; m < queries_; ++m) best = max(best, abs(load(q + m * stride_ + c)));
       store(largest_ + c, best);
     }
+    if (!by_row_) return;
+    std::fill_n(static_cast<f16*>(ones_), rows_.side().channels, kOne);
+    fold(ones_, ones_);
   }
 
-  // Logits of up to 16 rows of one group; sixteen are written per query.
+  // Logits of up to 16 rows, of one group where rows share scales; sixteen are written per query.
   void score(int64_t group, const int64_t* rows, int count, float* scores) {
-    if (group != group_) fold(group);
+    if (!by_row_ && group != group_) {
+      const int64_t at = group * rows_.side().channels;
+      group_ = group;
+      fold(scales() + at, zeros() + at);
+    }
     const uint8_t* codes[kTile];
     rows_.locate(rows, count, kTile, codes);
     for (int first = 0; first < count; first += kLanes) {
@@ -52,20 +65,29 @@ class Int8Keys {
                    : dot<bits, shift, tile, false>(plane, codes + first, m);
           });
         });
+      F unit = set1(unit_), offset = set1(1.f);
+      if (by_row_) {
+        float scale[kLanes], zero[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const int64_t row = rows[std::min(first + i, count - 1)];
+          scale[i] = to_float(scales()[row]), zero[i] = to_float(zeros()[row]);
+        }
+        unit = mul(unit, load(scale)), offset = load(zero);
+      }
       for (int m = 0; m < queries_; ++m) {
         const F product = (F)__builtin_convertvector(load_words(sums_ + kLanes * m), Floats);
-        store(scores + m * kScoreStride + first, fma(product, set1(unit_), set1(zero_dot_[m])));
+        store(scores + m * kScoreStride + first, fma(product, unit, mul(offset, set1(zero_dot_[m]))));
       }
     }
   }
 
  private:
+  const f16* scales() const { return static_cast<const f16*>(rows_.side().scale); }
+  const f16* zeros() const { return static_cast<const f16*>(rows_.side().zero); }
+
   // logit = sum_c (q_c scale_c) code_c + sum_c q_c zero_c: both factors depend on the group only.
-  void fold(int64_t group) {
-    group_ = group;
+  void fold(const f16* scale, const f16* zero) {
     const int channels = int(rows_.side().channels);
-    const f16* scale = static_cast<const f16*>(rows_.side().scale) + group * channels;
-    const f16* zero = static_cast<const f16*>(rows_.side().zero) + group * channels;
     F best = set1(0.f);
     for (int c = 0; c < channels; c += kLanes)
       best = max(best, abs(mul(load_half(scale + c, channels - c), load(largest_ + c))));
@@ -140,6 +162,8 @@ class Int8Keys {
   Buffer<int8_t> bytes_;  // [M, {high, low}, kMaxChannels]
   Buffer<Words> columns_;
   Buffer<int32_t> sums_;
+  Buffer<f16> ones_;
+  const bool by_row_;
   const float range_;
 };
 

@@ -75,6 +75,7 @@ class PackedReader {
   // Length of the run of one group at row t; 0 when folding the group's scales would not pay off.
   int codes_run(const Chunk& chunk, int t) const {
     if (!int8_keys_) return 0;
+    if (Int8Keys::by_row(p_.keys)) return std::min(chunk.count - t, kTile);
     const int run = keys_.run(chunk.rows + t, std::min(chunk.count - t, kTile), chunk.contiguous);
     return run < 4 ? 0 : run;
   }
