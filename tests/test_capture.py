@@ -17,12 +17,12 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.hf.session import session
-from kvpress.kernels.cpu import launch
+from tests.kernels.compiler import needs_compiler
 from tests.models import fingerprint, tokens
 from tests.pairwise import every_pair
 from tests.tape import PROMPTS, SPECS, STEPS, TapeRecorder, assert_same_caches, generate, model_of
 
-pytestmark = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
+pytestmark = needs_compiler
 
 # -- the same tokens ------------------------------------------------------------------------------------------
 
