@@ -65,11 +65,6 @@ class Entry:
         """First line of the docstring."""
         return (self.press.__doc__ or "").strip().splitlines()[0]
 
-    @property
-    def left_out(self) -> bool:
-        """Whether the press takes part in no suite of all presses."""
-        return any(exemption.suite == EVERY_SUITE for exemption in self.exempt)
-
 
 _entries: dict[str, Entry] = {}
 
