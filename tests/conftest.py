@@ -13,6 +13,11 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put slow tests first: one that starts last would keep a single worker busy at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded() -> Iterator[None]:
     torch.manual_seed(0)

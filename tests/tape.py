@@ -121,8 +121,11 @@ def model_of(family: str, layers: int = 2) -> Any:
     return model.eval()
 
 
+STEPS = 60
+
+
 def generate(model: Any, ids: Tensor, mask: Tensor | None, **settings: Any) -> Any:
-    settings = {"max_new_tokens": 101, "do_sample": False, "return_dict_in_generate": True, **settings}
+    settings = {"max_new_tokens": STEPS + 1, "do_sample": False, "return_dict_in_generate": True, **settings}
     return model.generate(ids, attention_mask=mask, **settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -62,10 +63,15 @@ class Context:
 
     def peek(self, ids: Tensor) -> Tensor:
         """Logits of ids read one by one and then of four more at once, on a copy."""
-        twin = copy.copy(self)
-        twin.cache = copy.deepcopy(self.cache)
+        twin = self.copy()
         steps = [twin.read(ids[:, i : i + 1]) for i in range(ids.shape[1])]
         return torch.cat([*steps, twin.read(ids[:, :4])], dim=1)
+
+    def copy(self) -> Context:
+        """The same, with a cache of its own."""
+        twin = copy.copy(self)
+        twin.cache = copy.deepcopy(self.cache)
+        return twin
 
     def rows(self, chosen: list[int]) -> Context:
         """The same cache after a batch operation that left these rows."""
@@ -76,13 +82,29 @@ class Context:
 NEW = tokens(3, 6, seed=20)
 
 
+@cache
+def _filled(name: str) -> Context:
+    return Context(name)
+
+
+def filled(name: str) -> Context:
+    """A context of a storage, for one test alone."""
+    return _filled(name).copy()
+
+
+@cache
+def untouched(name: str) -> Tensor:
+    """What a context of a storage says of NEW when nothing was done to it."""
+    return filled(name).peek(NEW)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @every_storage
 def test_lengths_are_those_of_the_tokens_seen(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     cache = context.cache
     assert cache.get_seq_length() == 33
     assert [layer.get_seq_length() for layer in cache.layers] == [33] * 3
@@ -150,7 +172,7 @@ def test_strides_do_not_matter() -> None:
 
 @every_storage
 def test_reset(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     context.cache.reset()
     assert context.cache.get_seq_length() == 0
     assert kvpress.memory_report(context.cache).total_bytes == 0
@@ -160,14 +182,14 @@ def test_reset(name: str) -> None:
         context.model(ids, attention_mask=mask, position_ids=context.at(30), past_key_values=context.cache)
     for step in range(3):
         context.read(tokens(3, 1, seed=step))
-    close(context.peek(NEW), Context(name).peek(NEW))
+    close(context.peek(NEW), untouched(name))
 
 
 @every_storage
 @pytest.mark.parametrize("order", [[1, 2, 0], [2, 0, 0], [1, 1, 1], [2, 0, 1, 1, 2]], ids=str)
 def test_reorder(name: str, order: list[int]) -> None:
-    context = Context(name)
-    expected = context.peek(NEW)[order]
+    context = filled(name)
+    expected = untouched(name)[order]
     context.cache.reorder_cache(torch.tensor(order))
     assert all(layer.batch_size == len(order) for layer in context.cache.layers)
     close(context.rows(order).peek(NEW[order]), expected)
@@ -176,7 +198,7 @@ def test_reorder(name: str, order: list[int]) -> None:
 @every_storage
 def test_reorder_twice_is_reorder_by_the_product(name: str) -> None:
     p, q = torch.tensor([2, 0, 0]), torch.tensor([1, 0, 1])
-    twice, once = Context(name), Context(name)
+    twice, once = filled(name), filled(name)
     twice.cache.reorder_cache(p)
     twice.cache.reorder_cache(q)
     once.cache.reorder_cache(p[q])
@@ -188,28 +210,28 @@ def test_reorder_twice_is_reorder_by_the_product(name: str) -> None:
 
 @every_pair(name=STORAGES.keys(), rows=[[0], [2, 1], [0, 2]], kind=["index", "bool"])
 def test_select_rows(name: str, rows: list[int], kind: str) -> None:
-    context = Context(name)
+    context = filled(name)
     chosen = torch.tensor(rows)
     if kind == "bool":
         rows = sorted(rows)
         chosen = torch.tensor([row in rows for row in range(3)])
-    expected = context.peek(NEW)[rows]
+    expected = untouched(name)[rows]
     context.cache.batch_select_indices(chosen)
     close(context.rows(rows).peek(NEW[rows]), expected)
 
 
 @every_storage
 def test_repeat_interleave(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     rows = [0, 0, 1, 1, 2, 2]
-    expected = context.peek(NEW)[rows]
+    expected = untouched(name)[rows]
     context.cache.batch_repeat_interleave(2)
     close(context.rows(rows).peek(NEW[rows]), expected)
 
 
 @every_storage
 def test_crop_in_the_window_takes_back_exactly_those_tokens(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     if name in ("scores", "zipcache"):
         pytest.skip("what every query paid is added up, and cannot be taken back; that is refused below")
     twin = copy.copy(context)
@@ -229,10 +251,10 @@ def test_crop_in_the_window_takes_back_exactly_those_tokens(name: str) -> None:
 
 @every_storage
 def test_crop_past_the_window_is_refused_and_changes_nothing(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     if name == "window":
         pytest.skip("everything is in the window")
-    expected = context.peek(NEW)
+    expected = untouched(name)
     for tokens_to_remove in (-20, -1000):
         with pytest.raises(ValueError, match=r"copy the cache"):
             context.cache.crop(tokens_to_remove)
@@ -244,7 +266,7 @@ def test_crop_past_the_window_is_refused_and_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "observer"), [("scores", "AttentionMass"), ("zipcache", "ProbeAttention")])
 def test_crop_is_refused_where_observed_attention_cannot_be_taken_back(name: str, observer: str) -> None:
-    context = Context(name)
+    context = filled(name)
     while not context.cache.layers[0].store.window.length:
         context.read(tokens(3, 1))
     seen = context.cache.get_seq_length()
@@ -256,8 +278,8 @@ def test_crop_is_refused_where_observed_attention_cannot_be_taken_back(name: str
 
 @every_storage
 def test_offload_and_prefetch(name: str) -> None:
-    context = Context(name)
-    expected = context.peek(NEW)
+    context = filled(name)
+    expected = untouched(name)
     for layer in context.cache.layers:
         layer.offload()
         layer.prefetch()
@@ -266,7 +288,7 @@ def test_offload_and_prefetch(name: str) -> None:
 
 @every_storage
 def test_moving_a_layer_moves_every_tensor(name: str) -> None:
-    context = Context(name)
+    context = filled(name)
     context.read(NEW)
     for layer in context.cache.layers:
         layer.store.to("meta")
@@ -276,11 +298,10 @@ def test_moving_a_layer_moves_every_tensor(name: str) -> None:
 
 @every_storage
 def test_a_copy_goes_its_own_way(name: str) -> None:
-    context = Context(name)
-    expected = context.peek(NEW)
+    context = filled(name)
+    expected = untouched(name)
     for seed in range(3):
-        twin = copy.copy(context)
-        twin.cache = copy.deepcopy(context.cache)
+        twin = context.copy()
         twin.read(tokens(3, 3 + seed, seed=seed))
         twin.cache.reorder_cache(torch.tensor([2, 2, 0]))
     assert torch.equal(context.peek(NEW), expected)

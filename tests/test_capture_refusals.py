@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
 from kvpress.hf.session import session
-from kvpress.kernels.cpu import launch
+from tests.kernels.compiler import needs_compiler
 from tests.models import COMMON, fingerprint, tiny_model
 from tests.tape import PROMPTS, TapeRecorder, generate, model_of
 
-pytestmark = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
+pytestmark = needs_compiler
 
 
 def refused(model: Any, press: Any, words: str) -> None:

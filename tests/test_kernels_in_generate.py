@@ -9,7 +9,7 @@ import torch
 
 import kvpress
 from kvpress import kernels
-from kvpress.kernels.cpu import launch
+from tests.kernels.compiler import needs_compiler
 from tests.models import padded_batch, tiny_model, tokens
 
 CASES = {
@@ -23,7 +23,7 @@ CASES = {
     },
 }
 
-pytestmark = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

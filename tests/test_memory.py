@@ -85,7 +85,7 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: i
 
 
 @every_pair(spec=PRESSES, padded={"even": False, "padded": True}, new={"prefill": 0, "generated": 9})
-def test_the_total_is_what_is_held(spec: str, padded: bool, new: int) -> None:
+def test_the_total_is_what_is_held_and_positions_ascend_without_repeats(spec: str, padded: bool, new: int) -> None:
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
     cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
     report = kvpress.memory_report(cache)
@@ -94,7 +94,13 @@ def test_the_total_is_what_is_held(spec: str, padded: bool, new: int) -> None:
     assert report.total_bytes == sum(report.components.values()) == sum(layer.total_bytes for layer in report.layers)
     assert report.uncompressed_bytes == 3 * 3 * 2 * (40 + new) * 2 * 32 * 4
     assert report.seen == 3 * 3 * 2 * (40 + new)
-    assert report.kept == sum(len(head) for layer in kvpress.kept_positions(cache) for row in layer for head in row)
+    kept = [head for layer in kvpress.kept_positions(cache) for row in layer for head in row]
+    assert report.kept == sum(map(len, kept))
+    for at in kept:
+        assert at.dtype == torch.int64
+        assert bool((at.diff() > 0).all())
+        assert 0 <= int(at[0]) <= int(at[-1]) < 40 + new
+        assert not new or int(at[-1]) == 40 + new - 1
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
@@ -136,20 +142,6 @@ def test_parts_of_a_layer_are_named() -> None:
     for spec, names in parts.items():
         report = kvpress.memory_report(read(tiny_model("llama"), kvpress.get_press(spec), tokens(2, 40)))
         assert set(report.components) == names
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("spec", PRESSES)
-def test_kept_positions_ascend_without_repeats(spec: str, padded: bool) -> None:
-    ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
-    cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, 5)
-    for layer in kvpress.kept_positions(cache):
-        for row in layer:
-            for at in row:
-                assert at.dtype == torch.int64
-                assert bool((at.diff() > 0).all())
-                assert int(at[0]) >= 0
-                assert int(at[-1]) == 44
 
 
 HALVES = [

@@ -29,6 +29,7 @@ def words(cell: NotebookNode) -> list[str]:
     return re.findall(r"[A-Za-z_]{2,}", text_of(cell))
 
 
+@pytest.mark.slow
 @each
 def test_runs_and_shows_what_is_stored(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

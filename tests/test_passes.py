@@ -15,9 +15,9 @@ import kvpress
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook, Recipe
 from kvpress.hf.session import session
-from kvpress.kernels.cpu import launch
 from kvpress.observe.call import Phase
 from kvpress.observe.passes import TOKENS, Pass
+from tests.kernels.compiler import needs_compiler
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.oracle import Oracle
 from tests.tape import TapeRecorder
@@ -358,7 +358,7 @@ def test_presses_that_act_on_generated_passes_are_not_replayed() -> None:
         pass
 
 
-@pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
+@needs_compiler
 def test_ids_of_replayed_steps_are_remembered() -> None:
     told = []
     for recorder in (None, TapeRecorder()):

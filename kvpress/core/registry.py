@@ -65,11 +65,6 @@ class Entry:
         """First line of the docstring."""
         return (self.press.__doc__ or "").strip().splitlines()[0]
 
-    @property
-    def left_out(self) -> bool:
-        """Whether the press takes part in no suite of all presses."""
-        return any(exemption.suite == EVERY_SUITE for exemption in self.exempt)
-
 
 _entries: dict[str, Entry] = {}
 
@@ -105,9 +100,14 @@ def normalise(name: str) -> str:
 
 def entries() -> list[Entry]:
     """All registered presses, by role and name."""
+    return sorted(_all().values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
+
+
+def _all() -> dict[str, Entry]:
+    """Return all registered presses by their folded names."""
     for package in PACKAGES:
         load(package)
-    return sorted(_entries.values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
+    return _entries
 
 
 @functools.cache
@@ -129,18 +129,17 @@ def class_named(name: str, package: str = "kvpress") -> type[Any]:
 
 def find(name: str) -> Entry:
     """Return the entry of a name, or of a class name; an unknown one is a `KeyError` that names the nearest."""
-    known = entries()
-    key = normalise(name)
-    entry = _entries.get(key) or next((e for e in known if normalise(e.press.__name__) == key), None)
+    known, key = _all(), normalise(name)
+    entry = known.get(key) or next((e for e in known.values() if normalise(e.press.__name__) == key), None)
     if entry is None:
-        close = nearest(name, {entry.name for entry in known})
+        close = nearest(name, {entry.name for entry in known.values()})
         raise UnknownNameError(f"unknown press {name!r}{close}; `kvpress list` shows all")
     return entry
 
 
 def name_of(press: type[Any]) -> str:
     """Return the public name of a press class."""
-    for entry in entries():
+    for entry in _all().values():
         if entry.press is press:
             return entry.name
     raise KeyError(f"{press.__name__} is not registered; decorate it with @kvpress.register(name, role)")

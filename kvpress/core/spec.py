@@ -16,6 +16,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from kvpress.core.press import BasePress, ComposedPress
@@ -35,19 +36,11 @@ def get_press(spec: str) -> BasePress:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a press spec is text such as 'snapkv:0.5', got {type(spec).__name__}")
-    _check_nesting(spec)
+    if (deepest := max(_depths(spec), default=0)) > MOST_NESTED:
+        raise _too_deep(deepest, spec[:60])
     terms = _split(spec, "+")
     presses = [_parse_term(term.strip(), spec) for term in terms]
     return presses[0] if len(presses) == 1 else ComposedPress(presses)
-
-
-def _check_nesting(spec: str) -> None:
-    depth = deepest = 0
-    for char in spec:
-        depth += (char == "(") - (char == ")")
-        deepest = max(deepest, depth)
-    if deepest > MOST_NESTED:
-        raise _too_deep(deepest, spec[:60])
 
 
 def _too_deep(depth: int, start: str) -> ValueError:
@@ -184,9 +177,9 @@ def _build(entry: Entry, given: list[Any], named: dict[str, Any], spec: str) -> 
         if name not in known:
             allowed = ", ".join(known) or "none"
             raise ValueError(f"{entry.name} has no argument {name!r}{nearest(name, known)}; it takes: {allowed}")
-    presses = [item.name for item in items if _holds_press(item)]
-    plain = [name for name in known if name not in presses and not _keyword_only(items, name)]
-    free = {True: iter(presses), False: iter(plain)}
+    presses = (item.name for item in items if _holds_press(item))
+    plain = (item.name for item in items if not _holds_press(item) and not item.kw_only)
+    free = {True: presses, False: plain}
     for value in given:
         name = next(free[isinstance(value, BasePress)], "")
         if not name:
@@ -203,10 +196,6 @@ def _build(entry: Entry, given: list[Any], named: dict[str, Any], spec: str) -> 
 
 def _holds_press(item: dataclasses.Field[Any]) -> bool:
     return "Press" in str(item.type) and "list" not in str(item.type)
-
-
-def _keyword_only(items: list[dataclasses.Field[Any]], name: str) -> bool:
-    return any(item.name == name and bool(getattr(item, "kw_only", False)) for item in items)
 
 
 def _required(item: dataclasses.Field[Any]) -> bool:
@@ -236,9 +225,8 @@ def _format(value: Any) -> str:
 
 def _split(text: str, separator: str) -> list[str]:
     """Split at a separator outside parentheses."""
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
+    parts, start = [], 0
+    for i, (char, depth) in enumerate(zip(text, _depths(text), strict=True)):
         exponent = char == "+" and re.search(r"\de$", text[:i]) is not None
         if char == separator and depth == 0 and not exponent:
             parts.append(text[start:i])
@@ -247,9 +235,12 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _closing(text: str, spec: str) -> int:
-    depth = 0
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return i
-    raise ValueError(f"a parenthesis is not closed in {spec!r}")
+    depths = _depths(text)
+    if 0 not in depths:
+        raise ValueError(f"a parenthesis is not closed in {spec!r}")
+    return depths.index(0)
+
+
+def _depths(text: str) -> list[int]:
+    """How many parentheses are open after each character."""
+    return list(accumulate((char == "(") - (char == ")") for char in text))

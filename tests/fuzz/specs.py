@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, Literal
 
 import kvpress
+from kvpress.core.registry import find
 from tests.fuzz.models import FILES, growing, path_of
 
 Tree = dict[str, Any]
@@ -210,18 +211,14 @@ def place_of(tree: Tree) -> str:
     return methods()[tree["name"]].place
 
 
-def _entry(tree: Tree) -> Any:
-    return next(entry for entry in kvpress.list_presses() if entry.name == tree["name"])
-
-
 def fields_of(tree: Tree) -> set[str]:
     """Names of the settings that a press has."""
-    return {field.name for field in dataclasses.fields(_entry(tree).press)}
+    return {field.name for field in dataclasses.fields(find(tree["name"]).press)}
 
 
 def setting(tree: Tree, field: str) -> Any:
     """Return a setting of a press, its default where the tree does not say."""
-    item = next((f for f in dataclasses.fields(_entry(tree).press) if f.name == field), None)
+    item = next((f for f in dataclasses.fields(find(tree["name"]).press) if f.name == field), None)
     return tree.get(field, None if item is None else item.default)
 
 

@@ -15,6 +15,7 @@ from kvpress.kernels.triton.device import available
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_kernels_match_their_references_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     tests = Path(__file__).parent / "interpreted"

@@ -22,7 +22,7 @@ from tests.fuzz.properties import same
 from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, channels_file, grouped_model, prefilled, step
-from tests.sparse.test_selectors import SELECTORS, every_selector, padded_or_not
+from tests.sparse.test_selectors import SELECTORS, every_selector
 
 NEW = 5
 STORAGES = {**STORAGE, "columns": "zipcache:bits=4,residual_length=16 + "}
@@ -120,18 +120,18 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
             assert rows is None or rows[t] == alone[0]
 
 
-@padded_or_not
-@every_storage
-@every_selector
+every_combination = every_pair(spec=SELECTORS, storage=list(STORAGES), padded={"even": False, "padded": True})
+
+
+@every_combination
 def test_a_budget_of_everything_is_exact(spec: str, storage: str, padded: bool) -> None:
     press, new = press_for(spec, 512, storage), tokens(2, NEW, seed=8)
-    whole = step(*prefilled(press, padded), kvpress.NonePress(), new)
-    torch.testing.assert_close(step(*prefilled(press, padded), press, new), whole, atol=1e-5, rtol=1e-5)
+    model, cache, mask = prefilled(press, padded)
+    whole = step(model, copy.deepcopy(cache), mask, kvpress.NonePress(), new)
+    torch.testing.assert_close(step(model, cache, mask, press, new), whole, atol=1e-5, rtol=1e-5)
 
 
-@padded_or_not
-@every_storage
-@every_selector
+@every_combination
 def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

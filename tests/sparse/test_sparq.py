@@ -22,6 +22,7 @@ from kvpress.hf.models import facts_of
 from kvpress.plan import Geometry, plan
 from kvpress.sparse.sparq import Shared, SparQPress, _parts
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
+from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
 
 SPEC = "sparq:budget={budget},channels=8"
@@ -145,9 +146,10 @@ def test_what_is_forced_is_read() -> None:
 @padded_or_not
 def test_a_budget_of_everything_is_exact(storage: str, padded: bool) -> None:
     press = build(SPEC, 512, storage)
+    model, cache, mask = prefilled(press, padded)
     for new in (tokens(2, 1, seed=8), tokens(2, 5, seed=8)):
-        whole = step(*prefilled(press, padded), kvpress.NonePress(), new)
-        torch.testing.assert_close(step(*prefilled(press, padded), press, new), whole, atol=1e-5, rtol=1e-5)
+        whole, found = (step(model, copy.deepcopy(cache), mask, reader, new) for reader in (kvpress.NonePress(), press))
+        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=["mean", "plain"])
@@ -164,10 +166,12 @@ def test_a_padded_row_decodes_as_if_it_were_alone(storage: str, spec: str) -> No
         torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("blocks", ["one block", "many blocks"])
-@pytest.mark.parametrize("segments", ["one segment", "several segments"])
-@every_storage
-@padded_or_not
+@every_pair(
+    padded={"even": False, "padded": True},
+    storage=STORAGE.keys(),
+    segments=["one segment", "several segments"],
+    blocks=["one block", "many blocks"],
+)
 def test_several_new_tokens_equal_one_by_one(
     padded: bool, storage: str, segments: str, blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +210,9 @@ def test_groups_of_every_size(groups: int) -> None:
     model = grouped_model(groups)
     assert torch.isfinite(step(*prefilled(build(SPEC, 32, model=model), True, model), build(SPEC, 32))).all()
     whole = build(SPEC, 512, model=model)
-    exact = step(*prefilled(whole, True, model), kvpress.NonePress())
-    torch.testing.assert_close(step(*prefilled(whole, True, model), whole), exact, atol=1e-5, rtol=1e-5)
+    _, cache, mask = prefilled(whole, True, model)
+    exact = step(model, copy.deepcopy(cache), mask, kvpress.NonePress())
+    torch.testing.assert_close(step(model, cache, mask, whole), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])

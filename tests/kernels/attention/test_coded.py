@@ -35,6 +35,7 @@ from tests.kernels.builders import (
     streams,
 )
 from tests.kernels.compiler import LEVELS, needs_compiler
+from tests.pairwise import every_pair
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 
@@ -48,13 +49,16 @@ def assert_close(ours: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> 
     assert_same_lse(ours[1], wanted[1], 1e-5)
 
 
-@pytest.mark.parametrize(("coupled", "bits"), [(1, 4), (2, 8), (4, 8), (8, 8), (8, 10), (16, 8)])
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 32), (128, 128), (192, 128)])
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 3), (5, 2)])
-@pytest.mark.parametrize("turned", [False, True])
+@every_pair(
+    codes=[(1, 4), (2, 8), (4, 8), (8, 8), (8, 10), (16, 8)],
+    dims=[(64, 64), (96, 32), (128, 128), (192, 128)],
+    queries=[(1, 1), (4, 3), (5, 2)],
+    turned=[False, True],
+)
 def test_matches_reference(
-    coupled: int, bits: int, dim: int, value_dim: int, group: int, tokens: int, turned: bool
+    codes: tuple[int, int], dims: tuple[int, int], queries: tuple[int, int], turned: bool
 ) -> None:
+    (coupled, bits), (dim, value_dim), (group, tokens) = codes, dims, queries
     s = streams(LENGTHS, group * tokens, dim)
     keys, values = coded(s.rows, dim, coupled, bits), coded(s.rows, value_dim, coupled, bits)
     args = (s.q, rotated(keys, values, rotary(s, dim) if turned else None), s.where, Options(0.3))

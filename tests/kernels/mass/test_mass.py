@@ -12,15 +12,15 @@ from kvpress.kernels import Options, Ranges, Rows, column_mass, column_max, coun
 from kvpress.kernels.mass import cpu, reference
 from tests.kernels.builders import dense, relative_error, streams
 from tests.kernels.compiler import LEVELS, needs_compiler
+from tests.pairwise import every_pair
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [20, 33, 64, 80, 128, 256])
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 3), (5, 2), (4, 64)])
-def test_matches_reference(dtype: torch.dtype, dim: int, group: int, tokens: int) -> None:
+@every_pair(dtype=DTYPES, dim=[20, 33, 64, 80, 128, 256], queries=[(1, 1), (4, 3), (5, 2), (4, 64)])
+def test_matches_reference(dtype: torch.dtype, dim: int, queries: tuple[int, int]) -> None:
+    group, tokens = queries
     s = streams(LENGTHS, group * tokens, dim, dtype)
     keys = torch.randn(s.rows, dim).to(dtype)
     args = (s.q, dense(keys, keys), s.where, Options(dim**-0.5, causal=tokens))
@@ -42,10 +42,12 @@ def options(name: str, streams: int, queries: int) -> tuple[Options, dict[str, T
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["plain", "lse", "softcap", "causal", "sinks", "weights", "log_weight"])
-@pytest.mark.parametrize("statistic", ["sum", "squares", "max"])
+@every_pair(
+    level=LEVELS,
+    dtype=DTYPES,
+    name=["plain", "lse", "softcap", "causal", "sinks", "weights", "log_weight"],
+    statistic=["sum", "squares", "max"],
+)
 def test_every_level_option_and_statistic_agrees(level: str, dtype: torch.dtype, name: str, statistic: str) -> None:
     s = streams([*LENGTHS, 2], 78, 80, dtype)
     keys = torch.randn(s.rows, 80).to(dtype)

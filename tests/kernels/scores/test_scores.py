@@ -13,6 +13,7 @@ from kvpress.kernels.scores import cpu, reference
 from kvpress.kernels.scores.contract import LABEL_BITS
 from tests.kernels.builders import Streams, quantise, relative_error, streams
 from tests.kernels.compiler import LEVELS, needs_compiler
+from tests.pairwise import every_pair
 
 LENGTHS = [0, 1, 17, 63, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -67,13 +68,16 @@ def exact_scores(s: Streams, labels: Packed, values: Tensor, reduce: str) -> tup
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", LABEL_BITS)
-@pytest.mark.parametrize(("width", "queries", "dtype"), [(16, 4, 1), (8, 1, 0), (32, 7, 2), (40, 3, 0), (128, 12, 1)])
-@pytest.mark.parametrize("reduce", ["max", "sum"])
+@every_pair(
+    level=LEVELS,
+    bits=LABEL_BITS,
+    problem=[(16, 4, 1), (8, 1, 0), (32, 7, 2), (40, 3, 0), (128, 12, 1)],
+    reduce=["max", "sum"],
+)
 def test_quantised_labels_keep_their_error_bound(
-    level: str, bits: int, width: int, queries: int, dtype: int, reduce: str
+    level: str, bits: int, problem: tuple[int, int, int], reduce: str
 ) -> None:
+    width, queries, dtype = problem
     s = streams([*LENGTHS, 1000], queries, width, DTYPES[dtype])
     s.q[2] = 0
     x = torch.randn(s.rows, width) + torch.randn(s.rows, 1)

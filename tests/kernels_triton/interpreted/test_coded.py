@@ -13,6 +13,7 @@ from kvpress.kernels.attention import reference
 from kvpress.kernels.attention.triton import decode
 from tests.kernels.builders import Streams, coded, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
+from tests.pairwise import every_pair
 
 
 def rotary(s: Streams, half: int, listed: bool = True) -> Rotary:
@@ -48,18 +49,20 @@ def test_matches_reference(dim: int, value_dim: int, coupled: int, bits: int, en
 
 
 @pytest.mark.parametrize(
-    ("dim", "coupled", "bits", "half", "dtype"),
+    ("dim", "coupled", "bits", "half", "dtype", "listed"),
     [
-        (64, 4, 8, 32, torch.float16),
-        (64, 1, 4, 32, torch.float32),
-        (80, 2, 3, 20, torch.float32),
-        (128, 8, 8, 16, torch.float16),
-        (96, 3, 10, 20, torch.float32),
-        (48, 8, 8, 12, torch.float32),
-        (64, 4, 8, 0, torch.float16),
+        (64, 4, 8, 32, torch.float16, True),
+        (64, 4, 8, 32, torch.float16, False),
+        (64, 1, 4, 32, torch.float32, True),
+        (80, 2, 3, 20, torch.float32, False),
+        (128, 8, 8, 16, torch.float16, True),
+        (96, 3, 10, 20, torch.float32, False),
+        (96, 3, 10, 20, torch.float32, True),
+        (48, 8, 8, 12, torch.float32, False),
+        (64, 4, 8, 0, torch.float16, False),
+        (64, 4, 8, 0, torch.float16, True),
     ],
 )
-@pytest.mark.parametrize("listed", [False, True])
 def test_keys_are_rotated_as_they_are_read(
     dim: int, coupled: int, bits: int, half: int, dtype: torch.dtype, listed: bool
 ) -> None:
@@ -102,10 +105,9 @@ def test_listed_rows_of_several_tokens_per_stream(half: int, numbered: bool, sha
     assert_close(decode(*args), expected, expected[0])
 
 
-@pytest.mark.parametrize("half", [0, 16])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@every_pair(
+    half=[0, 16], shared=[False, True], scales=[torch.float32, torch.bfloat16], dtype=[torch.float32, torch.float16]
+)
 def test_row_scales(half: int, shared: bool, scales: torch.dtype, dtype: torch.dtype) -> None:
     s = streams(LENGTHS, 4, 64, dtype)
     sides = [coded(s.rows, 64, 1, 4, dtype=dtype, shared=shared) for _ in range(2)]
