@@ -1,6 +1,6 @@
 """Decode on a CPU, ours against what a CPU user would pick: ONNX Runtime, OpenVINO, llama.cpp, quanto, transformers, torch.
 
-    python benchmarks/cpu_peers.py [--tokens 8192,32768] [--levels all] [--rounds 9] [--out benchmarks/results/cpu_peers.json]
+    python benchmarks/cpu_peers.py [--tokens 8192,32768] [--levels all] [--rounds 6] [--out benchmarks/results/cpu_peers.json]
     python benchmarks/cpu_peers.py --show benchmarks/results/cpu_peers.json
 
 Two comparisons, each behind 8k and 32k tokens, on one thread. `layer`: one decode step of one layer, 32 query and 8 key-value
@@ -10,8 +10,8 @@ of the model in float32 over the same pairs, and the speed of reading a prompt; 
 beside them. Cold caches, best of all rounds; ours run at every instruction-set level of the processor, peers choose their own.
 
 Every contender is a process of its own, and they take turns (`benchmarks/cpu_turns.py`). Peak memory is the largest resident
-memory of that process while it decodes, the libraries that it loads included. What is not installed (`pip install
-kvpress[bench]`) or does not run is a row that says why. Then the fastest of ours is compared with the fastest peer of equal
+memory of that process while it decodes, the libraries that it loads included. What is not installed (extra `bench`)
+or does not run is a row that says why. Then the fastest of ours is compared with the fastest peer of equal
 bits; `of reading` is the speed at which a cache is read, as a share of that of reading alone: what is far below 1 is bound by
 what it computes. The last line is one JSON object of times of ours over theirs.
 """
@@ -183,8 +183,9 @@ def to_markdown(record: Row) -> str:
     """Tables of a record, as the documentation shows them."""
     rows, lines = record["rows"], []
     versions = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
+    rounds = " and ".join(f"{record['rounds'][part]} ({part})" for part in PARTS)
     where = f"{record['machine']}, {record['threads']} thread{'s' * (record['threads'] > 1)}, {record['date']}"
-    lines.append(f"`{record['command']}`, {where}, best of {record['rounds']} rounds; {versions}.")
+    lines.append(f"`{record['command']}`, {where}, best of {rounds} turns; {versions}.")
     for part in PARTS:
         lengths = sorted({row["tokens"] for row in rows if row["part"] == part})
         if not lengths:
@@ -257,8 +258,8 @@ def settings_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--levels", default="all", help="instruction-set levels of ours, such as avx2,avx512")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--only", help="contenders by name, with commas between them; all by default")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender; a third as many for the model")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is read twice; 0 for none")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender; a third as many for the model")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is read twice; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="512 tokens, one round, one level: a test")
     parser.add_argument("--out", type=Path)
@@ -298,22 +299,22 @@ def main(arguments: list[str] | None = None) -> None:
         print(to_markdown(json.loads(options.show.read_text())))
         return
     rows: list[Row] = []
+    rounds = {"layer": options.rounds, "model": max(1, options.rounds // 3)}
     with tempfile.TemporaryDirectory() as folder:
         for part in options.parts:
             names = [name for name in contenders(part) if name in options.only]
-            rounds = options.rounds if part == "layer" else max(1, options.rounds // 3)
             for tokens in options.tokens:
                 # A prompt takes what it takes, whatever was held before: it is read behind the last length only.
                 prompts = PROMPTS if options.prompt and tokens == options.tokens[-1] else 0
                 setting = Setting(tokens, options.prompt, options.threads, options.levels, folder)
-                rows += run(part, names, setting, rounds, prompts)
+                rows += run(part, names, setting, rounds[part], prompts)
     record: Row = {
         "command": " ".join(["python benchmarks/cpu_peers.py", *(sys.argv[1:] if arguments is None else arguments)]),
         "date": date.today().isoformat(),
         "machine": cpu_model(),
         "cores": os.cpu_count(),
         "threads": options.threads,
-        "rounds": options.rounds,
+        "rounds": rounds,
         "versions": installed(),
         "rows": rows,
         "verdicts": verdicts(rows),

@@ -190,9 +190,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    try:
+        levels = levels_of(args.levels)
+    except ValueError as error:
+        parser.error(f"--levels: {error}")
     torch.set_num_threads(1)
     results = []
-    for level, tokens in itertools.product(levels_of(args.levels), map(int, args.tokens.split(","))):
+    for level, tokens in itertools.product(levels, map(int, args.tokens.split(","))):
         use(level)
         reset_counters()
         ratios, rows = run(tokens, args.repeats)

@@ -117,11 +117,11 @@ def test_the_fastest_of_ours_is_compared_with_the_fastest_peer_of_as_many_bits()
     assert cpu_peers.sentence(verdict).endswith("2.00 of the 1.00 ms of peer one: the goal of 1.00 is missed")
     assert cpu_peers.bandwidth(rows[2], rows) == 0.25
     record = {
-        "command": "run", "machine": "one", "threads": 1, "date": "today", "rounds": 3,
+        "command": "run", "machine": "one", "threads": 1, "date": "today", "rounds": {"layer": 3, "model": 1},
         "versions": {"torch": "2", "onnx": None}, "rows": rows, "verdicts": [verdict],
     }  # fmt: skip
     lines = cpu_peers.to_markdown(record).splitlines()
-    assert lines[0] == "`run`, one, 1 thread, today, best of 3 rounds; torch 2."
+    assert lines[0] == "`run`, one, 1 thread, today, best of 3 (layer) and 1 (model) turns; torch 2."
     assert "| ours int4 | avx2 | 4 | 2.00 | 1.0e-01 | 0.25 | 2 | 9 |" in lines
     assert "| peer three |  | 4 | failed |  |  |  |  |" in lines
     assert "- peer three (layer, 64): ImportError: no." in lines
