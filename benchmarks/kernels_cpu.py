@@ -175,9 +175,9 @@ def levels_of(text: str | None) -> tuple[str, ...]:
     return tuple(level for level in supported if level in named)
 
 
-def use(level: str) -> None:
-    """Run the kernels of one level from here on; they are loaded when this returns."""
-    os.environ["KVPRESS_CPU_LEVEL"] = level
+def use(level: str | None) -> None:
+    """Run the kernels of one level from here on, of the fastest with None; they are loaded when this returns."""
+    os.environ["KVPRESS_CPU_LEVEL"] = level or ""
     build.best_level.cache_clear()
     launch.level.cache_clear()
     build.best_level()

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import cpu_layer, cpu_peers
 from benchmarks.cpu_turns import Setting, Worker, WorkerError
+from kvpress import env
 from tests.kernels.compiler import needs_compiler
 
 FORMATS = ("dense", "int8", "int4")
@@ -33,9 +34,10 @@ def setting(tmp_path: Path) -> Setting:
 @needs_compiler
 @pytest.mark.usefixtures("no_peers")
 def test_ours_are_measured_and_peers_that_are_not_installed_are_rows_that_say_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "peers.json"
+    monkeypatch.delenv("KVPRESS_CPU_LEVEL", raising=False)
     names = ["reading", "ours int4", "ONNX Runtime int4", "OpenVINO u8"]
     cpu_peers.main(["--quick", "--parts", "layer", "--only", ",".join(names), "--out", str(out)])
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
@@ -47,6 +49,7 @@ def test_ours_are_measured_and_peers_that_are_not_installed_are_rows_that_say_so
     assert int4["cache_mib"] == 512 * 2 * 8 * 128 * 5 / 8 / 2**20  # 4 bits, and a scale and a zero of 16 bits for 32
     assert int4["peak_mib"] > int4["cache_mib"]
     assert 0.05 < int4["error"] < 0.5
+    assert env.cpu_level() is None
     assert f"ONNX Runtime int4 (layer, 512): {rows['ONNX Runtime int4']['failed']}." in capsys.readouterr().out
 
 
