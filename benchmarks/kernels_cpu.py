@@ -162,11 +162,25 @@ def row(name: str, threads: int, times: list[float], error: float | None) -> dic
     return found if error is None else found | {"error": error}
 
 
-def use(level: str) -> None:
-    """Run the kernels of one level from here on."""
-    os.environ["KVPRESS_CPU_LEVEL"] = level
+def levels_of(text: str | None) -> tuple[str, ...]:
+    """Instruction-set levels by name, slowest first: `all` that this processor has, or the fastest one without a text.
+
+    Raises:
+        ValueError: this processor lacks one, or there is none of that name.
+    """
+    supported = build.supported_levels()
+    named = supported if text == "all" else (text or build.best_level()).split(",")
+    if lacking := [level for level in named if level not in supported]:
+        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or of {', '.join(supported)}")
+    return tuple(level for level in supported if level in named)
+
+
+def use(level: str | None) -> None:
+    """Run the kernels of one level from here on, of the fastest with None; they are loaded when this returns."""
+    os.environ["KVPRESS_CPU_LEVEL"] = level or ""
     build.best_level.cache_clear()
     launch.level.cache_clear()
+    build.best_level()
 
 
 def main() -> None:
@@ -176,8 +190,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    try:
+        levels = levels_of(args.levels)
+    except ValueError as error:
+        parser.error(f"--levels: {error}")
     torch.set_num_threads(1)
-    levels = build.supported_levels() if args.levels == "all" else (args.levels or build.best_level()).split(",")
     results = []
     for level, tokens in itertools.product(levels, map(int, args.tokens.split(","))):
         use(level)

@@ -115,6 +115,14 @@ class Stored(Cache):
         return present(*self.rows.keys.tensors(), *self.rows.values.tensors())
 
 
+class Given(Stored):
+    """A cache whose operand was made elsewhere."""
+
+    def __init__(self, streams: Streams, rows: Rows) -> None:
+        super().__init__(streams)
+        self.rows = rows
+
+
 def present(*tensors: Tensor | None) -> list[Tensor]:
     """The tensors that are there."""
     return [tensor for tensor in tensors if tensor is not None]
@@ -146,12 +154,10 @@ class Selected(Cache):
 
     channels = 16
 
-    def __init__(self, dense: Dense, share: int = 16, label_bits: int | None = None) -> None:
+    def __init__(self, dense: Stored, share: int = 16, label_bits: int | None = None) -> None:
         super().__init__(dense.streams)
         keys, values = dense.tensors()
-        self.dense = Dense.__new__(Dense)
-        self.dense.streams = dense.streams
-        self.dense.rows = Rows(*(kernels.Dense(for_scattered_reads(side)) for side in (keys, values)))
+        self.dense = Given(dense.streams, Rows(*(kernels.Dense(for_scattered_reads(side)) for side in (keys, values))))
         labels = keys[:, : self.channels].contiguous()
         self.labels: kernels.Dense | Packed = kernels.Dense(labels)
         if label_bits is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, ker
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
-from tests.kernels.compiler import needs_compiler
+from kvpress.kernels.cpu import build, launch
+from tests.kernels.compiler import NATIVE, needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,51 @@ def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatc
     report = kvpress.memory_report(table[spec][0])
     assert report.kept == report.seen / 2
     assert report.bits_per_value < kvpress.memory_report(table["ours kivi 2 bit, g 32"][0]).bits_per_value
+
+
+@pytest.fixture
+def any_level(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Levels may be changed; afterwards the one that was there runs again."""
+    with monkeypatch.context() as patch:
+        patch.setenv("KVPRESS_CPU_LEVEL", "")
+        yield
+    build.best_level.cache_clear(), launch.level.cache_clear()
+
+
+@pytest.mark.usefixtures("any_level")
+@needs_compiler
+def test_decode_is_timed_at_every_level_and_names_what_misses_its_goal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels = NATIVE[:2]
+    seconds = dict(zip(levels, (1.0, 3.0), strict=False))
+    monkeypatch.setattr(decode, "contenders", lambda *_: {"static": ("static", None, None)} | {
+        name: (name, "press", None) for name in (*decode.GOALS, "ours off")
+    })  # fmt: skip
+    shares = {"ours gear 2 bit": 1.6, "ours gear_l 2 bit": 1.4, "ours cq 8c8b": 1.1}
+
+    def time_token(model: Any, cache: Any, press: Any, extra: Any) -> float:
+        return 7.0 if press is None else seconds[launch.level()] * shares.get(cache, 1.0)
+
+    monkeypatch.setattr(decode, "time_token", time_token)
+    monkeypatch.setattr(decode, "held_bytes", lambda cache: 2**20)
+    monkeypatch.setattr(kvpress, "memory_report", lambda cache: SimpleNamespace(total_bytes=2**19))
+    rows = decode.measure(None, 1024, 2, [], levels)
+    assert {level: rows[level]["ours off"]["median_ms"] for level in levels} == seconds
+    assert {rows[level]["static"]["median_ms"] for level in levels} == {7.0}
+    printed = capsys.readouterr().out
+    for level in levels:
+        assert decode.missed(rows[level]) == pytest.approx({"ours gear 2 bit": 1.6, "ours cq 8c8b": 1.1})
+        assert f"{level:12s} ours gear 2 bit takes 1.60 of ours off: the goal of 1.5 is missed" in printed
+
+
+@needs_compiler
+def test_levels_are_named_in_order_and_those_that_are_lacking_refused() -> None:
+    assert kernels_cpu.levels_of("all") == NATIVE
+    assert kernels_cpu.levels_of(",".join(reversed(NATIVE[:2]))) == NATIVE[:2]
+    assert kernels_cpu.levels_of(None) == (build.best_level(),)
+    with pytest.raises(ValueError, match=f"no level 'sse9' on this processor; use all, or of {', '.join(NATIVE)}"):
+        kernels_cpu.levels_of("baseline,sse9")
 
 
 def test_bytes_that_selectors_read_are_counted() -> None:

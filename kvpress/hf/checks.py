@@ -12,6 +12,7 @@ from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import check_adopted
 from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
+from kvpress.kernels.cpu import build
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 """Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
@@ -23,7 +24,9 @@ def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
     Raises:
         RuntimeError: a press is active on the model.
         NotImplementedError: no press, or not this one, can work on the model; says why.
+        ValueError: the kernels are asked to run at a level that the processor lacks.
     """
+    build.asked_level()  # a prompt would be read first: kernels run while decoding
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")

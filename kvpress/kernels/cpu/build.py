@@ -34,6 +34,25 @@ def supported_levels() -> tuple[str, ...]:
     return tuple(LEVELS)[: probe.kvpress_level() + 1]
 
 
+def asked_level() -> str | None:
+    """The level that ``KVPRESS_CPU_LEVEL`` names, if any.
+
+    Raises:
+        ValueError: it is unknown, or one that this processor lacks.
+    """
+    wanted = env.cpu_level()
+    if wanted is None:
+        return None
+    try:
+        levels = supported_levels()
+    except BuildError:
+        levels = tuple(LEVELS)  # which of them the processor has nobody can tell
+    if wanted not in levels:
+        why = "this processor lacks it" if wanted in LEVELS else "there is no such level"
+        raise ValueError(f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of {', '.join(levels)}, or unset it")
+    return wanted
+
+
 @functools.cache
 def best_level() -> str:
     """The level to run, with its kernels ready: the one that ``KVPRESS_CPU_LEVEL`` names, else the processor's fastest.
@@ -42,13 +61,10 @@ def best_level() -> str:
     asked for.
 
     Raises:
-        ValueError: the level that is asked for is unknown, or one that this processor lacks.
+        ValueError: for a level that is asked for and cannot run here, see `asked_level`.
         BuildError: the kernels can neither be found nor compiled.
     """
-    levels, wanted = supported_levels(), env.cpu_level()
-    if wanted is not None and wanted not in levels:
-        why = "this processor lacks it" if wanted in LEVELS else "there is no such level"
-        raise ValueError(f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of {', '.join(levels)}, or unset it")
+    wanted, levels = asked_level(), supported_levels()
     refused: dict[str, BuildError] = {}
     for level in [wanted] if wanted else reversed(levels):
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvpress
 from kvpress import env
 from kvpress.kernels import Options, Ranges, counters, decode, reset_counters
 from kvpress.kernels.cpu import build, launch, libraries
@@ -24,6 +25,7 @@ from kvpress.kernels.cpu.libraries import PROBE, BuildError, CompilerError, Libr
 from kvpress.kernels.triton.device import _give_home
 from tests.kernels.builders import dense
 from tests.kernels.compiler import needs_compiler
+from tests.models import tiny_model
 
 PROBING = Library("baseline", PROBE)
 
@@ -91,6 +93,20 @@ def test_a_level_that_cannot_run_is_refused(wanted: str, why: str, monkeypatch: 
     monkeypatch.setattr(build, "supported_levels", lambda: ("baseline", "avx2"))
     with pytest.raises(ValueError, match=f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of baseline, avx2, or unset it"):
         attend()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_an_unknown_level_is_refused_where_nothing_can_be_compiled_and_before_a_prompt_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("KVPRESS_CPU_LEVEL", "sse9")
+    monkeypatch.setattr(libraries, "PACKAGED", tmp_path)
+    message = f"KVPRESS_CPU_LEVEL=sse9: there is no such level; use one of {', '.join(libraries.LEVELS)}, or unset it"
+    with pytest.raises(ValueError, match=message):
+        attend()
+    with pytest.raises(ValueError, match=message), kvpress.get_press("snapkv:0.5")(tiny_model("llama")):
+        pass
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -1,0 +1,204 @@
+"""llama.cpp on the model and the random pairs of `benchmarks/decode.py`, for `benchmarks/cpu_peers.py`.
+
+    python -m benchmarks.cpu_llama model.gguf 8192 pairs.npy
+
+writes that model, its weights in bfloat16, as GGUF, and 8192 pairs, [layers, keys and values, heads, tokens, channels]. Pairs
+are not computed by llama.cpp but restored: they are put into the layout in which it saves a sequence. Its rotary embedding
+pairs neighbouring channels where that of transformers pairs halves, so channels of queries and keys lie in another order, and
+it multiplies keys and values by a Hadamard matrix before it quantises them. With both, its logits are those of the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as lib
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+LAYERS, HEADS, D = 8, 4, 64
+NAMED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+"""Tokens that a vocabulary of sentencepiece's kind must have; the others are never printed."""
+
+
+def neighbours(channels: Array) -> Array:
+    """Channels [..., D] of a rotary embedding by halves, in the order that pairs neighbours."""
+    return channels.reshape(*channels.shape[:-1], 2, D // 2).swapaxes(-1, -2).reshape(channels.shape)
+
+
+def hadamard(size: int) -> Array:
+    """The orthonormal matrix that keys and values are multiplied by before llama.cpp quantises them."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.float32(size**0.5)
+
+
+def write_model(model: Any, path: Path) -> None:
+    """Write a Llama of transformers as GGUF."""
+    config, weights = model.config, {name: one.float().numpy() for name, one in model.state_dict().items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    tokens = NAMED + [f"t{n}" for n in range(config.vocab_size - len(NAMED))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    kinds = gguf.TokenType
+    writer.add_token_types(
+        [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL] + [kinds.BYTE] * 256 + [kinds.NORMAL] * (len(tokens) - len(NAMED))
+    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in weights.items():
+        to = names.get_name(name, try_suffixes=(".weight",))
+        if to is None:
+            raise ValueError(f"GGUF has no name for {name}")
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            by_head = weight.reshape(-1, D, weight.shape[1]).swapaxes(1, 2)
+            weight = neighbours(by_head).swapaxes(1, 2).reshape(weight.shape)
+        kind = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(to, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Context:
+    """A cache of llama.cpp for one sequence.
+
+    Args:
+        path: of a model.
+        size: most tokens.
+        kind: of the cache's numbers: f16, q8_0 or q4_0.
+        flash: whether attention is computed block by block; quantised values need it.
+        threads: of the processor.
+    """
+
+    def __init__(self, path: Path, size: int, kind: str, flash: bool, threads: int) -> None:
+        self.kind = gguf.GGMLQuantizationType[kind.upper()]
+        self.quantised = kind != "f16"
+        lib.llama_log_set(_only_errors, ctypes.c_void_p())
+        lib.llama_backend_init()
+        settings = lib.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self.model = lib.llama_model_load_from_file(str(path).encode(), settings)
+        chosen = lib.llama_context_default_params()
+        chosen.n_ctx, chosen.n_batch, chosen.n_seq_max = size, 2048, 1
+        chosen.n_threads = chosen.n_threads_batch = threads
+        chosen.type_k = chosen.type_v = int(self.kind)
+        chosen.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        context = self.model and lib.llama_init_from_model(self.model, chosen)
+        if not context:
+            raise RuntimeError(f"llama.cpp takes no cache of {size} tokens in {kind}")
+        self.context = context
+        self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+
+    def read(self, tokens: list[int]) -> Array:
+        """Read tokens behind those that are held; returns the logits of the last."""
+        for at in range(0, len(tokens), 2048):
+            part = tokens[at : at + 2048]
+            held = (lib.llama_token * len(part))(*part)  # the batch points to it
+            if failed := lib.llama_decode(self.context, lib.llama_batch_get_one(held, len(part))):
+                raise RuntimeError(f"llama_decode returns {failed}")
+        logits = lib.llama_get_logits_ith(self.context, -1)
+        return np.ctypeslib.as_array(logits, (self.vocabulary,)).copy()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, -1, -1)
+
+    def restore(self, pairs: Array) -> int:
+        """Hold keys and values [LAYERS, 2, HEADS, T, D] as transformers has them; returns their bytes.
+
+        The layout of a saved sequence is: a head, the cells (position and sequences of each), then the keys of all layers and
+        the values of all layers, each with its type and size; without flash attention values lie channel by channel.
+        """
+        self.read([5] * PROBED)
+        saved, at = self._saved(), 8
+        streams, cells = struct.unpack_from("<II", saved, at)
+        tokens = pairs.shape[3]
+        positions = np.stack([np.arange(tokens), np.ones(tokens), np.zeros(tokens)], axis=1).astype(np.int32)
+        parts = [saved[:at], struct.pack("<II", streams, tokens), positions.tobytes()]
+        at += 8 + 12 * cells
+        turned, layers = struct.unpack_from("<II", saved, at)
+        if (streams, cells, layers) != (1, PROBED, LAYERS):
+            raise RuntimeError(f"llama.cpp saves sequences in another layout: {streams}, {cells}, {layers}")
+        parts.append(saved[at : at + 8])
+        at += 8
+        size = 0
+        for side in range(2):
+            for layer in range(LAYERS):
+                rows = pairs[layer, side].astype(np.float32)
+                rows = neighbours(rows) if side == 0 else rows
+                rows = (rows @ hadamard(D) if self.quantised else rows).swapaxes(0, 1).reshape(tokens, -1)
+                if side and turned:
+                    kind, width, channels = struct.unpack_from("<iII", saved, at)
+                    head, row_bytes, rows = 12, width * channels, np.ascontiguousarray(rows.T)
+                else:
+                    kind, row_bytes = struct.unpack_from("<iQ", saved, at)
+                    head = 12
+                data = gguf.quants.quantize(rows, self.kind).tobytes()
+                if kind != self.kind or len(data) != tokens * row_bytes:
+                    raise RuntimeError(f"llama.cpp saves pairs in another layout: type {kind}, {row_bytes} bytes a row")
+                parts += [saved[at : at + head], data]
+                at += head + row_bytes * cells
+                size += len(data)
+        if at != len(saved):
+            raise RuntimeError(f"llama.cpp saves sequences in another layout: {len(saved) - at} bytes are left")
+        self.clear()
+        whole = b"".join(parts)
+        buffer = (ctypes.c_uint8 * len(whole)).from_buffer_copy(whole)
+        if lib.llama_state_seq_set_data(self.context, buffer, len(whole), 0) != len(whole):
+            raise RuntimeError("llama.cpp does not restore the pairs")
+        return size
+
+    def _saved(self) -> bytes:
+        size = lib.llama_state_seq_get_size(self.context, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        lib.llama_state_seq_get_data(self.context, buffer, size, 0)
+        return bytes(buffer)
+
+
+PROBED = 8
+"""Tokens that are read to see in which layout they are saved."""
+SEVERE = 4
+"""Level of errors in the log of llama.cpp."""
+
+
+@lib.llama_log_callback
+def _only_errors(level: int, text: bytes, _: Any) -> None:
+    if level == SEVERE:
+        print(text.decode(), end="", file=sys.stderr)
+
+
+def main() -> None:
+    from benchmarks.decode import build_model, random_pairs
+
+    model, tokens, pairs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    if not model.exists():
+        write_model(build_model(), model)
+    # Numbers of bfloat16 that lie around 1 are numbers of float16.
+    layers = [[side[0].half().numpy() for side in random_pairs(tokens, layer)] for layer in range(LAYERS)]
+    np.save(pairs, np.array(layers))
+
+
+if __name__ == "__main__":
+    main()
