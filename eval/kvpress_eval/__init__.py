@@ -66,7 +66,7 @@ def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
 
     name, engine = _named(model, tokenizer, wishes)
     own = {field.name for field in fields(Wishes)}
-    given = {"lengths": (1024,), "samples": 16, "out": "best", **wishes}
+    given = {"lengths": (1024,), "samples": 32, "out": "best", **wishes}
     config = load_config(None, {**{key: given[key] for key in given.keys() - own}, "model": name})
     return find(config, Wishes(**{key: given[key] for key in given.keys() & own}), Console(), engine)
 

@@ -40,7 +40,7 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of such a context at a time.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the press; a killed search continues there.")] = Path("best"),
-    samples: Annotated[int, typer.Option(help="Contexts of each task that are searched on.", min=2)] = 16,
+    samples: Annotated[int, typer.Option(help="Contexts of each task that are searched on.", min=2)] = 32,
     held_out: Annotated[int, typer.Option(help="Further contexts of each task that decide the printed figures.")] = 24,
     candidates: Annotated[int, typer.Option(help="Points of the space that are tried.")] = 96,
     minutes: Annotated[

@@ -100,7 +100,9 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
         divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
         by_id = {sample.id: sample for sample in made}
         parts.append([Part(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
-    identity = hash_json([[source.task, source.length, list(source.ids), dict(source.identity)] for source in sources])
+    identity = hash_json(
+        [[one.task, one.length, list(one.ids), dict(one.identity), one.max_new_tokens] for one in sources]
+    )
     return Split([part for part, _ in parts], [part for _, part in parts], identity[:16])
 
 

@@ -63,12 +63,11 @@ class Examiner:
         return float(self._known[_key(press, item)]["score"])
 
     def missing(self, presses: Sequence[str], contexts: Contexts) -> list[str]:
-        """Return the presses that lack a score on some contexts; first the full cache, which others are checked against."""
+        """Return the presses that lack a score on some contexts; first the full cache, which others are held against."""
         items = [item for context in contexts for item in context]
-        own = () if all(item.continued for item in items) else (NOTHING,)
         return [
             name
-            for name in dict.fromkeys((*own, *presses))
+            for name in dict.fromkeys((NOTHING, *presses))
             if name not in self.failed and any(_key(name, item) not in self._known for item in items)
         ]
 

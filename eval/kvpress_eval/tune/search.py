@@ -35,7 +35,7 @@ FIRST = 2
 _MISFIT = -1.0
 """The value of a point whose parts do not go together, or that is too large whatever its ratio."""
 _EXCESS = 1.01
-"""Times as much as planned that a real context may hold."""
+"""Times as much as allowed that a press may need, as a real context shows."""
 _FITTINGS = 3
 _HALF = 0.5
 
@@ -150,12 +150,11 @@ class Search:
         for _ in range(_FITTINGS):
             self._check_time()
             held = self.examiner.measure([press for press in fitted.values() if press], context)
-            excesses = {
-                template: held[press] / _planned(press, self.limit, context)
+            over = {
+                template: excess
                 for template, press in fitted.items()
-                if press in held
+                if press in held and (excess := self._excess(press, held[press], context)) > _EXCESS
             }
-            over = {template: excess for template, excess in excesses.items() if excess > _EXCESS}
             for template, excess in over.items():
                 limits[template] = limits[template].scaled(1 / excess)
                 fitted[template] = self._solve(template, limits[template])
@@ -168,6 +167,12 @@ class Search:
             if press:
                 self.templates.setdefault(press, template)
         return found
+
+    def _excess(self, press: str, held: float, context: Sequence[Item]) -> float:
+        """Return how many times more than allowed a press needs, if contexts hold more than planned by as much as this one."""
+        loaded = kvpress.get_press(press)
+        planned = plan(loaded, self.limit.geometry, len(context[0].prompt.first)).total_bytes
+        return held / planned * self.limit.needed(loaded) / self.limit.allowed
 
     def _solve(self, template: Template, limit: Limit) -> str | None:
         try:
@@ -267,7 +272,3 @@ def _cut_unfinished(journal: Path) -> None:
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             replace_file(journal, whole)
-
-
-def _planned(press: str, limit: Limit, context: Sequence[Item]) -> float:
-    return plan(kvpress.get_press(press), limit.geometry, len(context[0].prompt.first)).total_bytes

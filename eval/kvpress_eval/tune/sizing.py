@@ -10,6 +10,7 @@ from functools import cached_property
 import kvpress
 from kvpress.cache.report import format_bytes
 from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
 from kvpress.plan import Geometry, plan
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.tune.space import BUDGET, NOTHING, RATIO, SMALLER, Template
@@ -20,8 +21,8 @@ _HALVINGS = 20
 _FACTOR = 1.02
 """How much smaller a press that sets its size itself is asked to be, until by plan it is small enough."""
 _ATTEMPTS = 100
-_AHEAD = 128
-"""Larger budgets that are tried beyond the first that fits: a few pairs more may fill a group of codes and hold less."""
+_TILES = 2
+"""Further tiles of codes that are tried beyond the largest number of pairs that fits."""
 
 
 def parse_bytes(text: str) -> int:
@@ -111,33 +112,38 @@ def solve(template: Template, limit: Limit) -> str | None:
     longest = max(limit.lengths)
     name = RATIO if limit.smaller else BUDGET
 
-    def spec(kept: int) -> str:
-        value = round(1 - kept / longest, 4) if name == RATIO else kept
-        return kvpress.to_spec(template.build(name, value))
+    def press(kept: int) -> BasePress:
+        return template.build(name, round(1 - kept / longest, 4) if name == RATIO else kept)
 
     def fits(kept: int) -> bool:
         try:
-            return limit.fits(kvpress.get_press(spec(kept)))
+            return limit.fits(press(kept))
         except ValueError as error:
             if "keeps 0 of" in str(error):
                 return False
             raise
 
-    most = _largest(fits, longest)
-    return None if most is None else spec(most)
+    most = _largest(fits, longest, plain.recipe(limit.geometry))
+    return None if most is None else kvpress.to_spec(press(most))
 
 
-def _largest(fits: Callable[[int], bool], longest: int) -> int | None:
-    """Return about the largest number of pairs below `longest` that fits, None if not even one does."""
+def _largest(fits: Callable[[int], bool], longest: int, recipe: Recipe) -> int | None:
+    """Return about the largest number of pairs below `longest` that fits, None if not even one does.
+
+    A few pairs more may fill a tile of codes and hold less, so the next numbers that leave none over are tried as well.
+    """
     low, high = 0, longest
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = low or None
-    step = max(1, longest // 4096)
-    for kept in range(low + step, min(longest, low + 1 + _AHEAD * step), step):
-        found = kept if fits(kept) else found
-    return found
+    found = [low] if low else []
+    codec = recipe.codec_at(0)
+    if codec is not None and codec.group > 1:
+        dense = codec.residual + codec.sinks
+        tiles = max(0, low - dense) // codec.group
+        whole = (dense + (tiles + more) * codec.group for more in range(1, _TILES + 1))
+        found += [kept for kept in whole if low < kept < longest and fits(kept)]
+    return max(found, default=None)
 
 
 def _solve_whole(template: Template, limit: Limit) -> str | None:

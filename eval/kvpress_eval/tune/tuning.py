@@ -39,7 +39,7 @@ FINALISTS = 3
 """Presses at the limit that are measured on held-out samples."""
 _OTHER_SIZES = (0.5, 2.0)
 """Parts of the limit at which the best composition is measured too, so that the frontier shows what memory buys."""
-_LENGTHS = 8
+_LENGTHS = 4
 """Different lengths of contexts that a limit is planned at."""
 _TIMED_TOKENS = 8
 
@@ -172,8 +172,7 @@ class _Tuning:
                         for here, there in zip(own, other, strict=True)
                     ]
             first = contexts
-            better = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
-            if better and paired_p_value([pairs]) < ALPHA:
+            if _better(pairs):
                 return
         here, there = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
         raise ConfigError(
@@ -292,6 +291,12 @@ class _Tuning:
 
 _COVERED = 64
 """Points of the space that show which sizes are possible."""
+
+
+def _better(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the first of each pair is larger on the whole, by more than chance where there are enough to tell."""
+    larger = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
+    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)
 
 
 def pick(best: Sequence[Standing], smaller: Sequence[Standing], max_drop: float | None) -> Standing:
