@@ -23,7 +23,7 @@ RANKS = (
     {"tasks", "results"},
     {"config"},
     {"run"},
-    {"fidelity", "lm", "report", "tune"},
+    {"fidelity", "lm", "report", "tuning"},
     {"commands"},
     {"console", "__init__"},
 )

@@ -13,7 +13,7 @@ from kvpress_eval.commands import _shared as shared
 from kvpress_eval.run.interrupt import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
-    from kvpress_eval.tune.result import Tuned
+    from kvpress_eval.tuning.result import Tuned
 
 _LISTS = ("tasks", "lengths")
 _WISHES = ("memory", "smaller", "max_drop", "context", "batch", "held_out", "candidates", "minutes", "data")
@@ -67,7 +67,7 @@ def command(
     options = {name: value for name, value in locals().items() if value is not None}
     with shared.exit_codes() as console:
         from kvpress_eval.config.load import load_config
-        from kvpress_eval.tune.tuning import Wishes, tune
+        from kvpress_eval.tuning.find import Wishes, tune
 
         wishes = Wishes(**{name: options.pop(name) for name in _WISHES if name in options})
         given: dict[str, Any] = {
@@ -92,7 +92,7 @@ def show(tuned: Tuned, console: Console) -> None:
     """Print the frontier, name the pick, and say which files hold it."""
     from kvpress_eval.report.write import write_outputs
     from kvpress_eval.results.read import is_run
-    from kvpress_eval.tune.result import print_frontier
+    from kvpress_eval.tuning.result import print_frontier
 
     print_frontier(tuned.frontier, tuned.press, console)
     out = tuned.path.parent

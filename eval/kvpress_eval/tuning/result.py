@@ -18,10 +18,13 @@ from kvpress_eval.common.terminal import MISSING, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import Estimate, mean_interval, paired_difference
 from kvpress_eval.results.summary import summarise
-from kvpress_eval.tune.space import NOTHING
+from kvpress_eval.tuning.space import NOTHING
 
 PRESS, IDENTITY, RESULT, SCORES, JOURNAL = "press.yaml", "tune.json", "result.json", "search.jsonl", "optuna.journal"
 """Files of the output folder: the pick, what the folder belongs to, all figures, every score, and the record of Optuna."""
+
+_WIDTH = 200
+"""Columns of the table where it goes to a file or a pipe: compositions have long names."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,8 @@ def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) ->
             _interval(change),
             number(one.milliseconds_per_token, 1),
         )
-    console.print(table)
+    wide = console if console.is_terminal else Console(file=console.file, width=_WIDTH)
+    wide.print(table)
 
 
 def sentence(pick: Measured, full: Measured, unit: str, max_drop: float | None) -> str:

@@ -13,7 +13,7 @@ from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.plan import Geometry, plan
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.tune.space import BUDGET, NOTHING, RATIO, SMALLER, Template
+from kvpress_eval.tuning.space import BUDGET, NOTHING, RATIO, SMALLER, Template
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

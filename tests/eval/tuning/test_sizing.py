@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.tune.sizing import Limit, check_possible, make_room, parse_bytes, solve
-from kvpress_eval.tune.space import NOTHING, Template, make_space
+from kvpress_eval.tuning.sizing import Limit, check_possible, make_room, parse_bytes, solve
+from kvpress_eval.tuning.space import NOTHING, Template, make_space
 
 import kvpress
 from kvpress.hf.models import load_config

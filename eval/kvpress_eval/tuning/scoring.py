@@ -26,8 +26,8 @@ from kvpress_eval.run import memory
 from kvpress_eval.run.generation import Context, Limits, answer, ends, parts, read_contexts, seeded
 from kvpress_eval.run.models import Engine
 from kvpress_eval.tasks.scoring import score
-from kvpress_eval.tune.items import Item
-from kvpress_eval.tune.space import NOTHING
+from kvpress_eval.tuning.items import Item
+from kvpress_eval.tuning.space import NOTHING
 
 Asked = tuple[int, Item]
 """The row of a context, and what is asked about it."""

@@ -16,9 +16,9 @@ from kvpress_eval.commands.tune import show
 from kvpress_eval.common.errors import BusyError, ConfigError, DataError, OutputError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import CellStore
-from kvpress_eval.tune import scoring
-from kvpress_eval.tune.result import PRESS, Tuned
-from kvpress_eval.tune.tuning import Wishes, tune
+from kvpress_eval.tuning import find, scoring
+from kvpress_eval.tuning.find import Wishes, tune
+from kvpress_eval.tuning.result import PRESS, Tuned
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -46,10 +46,8 @@ def found(out: Path, wishes: Wishes = WISHES, **fields: Any) -> tuple[Tuned, str
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, str, Path]:
     """A finished search that tests only read."""
-    from kvpress_eval.tune import tuning
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tuning, "load_engine", lambda config, settings=None: bundled_model())
+        patched.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
         out = tmp_path_factory.mktemp("best")
         return *found(out), out
 
@@ -134,6 +132,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"memory": "4GB"}, "give either memory, such as 4GB, or smaller"),
         ({"smaller": 0.5}, "smaller must be at least 1, got 0.5"),
         ({"smaller": float("nan")}, "smaller must be at least 1, got nan"),
+        ({"context": 4096}, "context and batch say what memory is for"),
+        ({"batch": 2}, "context and batch say what memory is for"),
         ({"max_drop": -1.0}, "max_drop must be at least 0, got -1"),
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"smaller": 1e6}, "more than any press reaches: at most"),
@@ -172,8 +172,10 @@ def test_texts_without_answers_are_judged_by_likelihood(tmp_path: Path) -> None:
     rows = [{"text": f" The code for {key} is {1000 + 37 * at}. The {key} waits." * 18} for at, key in enumerate(keys)]
     path = write_lines(tmp_path / "texts.jsonl", *rows)
     config = RunConfig(**{**OWN, "out": tmp_path / "best"})
-    tuned = tune(config, replace(WISHES, data=path, candidates=2), Console(file=io.StringIO()))
+    console = Console(file=io.StringIO(), width=200)
+    tuned = tune(config, replace(WISHES, data=path, candidates=2), console)
     assert "likelihood of a token" in tuned.sentence
+    assert "has no answers: presses are judged by the likelihood" in console.file.getvalue()  # type: ignore[attr-defined]
     assert set(tuned.frontier[0].tasks) == {"text"}
     assert 0 < tuned.pick.accuracy.mean < 1
     assert tuned.pick.factor >= 5.9

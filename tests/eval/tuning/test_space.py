@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from kvpress_eval.tune.space import BUDGET, NOTHING, RATIO, SMALLER, Space, Template, make_space
+from kvpress_eval.tuning.space import BUDGET, NOTHING, RATIO, SMALLER, Space, Template, make_space
 
 import kvpress
 from kvpress.core import registry

@@ -23,10 +23,10 @@ from kvpress.plan import plan
 from kvpress_eval.common.files import replace_file
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
-from kvpress_eval.tune.items import Item, Part
-from kvpress_eval.tune.scoring import Examiner
-from kvpress_eval.tune.sizing import Limit, solve
-from kvpress_eval.tune.space import NOTHING, Parameters, Space, Template
+from kvpress_eval.tuning.items import Item, Part
+from kvpress_eval.tuning.scoring import Examiner
+from kvpress_eval.tuning.sizing import Limit, solve
+from kvpress_eval.tuning.space import NOTHING, Parameters, Space, Template
 
 WAVE = 32
 """Candidates that are compared with each other from the start; the next wave learns from them."""

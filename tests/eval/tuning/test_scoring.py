@@ -14,9 +14,9 @@ from kvpress_eval.run.generation import Limits, answer, read_contexts
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
 from kvpress_eval.tasks.scoring import score
-from kvpress_eval.tune import scoring
-from kvpress_eval.tune.items import CONTINUED, Item, Part, split_tasks, split_texts
-from kvpress_eval.tune.scoring import Examiner
+from kvpress_eval.tuning import scoring
+from kvpress_eval.tuning.items import CONTINUED, Item, Part, split_tasks, split_texts
+from kvpress_eval.tuning.scoring import Examiner
 
 import kvpress
 from tests.eval.engines import bundled_model

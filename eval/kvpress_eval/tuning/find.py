@@ -28,12 +28,12 @@ from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_set
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import run_sources
 from kvpress_eval.tasks.local import PREFIX
-from kvpress_eval.tune import result
-from kvpress_eval.tune.items import Item, Part, Split, has_answers, split_tasks, split_texts
-from kvpress_eval.tune.scoring import Examiner
-from kvpress_eval.tune.search import Search, Standing, rungs, work
-from kvpress_eval.tune.sizing import Limit, Room, check_possible, make_room, parse_bytes
-from kvpress_eval.tune.space import NOTHING, Space, make_space
+from kvpress_eval.tuning import result
+from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
+from kvpress_eval.tuning.scoring import Examiner
+from kvpress_eval.tuning.search import Search, Standing, rungs, work
+from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room, parse_bytes
+from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
 FINALISTS = 3
 """Presses at the limit that are measured on held-out samples."""
@@ -50,8 +50,9 @@ class Wishes:
 
     Give `memory`, of weights and caches together such as "4GB", or `smaller`, a factor. `max_drop` is how many points the
     worst task may lose: then the smallest such press is picked, otherwise the one that loses least. `context` tokens in each of
-    `batch` sequences are what `memory` is for. `held_out` contexts of each task are measured at the end, `candidates` searched,
-    for at most `minutes`. `data` is a file of the user's own samples, in the place of tasks.
+    `batch` sequences are what `memory` is for, by default those of the longest length. `held_out` contexts of each task are
+    measured at the end, `candidates` searched, for at most `minutes`. `data` is a file of the user's own samples, in the place
+    of tasks.
     """
 
     memory: str | None = None
@@ -80,6 +81,8 @@ class Wishes:
         for name, (value, bound) in least.items():
             if value is not None and not value >= bound:
                 raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
+        if self.smaller is not None and (self.context is not None or self.batch != 1):
+            raise ConfigError("context and batch say what memory is for; smaller holds at every length and batch")
         if self.smaller == 1:
             raise ConfigError("smaller must be above 1: at 1 there is nothing to find")
 
@@ -137,6 +140,8 @@ class _Tuning:
 
     def run(self) -> result.Tuned:
         """Check that the model retrieves, search, measure, and write."""
+        if self.split.by_likelihood:
+            self._say(f"{self.wishes.data} has no answers: presses are judged by the likelihood of how its texts go on")
         examiner = Examiner(self.engine, self.config.out / result.SCORES, self.config.max_seconds_per_sample)
         self._check_retrieves(examiner)
         standings, picked = self._search(examiner)
