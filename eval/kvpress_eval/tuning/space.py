@@ -15,7 +15,7 @@ from functools import cached_property
 
 import kvpress
 from kvpress.core.press import BasePress, ComposedPress
-from kvpress.core.registry import Entry
+from kvpress.core.registry import Entry, find
 
 NOTHING = "none"
 LEFT_OUT = ("baseline", "schedule", "select")
@@ -25,7 +25,7 @@ BITS = (DEFAULT, "2", "3", "4", "8")
 RESIDUALS = ("0", "32")
 """Numbers of newest pairs that a codec leaves dense."""
 RATIO, BUDGET, SMALLER = "compression_ratio", "budget", "smaller"
-_CODEC = ("bits", "residual_length")
+BITS_OF, RESIDUAL = "bits", "residual_length"
 _SEED = "seed"
 _TOKENS = 1000
 """Tokens of a prompt that shows whether a wrapper keeps to the ratio inside."""
@@ -101,10 +101,17 @@ class Space:
         """Return the composition of a point."""
         codec = parameters["codec"]
         if codec != NOTHING:
-            given = [f"residual_length={parameters['residual']}"]
-            given += [] if parameters["bits"] == DEFAULT else [f"bits={parameters['bits']}"]
-            codec += ",".join(["", *given]) if ":" in codec else ":" + ",".join(given)
+            codec = self._stored(codec, parameters)
         return Template(parameters["evict"], parameters["wrapper"], codec)
+
+    def _stored(self, codec: str, parameters: Parameters) -> str:
+        """Return the spec of a codec with the bits and the residual of a point."""
+        name, _, own = codec.partition(":")
+        given = {} if parameters["bits"] == DEFAULT else {BITS_OF: parameters["bits"]}
+        if RESIDUAL in {item.name for item in dataclasses.fields(find(name).press)}:
+            given[RESIDUAL] = parameters["residual"]
+        arguments = [*([own] if own else []), *(f"{key}={value}" for key, value in given.items())]
+        return ":".join([name, ",".join(arguments)] if arguments else [name])
 
     def recipes(self) -> list[Template]:
         """Return the presses that are told their size only."""
@@ -156,8 +163,8 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
         return "whole", _variants(entry, _without(press, SMALLER))
     if RATIO in names:
         return "evict", _variants(entry, _without(press, RATIO, BUDGET, _SEED))
-    if names.issuperset(_CODEC):
-        return "codec", _variants(entry, _without(press, *_CODEC, _SEED))
+    if BITS_OF in names:
+        return "codec", _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
     return "", []
 
 

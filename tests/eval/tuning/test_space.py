@@ -69,7 +69,20 @@ def test_a_press_joins_by_its_registration() -> None:
         def wrap(self, step: Eviction, model: object) -> Eviction:
             return step
 
+    @kvpress.register("coded", "quantise", example="coded:bits=2,sinks=1")
+    @dataclass
+    class Coded(BasePress):
+        """Stores."""
+
+        bits: int = 4
+        sinks: int = 0
+
     space = make_space()
+    assert [spec for spec in space.codec if "coded" in spec] == ["coded", "coded:sinks=1"]
+    point = {"evict": "knorm", "wrapper": "none", "codec": "coded:sinks=1", "bits": "3", "residual": "32"}
+    assert space.template(point).codec == "coded:sinks=1,bits=3"
+    assert space.template({**point, "codec": "coded", "bits": "default"}).codec == "coded"
+    assert space.template({**point, "codec": "kivi"}).codec == "kivi:bits=3,residual_length=32"
     assert [spec for spec in space.whole if "tuned_by_size" in spec] == ["tuned_by_size", "tuned_by_size:sinks=2"]
     assert [spec for spec in space.wrapper if "half_of" in spec] == ["half_of", "half_of:share=0.25"]
     (plain, example) = (one for one in space.recipes() if "tuned_by_size" in one.evict)
