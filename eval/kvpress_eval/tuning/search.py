@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 import kvpress
 from kvpress.plan import plan
-from kvpress_eval.common.files import replace_file
+from kvpress_eval.common.files import hash_json, replace_file
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tuning.items import Item, Part
@@ -117,7 +117,10 @@ class Search:
 
     def run(self, journal: Path) -> None:
         """Search until all candidates have been tried or the time is over."""
-        study = open_study(journal, self.limit.name, self.space, self.candidates, self.seed)
+        # Another limit, or presses that were registered since, make another study; what was scored is known all the same.
+        axes = {name: list(values) for name, values in self.space.axes.items()}
+        decided = hash_json([axes, self.limit.smaller, self.limit.bytes, self.limit.lengths])
+        study = open_study(journal, f"{self.limit.name} {decided[:8]}", self.space, self.candidates, self.seed)
         for wave, numbers in enumerate(parts(range(self.candidates), WAVE)):
             points = self._points(study, numbers)
             whole = self.space.recipes() if wave == 0 else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -130,6 +130,14 @@ def test_a_killed_search_ends_as_one_run_would(space: Space, tmp_path: Path) -> 
     again = search(space, Judge(CHANCES), candidates)
     again.run(tmp_path / "killed")
     assert again.ranked == whole.ranked
+
+
+def test_a_search_goes_on_when_a_press_has_joined(space: Space, tmp_path: Path) -> None:
+    search(space, Judge(CHANCES), 4).run(tmp_path / "journal")
+    wider = replace(space, evict=(*space.evict, "snapkv:window_size=8"))
+    again = search(wider, Judge(CHANCES), len(wider.axes["evict"]))
+    again.run(tmp_path / "journal")
+    assert any("window_size=8" in press for press in again.standings)
 
 
 def test_another_seed_searches_elsewhere(space: Space, tmp_path: Path) -> None:
