@@ -29,6 +29,7 @@ EXAMPLES = {
     "plan": "kvpress plan --model reference --context 2048 --press snapkv:0.5 --press kivi:bits=4",
     "calibrate": "kvpress calibrate --model reference --method expected_attention --data text.jsonl --out stats.safetensors",
     "eval": "kvpress eval --model reference --press none --press snapkv:0.5 --tasks niah_single,vt --lengths 512 --samples 20",
+    "tune": "kvpress tune --model reference --smaller 10 --max-drop 1 --lengths 1024 --out best",
     "fidelity": "kvpress fidelity --model reference --press kivi:bits=2 --press snapkv:0.5 --layers",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",

@@ -1,4 +1,4 @@
-"""The mask oracle: full caches, with the evicted pairs hidden by an explicit mask."""
+"""The mask oracle: full caches, with the evicted pairs hidden by an explicit mask and the weights of others added to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ NAME = "test_oracle"
 
 
 class Oracle:
-    """Decodes with all pairs stored but only `kept[layer][row][head]` of the first `known` columns visible."""
+    """Decodes with all pairs stored but only `kept[layer][row][head]` of the first `known` columns visible.
 
-    def __init__(self, model: Any, kept: list[list[list[Tensor]]], known: int) -> None:
-        self.model, self.kept, self.known = model, kept, known
+    `weights[layer]`, `[B, H, known]`, are added to their logits.
+    """
+
+    def __init__(
+        self, model: Any, kept: list[list[list[Tensor]]], known: int, weights: dict[int, Tensor] | None = None
+    ) -> None:
+        self.model, self.kept, self.known, self.weights = model, kept, known, weights or {}
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
@@ -48,6 +53,8 @@ class Oracle:
         cap = kwargs.get("softcap")
         if cap:
             logits = cap * torch.tanh(logits / cap)
+        if module.layer_idx in self.weights:
+            logits[..., : self.known] += self.weights[module.layer_idx].repeat_interleave(groups, dim=1)[:, :, None]
         logits = logits.masked_fill(~visible.repeat_interleave(groups, dim=1), -math.inf)
         sinks = kwargs.get("s_aux")
         if sinks is not None:
@@ -69,6 +76,18 @@ class Oracle:
             self.model.set_attn_implementation(before)
 
 
+def weights_of(cache: DynamicCache, known: int) -> dict[int, Tensor]:
+    """Logit weights of the first columns, `[B, H, known]`, by layer, where pairs have any."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        dense = layer.store.dense if hasattr(layer, "store") else None
+        if dense is not None and dense.log_weight is not None:
+            found[index] = torch.zeros(dense.layout.streams, known)
+            found[index][dense.layout.stream_of_row, dense.slots().long()] = dense.log_weight.float()
+            found[index] = found[index].unflatten(0, (layer.store.batch, -1))
+    return found
+
+
 def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
     """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
     stock = DynamicCache(config=model.config)
@@ -79,13 +98,13 @@ def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps:
     found, expected = [], []
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
-        kept = kvpress.kept_positions(cache)
+        kept, weights = kvpress.kept_positions(cache), weights_of(cache, ids.shape[1])
         for step in range(steps):
             grown = grow(mask, step + 1)
             at = position_ids(grown, 1)
             new = follow[:, step : step + 1]
             found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
-    oracle = Oracle(model, kept, ids.shape[1])
+    oracle = Oracle(model, kept, ids.shape[1], weights)
     for step in range(steps):
         grown = grow(mask, step + 1)
         at = position_ids(grown, 1)

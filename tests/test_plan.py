@@ -220,7 +220,7 @@ def test_plan_of_given_presses_from_a_configuration_file(tmp_path: Path) -> None
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     whole = 4 * 2 * 4096 * 2 * 64 * 2
-    evicted = whole // 4 + 4 * 2 * 1024 * 4
+    evicted = whole // 4 + 4 * 2 * 1024 * 2
     assert format_bytes(evicted) in result.output
     assert f"{whole / evicted:.2f}" in result.output
     assert "1,024" in result.output

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "tune"]
 
 
 def evaluate(model: Any, presses: Sequence[Any], tasks: Sequence[str], *, tokenizer: Any = None, **fields: Any) -> Any:
@@ -26,21 +26,12 @@ def evaluate(model: Any, presses: Sequence[Any], tasks: Sequence[str], *, tokeni
     from rich.console import Console
 
     from kvpress.core.spec import to_spec
-    from kvpress_eval.common.errors import ConfigError
     from kvpress_eval.config.load import load_config
     from kvpress_eval.results.cells import flatten
-    from kvpress_eval.run.models import engine_of, name_of
     from kvpress_eval.run.runner import run
 
-    named = isinstance(model, str)
-    placed = sorted({"device", "device_map", "dtype"} & fields.keys())
-    if placed and not named:
-        raise ConfigError(
-            f"{', '.join(placed)} cannot be chosen for a model that is loaded already; give its name instead"
-        )
+    name, engine = _named(model, tokenizer, fields)
     specs = [press if isinstance(press, str) else to_spec(press) for press in presses]
-    engine = None if named else engine_of(model, tokenizer)
-    name = model if named else name_of(model)
     result = run(load_config(None, {**fields, "model": name, "presses": specs, "tasks": tasks}), Console(), engine)
     rows = [row for cell in result.cells for row in flatten(cell)]
     if importlib.util.find_spec("pandas") is None:
@@ -48,3 +39,48 @@ def evaluate(model: Any, presses: Sequence[Any], tasks: Sequence[str], *, tokeni
     import pandas
 
     return pandas.DataFrame(rows)
+
+
+def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
+    """Find the press that fits a memory limit and loses least; returns it with the figures of held-out samples.
+
+    `model` is a name, or a model that is loaded already, with its `tokenizer`. `wishes` are those of `kvpress tune`: `smaller`
+    or `memory`, `max_drop`, `data`, `context`, `batch`, `held_out`, `candidates`, `minutes`; and fields of `RunConfig` such as
+    `tasks`, `lengths`, `samples`, `seed` and `out`. A search that was stopped continues when called again with the same `out`.
+
+        found = tune("reference", smaller=10, lengths=[1024], out="best")
+        press = kvpress.get_press(found.press)
+
+    Raises:
+        ConfigError: a wish is wrong or cannot be met, or the model retrieves nothing.
+        DataError: the model or the data cannot be read.
+        OutputError: `out` cannot be written, or belongs to another search.
+    """
+    from dataclasses import fields
+
+    from rich.console import Console
+
+    from kvpress_eval.config.load import load_config
+    from kvpress_eval.tuning.find import Wishes
+    from kvpress_eval.tuning.find import tune as find
+
+    name, engine = _named(model, tokenizer, wishes)
+    own = {field.name for field in fields(Wishes)}
+    given = {"lengths": (1024,), "samples": 32, "out": "best", **wishes}
+    config = load_config(None, {**{key: given[key] for key in given.keys() - own}, "model": name})
+    return find(config, Wishes(**{key: given[key] for key in given.keys() & own}), Console(), engine)
+
+
+def _named(model: Any, tokenizer: Any, fields: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name of a model and, where it is loaded already, an engine of it."""
+    from kvpress_eval.common.errors import ConfigError
+    from kvpress_eval.run.models import engine_of, name_of
+
+    if isinstance(model, str):
+        return model, None
+    placed = sorted({"device", "device_map", "dtype"} & fields.keys())
+    if placed:
+        raise ConfigError(
+            f"{', '.join(placed)} cannot be chosen for a model that is loaded already; give its name instead"
+        )
+    return name_of(model), engine_of(model, tokenizer)

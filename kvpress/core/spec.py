@@ -1,13 +1,15 @@
 """Presses as text and as plain data.
 
-    spec  := term ("+" term)*
-    term  := name [ "(" inner (";" inner)* ")" ] [ ":" argument ("," argument)* ]
+    spec  := path | term ("+" term)*
+    term  := name [ "(" inner (";" inner)* ")" ] [ ":" argument ("," argument)* ] | "@" path
     inner := spec | name "=" spec
     argument := value | name "=" value
 
 A bare value fills the first argument that is not itself a press: the ratio of a scorer, the bits of a codec. Presses in
 parentheses fill the arguments that are presses: `adakv(snapkv:0.5)`, `prefill_decoding(snapkv:0.5; decoding(knorm))`,
 `prefill_decoding(decoding_press=h2o:0.5)`.
+
+A path is that of a YAML file that says `press: spec`, or holds what `press_to_dict` returns; its other keys are notes.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import dataclasses
 import re
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, entries, find, name_of, nearest
 
+FILE, ENDINGS = "@", (".yaml", ".yml")
+"""What a path begins with, and what it ends with where nothing stands before it."""
 MOST_NESTED = 32
 """Parentheses of a spec inside one another; no wrapper needs more than a few."""
 
@@ -29,18 +34,44 @@ MOST_NESTED = 32
 def get_press(spec: str) -> BasePress:
     """Build a press from a spec such as `"adakv(expected_attention:0.6,epsilon=0.02) + kivi:bits=2 + quest:budget=1024"`.
 
-    Names ignore case, dashes and underscores. Unknown names are a `KeyError`, unknown or wrong arguments a `ValueError` or
-    `TypeError`; both name the nearest valid one.
+    `"best/press.yaml"` or `"@best/press.yaml"` reads it from a file, as `kvpress tune` writes it. Names ignore case, dashes and
+    underscores. Unknown names are a `KeyError`, unknown or wrong arguments and files without a press a `ValueError` or
+    `TypeError`; they name the nearest valid one.
     """
     if isinstance(spec, BasePress):
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a press spec is text such as 'snapkv:0.5', got {type(spec).__name__}")
+    path = spec.strip().removeprefix(FILE)
+    if path.endswith(ENDINGS) and not re.search(r"[@(=]", path):
+        return _read_file(path)
     if (deepest := max(_depths(spec), default=0)) > MOST_NESTED:
         raise _too_deep(deepest, spec[:60])
     terms = _split(spec, "+")
     presses = [_parse_term(term.strip(), spec) for term in terms]
     return presses[0] if len(presses) == 1 else ComposedPress(presses)
+
+
+def _read_file(path: str) -> BasePress:
+    """Build the press that a file holds.
+
+    Raises:
+        ValueError: there is no such file, or it holds no press.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read a press from {path}: {error}") from error
+    held = data.get("press", data) if isinstance(data, dict) else data
+    if isinstance(held, str) and FILE not in held and not held.strip().endswith(ENDINGS):
+        return get_press(held)
+    if isinstance(held, dict) and "name" in held:
+        return press_from_dict(held)
+    raise ValueError(
+        f"{path} holds no press: expected a line such as `press: snapkv:0.5 + kivi:bits=4`, got {held!r:.80}"
+    )
 
 
 def _too_deep(depth: int, start: str) -> ValueError:
@@ -123,6 +154,8 @@ def _from_dict(data: Any) -> BasePress:
 
 
 def _parse_term(term: str, spec: str) -> BasePress:
+    if term.startswith(FILE):
+        return _read_file(term.removeprefix(FILE).strip())
     match = re.match(r"[A-Za-z][\w-]*", term)
     if match is None:
         raise ValueError(f"expected the name of a press at {term!r} in {spec!r}")

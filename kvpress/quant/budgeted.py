@@ -15,7 +15,7 @@ from kvpress.core.checks import Range
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Allocator, Amount, Eviction, Recipe, Scored
-from kvpress.core.registry import Refusal, register
+from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.presses.cake import share_out
@@ -31,10 +31,16 @@ LEAST = 16
 """Pairs of a head that stay whatever the size."""
 WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
 """Bits of a channel, and from how many bits a number may take on average they are used."""
+ROUNDING = 1e-6
+"""Relative squared errors below this tell layers apart by their rounding."""
 MOST = 2.0
 """How many times the mean a layer gets at most; at least it gets one over that."""
 
 
+ENCODES = (
+    Exemption("mask oracle", "what stays is encoded; its parts, `sample(x)` and `rotated`, are compared on their own"),
+    Exemption("pairs per layer", "layers share pairs by what losing them costs, which its own tests measure"),
+)
 Smaller = Annotated[float, Range(1, above=True)]
 
 
@@ -84,12 +90,13 @@ class OfSize(Wrapping):
     "budgeted",
     "budget",
     example="budgeted(snapkv):smaller=10",
-    cases=("budgeted(snapkv:window_size=4):smaller=3", "budgeted(adakv(knorm)):smaller=3"),
+    cases=("budgeted(snapkv:window_size=4):smaller=20", "budgeted(adakv(knorm)):smaller=20"),
     refuses=(
         Refusal("budgeted(snapkv:0.5)", "the size says how many pairs stay"),
         Refusal("budgeted(pyramidkv)", "both would share out pairs among layers"),
         Refusal("budgeted(knorm) + kivi:bits=4", "the size decides how pairs are stored"),
     ),
+    exempt=ENCODES,
 )
 @dataclass
 class BudgetedPress(OfSize):
@@ -100,11 +107,11 @@ class BudgetedPress(OfSize):
         pairs  as many as fit in that many bits, all that is held beside the codes counted; all where they fit
         layer  pairs ~ sqrt(e),   e = mean |o' - o|^2 / mean |o|^2 over the newest 64 tokens and all heads
 
-    o is the attention output of one of the newest tokens, o' that with the pairs evicted that the inner press leaves out at
-    the mean budget, the newest tokens themselves left whole, as those of a question would be. If the error of a layer falls as
-    1 / pairs, this shares pairs out with the least sum of errors. No layer gets more than twice the mean or less than half
-    of it. Pairs are stored as by `RotatedPress`, without a dense tail; tokens that follow the prompt stay dense until 32 of
-    them are encoded together. A prompt of fewer than 16 pairs a head in that size keeps 16.
+    o is the attention output of one of the newest tokens, at most a quarter of the prompt, and o' that with the pairs evicted
+    that the inner press leaves out at the mean budget; the newest tokens themselves stay whole, as those of a question would.
+    If the error of a layer falls as 1 / pairs, this shares pairs out with the least sum of errors. No layer gets more than
+    twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; tokens that follow
+    the prompt stay dense until 32 of them are encoded together. A prompt keeps 16 pairs a head at least.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -118,7 +125,7 @@ class BudgetedPress(OfSize):
         return self.press
 
 
-@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:smaller=3",))
+@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:smaller=20",), exempt=ENCODES)
 @dataclass
 class FrontierPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller by what was found to lose least; nothing else to set.
@@ -172,8 +179,9 @@ class ByError(Allocator):
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         layers = [list(part) for _, part in groupby(scored, key=lambda each: each.view.layer)]
-        wanted = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64).sqrt()
-        wanted = (wanted / wanted.mean().clamp_min(1e-30)).clamp(1 / MOST, MOST)
+        wanted = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
+        wanted = (wanted + ROUNDING).sqrt()
+        wanted = (wanted / wanted.mean()).clamp(1 / MOST, MOST)
         room = torch.tensor([min(each.view.length for each in layer) for layer in layers])
         shares = share_out(mean * len(layers), wanted, room)
         return [count for layer, share in zip(layers, shares, strict=True) for count in self.inner.counts(layer, share)]
@@ -189,7 +197,7 @@ def error(layer: Sequence[Scored], count: int) -> float:
         mask = scored.scorer.choose(scored, min(count, scored.view.length))
         weight = torch.zeros(mask.shape, device=mask.device) if scored.log_weight is None else scored.log_weight.float()
         for h, head in enumerate(scored.view.per_head()):
-            queries = head.newest_queries(QUERIES)
+            queries = head.newest_queries(QUERIES)[:, :, -max(1, head.seen // 4) :]
             newest = head.positions[:, 0] >= head.seen - queries.shape[2]
             factor = torch.where(newest, 1.0, mask[:, h] * weight[:, h].exp())
             attention, values = head.attention(queries)[:, 0], head.values.float()

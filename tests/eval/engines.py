@@ -8,7 +8,9 @@ from typing import Any
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 from kvpress_eval.run.models import Engine, load_engine, use_threads
 
-LOADERS = ("kvpress_eval.run.runner", "kvpress_eval.fidelity.measure", "kvpress_eval.report.show")
+LOADERS = (
+    "kvpress_eval.run.runner", "kvpress_eval.fidelity.measure", "kvpress_eval.report.show", "kvpress_eval.tuning.find",
+)  # fmt: skip
 """The modules that load models."""
 
 

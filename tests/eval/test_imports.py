@@ -23,15 +23,16 @@ RANKS = (
     {"tasks", "results"},
     {"config"},
     {"run"},
-    {"fidelity", "lm", "report"},
+    {"fidelity", "lm", "report", "tuning"},
     {"commands"},
     {"console", "__init__"},
 )
 """What stands on a step knows only itself and the steps below."""
 USED = {
     "kvpress", "kvpress.cache.attention", "kvpress.cache.report", "kvpress.calibrate.corpus", "kvpress.cli",
-    "kvpress.core.press", "kvpress.core.spec", "kvpress.data.reference.words", "kvpress.hf.clock", "kvpress.hf.layer",
-    "kvpress.hf.models", "kvpress.hf.session", "kvpress.observe.call", "kvpress.plan", "kvpress.sparse",
+    "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry", "kvpress.core.spec", "kvpress.data.reference.words",
+    "kvpress.hf.clock", "kvpress.hf.layer", "kvpress.hf.models", "kvpress.hf.session", "kvpress.observe.call", "kvpress.plan",
+    "kvpress.sparse",
 }  # fmt: skip
 """The modules of the library that the harness builds on."""
 

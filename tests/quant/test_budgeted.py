@@ -43,11 +43,11 @@ def test_every_family_is_cut_to_size(family: str) -> None:
     assert 0 < held < 0.75 * sum(4 * 300 for _ in growing)
 
 
-def test_short_prompts_keep_sixteen_pairs() -> None:
+def test_short_prompts_keep_sixteen_pairs_a_head() -> None:
     model = tiny_model("llama")
     with kvpress.FrontierPress(50)(model) as session:
         model.generate(tokens(1, 40), max_new_tokens=1, do_sample=False)
-    assert session.cache.layers[0].store.stored() == [16, 16]
+    assert sum(sum(layer.store.stored()) for layer in session.cache.layers) == 2 * 3 * 16
 
 
 def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +61,11 @@ def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch
             self.layer = layer
 
     scored = [Scored(Layer(n), None) for n in errors]  # type: ignore[arg-type]
-    assert ByError(scope="cache").counts(scored, 100) == [50, 150, 100]
+    assert ByError(scope="cache").counts(scored, 100) == [50, 150, 100]  # never more than twice the mean, or half of it
 
 
 def test_the_error_is_that_of_the_attention_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared with attention of the newest 64 tokens over all pairs and over those that stay, weights and all."""
+    """Compared with attention of the newest quarter of 200 tokens over all pairs and over those that stay, weights and all."""
     model, seen = tiny_model("llama"), []
 
     def watched(layer: list[Scored], count: int) -> float:
@@ -76,10 +76,10 @@ def test_the_error_is_that_of_the_attention_output(monkeypatch: pytest.MonkeyPat
         for head in range(view.shape[1]):
             keys, values = view.keys[0, head].double(), view.values[0, head].double()
             weight, kept = scored.log_weight[0, head].double(), mask[0, head].clone()
-            kept[-64:], weight[-64:] = True, 0.0
+            kept[-50:], weight[-50:] = True, 0.0
             for query_head in range(2 * head, 2 * head + 2):
-                for i, query in enumerate(queries[0, query_head].double()):
-                    before = slice(0, view.length - 63 + i)
+                for i, query in enumerate(queries[0, query_head, -50:].double()):
+                    before = slice(0, view.length - 49 + i)
                     logit = keys[before] @ query * view.call.logits.scale
                     out = logit.softmax(0) @ values[before]
                     left = (logit + weight[before]).masked_fill(~kept[before], -torch.inf).softmax(0) @ values[before]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,8 @@ from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
 from kvpress_eval.tasks.local import PREFIX
 
 REFERENCE = "reference"
+_FILES = re.compile(r"(^|\+)\s*@|\.ya?ml\s*$")
+"""What tells that a press, or a part of it, is read from a file."""
 
 Length = Annotated[int, Field(ge=16)]
 Depth = Annotated[float, Field(ge=0, le=1)]
@@ -25,9 +28,9 @@ class RunConfig(BaseModel):
     The context is compressed before the question is seen, unless `question_aware`. `depth` hides the answer
     at that fraction of the context (None: anywhere), `depths` at each of several. `filler` surrounds it: "noise",
     "repeat" or `file:PATH`. `max_new_tokens` None is what the answers of a task may need. `language` "auto" is the
-    reference model's own language for the model `reference`, English for every other. `device_map` spreads the layers of a
-    model over all devices, as accelerate does. `data_dir` holds the files of
-    published benchmarks, where they do not come from the hub.
+    reference model's own language for the model `reference`, and for others what their tokenizers can spell. `device_map`
+    spreads the layers of a model over all devices, as accelerate does. `data_dir` holds the files of published benchmarks,
+    where they do not come from the hub.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,12 +59,15 @@ class RunConfig(BaseModel):
     @field_validator("presses")
     @classmethod
     def _presses_exist(cls, presses: tuple[str, ...]) -> tuple[str, ...]:
+        found = []
         for spec in presses:
             try:
-                kvpress.get_press(spec)
+                press = kvpress.get_press(spec)
             except (KeyError, ValueError, TypeError) as error:
                 raise ValueError(f"press {spec!r}: {error.args[0] if error.args else error}") from error
-        return tuple(dict.fromkeys(" ".join(spec.split()) for spec in presses))
+            # A file may change: results are named by what it held.
+            found.append(kvpress.to_spec(press) if _FILES.search(spec) else " ".join(spec.split()))
+        return tuple(dict.fromkeys(found))
 
     @field_validator("tasks")
     @classmethod
@@ -115,7 +121,7 @@ class RunConfig(BaseModel):
 
     @property
     def wording(self) -> str:
-        """The language that "auto" stands for."""
+        """The language that "auto" stands for, as far as can be said without the tokenizer (`run/language.py`)."""
         return _wording(self.language, self.model)
 
 

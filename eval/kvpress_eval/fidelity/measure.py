@@ -23,6 +23,7 @@ from kvpress_eval.fidelity.continuation import config_errors
 from kvpress_eval.fidelity.texts import read_texts
 from kvpress_eval.results.records import FIDELITY
 from kvpress_eval.run.environment import describe_run
+from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings
 from kvpress_eval.run.progress import RunProgress
 
@@ -45,6 +46,7 @@ def measure(
     engine = load_engine(config, model)
     if layers and not growing_layers(engine.model):
         raise ConfigError(f"model {config.model!r} has no layer whose cache grows with the context: leave out --layers")
+    config = in_words_of(config, engine.tokenizer) if text is None else config
     texts = read_texts(config, engine, tokens, text)
     comparison = Comparison(engine, texts, context, config.batch_size, chunk, layers)
     for press in config.presses:

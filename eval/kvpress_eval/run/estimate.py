@@ -109,7 +109,7 @@ def estimate(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: a press does not suit a length.
     """
-    sources, settings = prepare(config)
+    config, sources, settings = prepare(config)
     shape = shape_of(config, settings)
     machine = measure_machine(config, shape.geometry.dtype)
     device, dtype = device_of(config), str(shape.geometry.dtype).removeprefix("torch.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 import kvpress
 from kvpress.hf.clock import now
 from kvpress.hf.models import new_cache
+from kvpress_eval.common.files import hash_json
 from kvpress_eval.run.models import Engine
 from kvpress_eval.run.prompts import Prompt
 
@@ -35,12 +37,13 @@ class Limits:
 class Answer:
     """What the model said to one prompt, and what it took.
 
-    `text` is None when the time ran out. `bytes` are those of the compressed context, before the question, `end_bytes` what
-    the cache holds after the answer.
+    `text` is None when the time ran out; `ids` are its tokens, with the one that ends it. `bytes` are those of the compressed
+    context, before the question, `end_bytes` what the cache holds after the answer.
     `seconds_per_token` is None for answers of one token: there is no step to time.
     """
 
     text: str | None
+    ids: tuple[int, ...]
     new_tokens: int
     context_tokens: int
     bytes: float
@@ -153,6 +156,7 @@ def answer(engine: Engine, context: Context, asked: Sequence[tuple[int, Prompt]]
         for place, row, new in zip(places, rows, tokens, strict=True):
             answers[place] = Answer(
                 text=None if clock.expired else engine.tokenizer.decode(new, skip_special_tokens=True),
+                ids=_ended(new, engine),
                 new_tokens=_length(new, engine),
                 context_tokens=int(context.mask[row].sum()),
                 bytes=context.report.total_bytes / len(context.ids),
@@ -237,6 +241,27 @@ def _rounds(asked: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
         groups.setdefault((times[row], len(prompt.second)), []).append(place)
         times[row] += 1
     return list(groups.values())
+
+
+@contextmanager
+def seeded(name: str) -> Iterator[None]:
+    """Make a press that draws at random draw the same for the contexts of that name, in whatever order they come."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int(hash_json(name)[:8], 16))
+        yield
+
+
+def ends(model: Any) -> set[int]:
+    """Return the tokens that end an answer."""
+    found = model.generation_config.eos_token_id
+    return set(found) if isinstance(found, list) else {found} - {None}
+
+
+def _ended(tokens: Tensor, engine: Engine) -> tuple[int, ...]:
+    """Return the tokens of an answer up to the first that ends it."""
+    said = tokens.tolist()
+    stop = next((at for at, token in enumerate(said) if token in ends(engine.model)), len(said))
+    return tuple(said[: stop + 1])
 
 
 def _length(tokens: Tensor, engine: Engine) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -15,13 +15,12 @@ import torch
 
 import kvpress
 from kvpress_eval.common.errors import EvalError
-from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import CellStore, Row, store_of
 from kvpress_eval.run import memory
 from kvpress_eval.run.cells import Cell
 from kvpress_eval.run.environment import now
-from kvpress_eval.run.generation import Answer, Context, Limits, answer, parts, read_contexts
+from kvpress_eval.run.generation import Answer, Context, Limits, answer, parts, read_contexts, seeded
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.kept import describe_kept
 from kvpress_eval.run.models import Engine
@@ -153,7 +152,7 @@ class Job:
         """Read the contexts of a batch once for a group of presses; where that fails, for half of them at a time."""
         failure = None
         try:
-            with self._seeded(batch):
+            with seeded(batch.samples[0].id):
                 contexts = read_contexts(self.engine, [one.press for one in group], batch.ids)
         except Exception as error:
             failure = _freed(error)
@@ -175,7 +174,7 @@ class Job:
         limits = Limits(one.cell.source.max_new_tokens, self.config.max_seconds_per_sample, batch.samples[0].query.stop)
         failure = None
         try:
-            with self._seeded(batch):
+            with seeded(batch.samples[0].id):
                 answers = answer(self.engine, context, batch.asked, limits)
         except Exception as error:
             failure = _freed(error)
@@ -207,13 +206,6 @@ class Job:
                     self._read_and_answer(group, _Batch(part))
         else:
             self._fail(group[0], error)
-
-    @contextmanager
-    def _seeded(self, batch: _Batch) -> Iterator[None]:
-        """Make a press that draws at random draw the same in a run that was stopped and continued."""
-        with torch.random.fork_rng():
-            torch.manual_seed(int(hash_json(batch.samples[0].id)[:8], 16))
-            yield
 
     def _fail(self, one: _Running, error: Exception) -> None:
         one.open = False

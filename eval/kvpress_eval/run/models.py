@@ -98,6 +98,18 @@ def read_settings(config: RunConfig) -> Any:
         raise DataError(f"cannot load model {config.model!r}, neither as a folder nor from the hub: {error}") from error
 
 
+def load_tokenizer(config: RunConfig, settings: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run's model.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source_of(config), config=settings, padding_side="left")
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"cannot load the tokenizer of model {config.model!r}: {error}") from error
+
+
 def use_threads(config: RunConfig) -> None:
     """Give torch the number of CPU threads of a run, if it names one."""
     if config.threads:
@@ -118,7 +130,7 @@ def load_engine(config: RunConfig, settings: Any = None) -> Engine:
     source, device = source_of(config), device_of(config)
     try:
         weights = fingerprint(source, settings)
-        tokenizer = AutoTokenizer.from_pretrained(source, config=settings, padding_side="left")
+        tokenizer = load_tokenizer(config, settings)
         placed = {"device_map": config.device_map} if config.device_map else {}
         model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **placed)
         if not placed:

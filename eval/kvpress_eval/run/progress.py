@@ -70,6 +70,10 @@ class RunProgress:
         mean = f"{100 * fmean(scored):.1f}%" if scored else "no score"
         self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s; {self._left()} left")
 
+    def reached(self, text: str) -> None:
+        """Say how far the work is, and how long the rest will take at this pace."""
+        self.note(f"{text}; {self._left()} left")
+
     def note(self, text: str) -> None:
         """Print a line, if there is anything to say."""
         if text:

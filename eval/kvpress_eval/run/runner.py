@@ -14,14 +14,15 @@ from rich.console import Console
 
 from kvpress_eval.common.errors import BusyError
 from kvpress_eval.common.files import make_folder
-from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.config.schema import REFERENCE, RunConfig
 from kvpress_eval.results.cells import CellResult, read_result
 from kvpress_eval.results.store import log_run, store_of
 from kvpress_eval.run.cells import Cell, make_cells
 from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.interrupt import INTERRUPTED, Interrupt
 from kvpress_eval.run.job import Job
-from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings, use_threads
+from kvpress_eval.run.language import in_words_of
+from kvpress_eval.run.models import Engine, check_lengths, load_engine, load_tokenizer, read_settings, use_threads
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.savings import Savings
 from kvpress_eval.tasks.catalogue import expand_tasks
@@ -50,22 +51,35 @@ class RunResult:
         return BusyError.exit_code if self.busy else FAILED
 
 
-def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[list[Source], Any]:
-    """Check what can be checked without the weights; return the tasks with their data, and the model's configuration."""
+def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig, list[Source], Any]:
+    """Check what can be checked without the weights.
+
+    Returns the configuration with its language, the tasks with their data, and the model's configuration.
+    """
+    settings = engine.model.config if engine else None
+    if config.language == "auto" and config.model != REFERENCE:
+        expand_tasks(config)  # a missing file is told before anything is loaded
+        settings = settings or read_settings(config)
+        config = in_words_of(config, engine.tokenizer if engine else load_tokenizer(config, settings))
     sources = expand_tasks(config)
-    settings = engine.model.config if engine else read_settings(config)
+    settings = settings or read_settings(config)
     check_lengths(config, settings)
     make_folder(config.out)
-    return sources, settings
+    return config, sources, settings
 
 
 def run(config: RunConfig, console: Console, engine: Engine | None = None) -> RunResult:
     """Run what is missing of a configuration, on an engine if one is ready; return all of its results."""
-    sources, settings = prepare(config, engine)
+    config, sources, settings = prepare(config, engine)
     if engine is None:
         engine = load_engine(config, settings)
     else:
         use_threads(config)
+    return run_sources(config, sources, engine, console)
+
+
+def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, console: Console) -> RunResult:
+    """Run what is missing of some tasks under the presses of a configuration; return all of their results."""
     record = describe_run(config, engine)
     log_run(config.out, record)
     cells = make_cells(config, sources, engine.fingerprint, engine.device, engine.dtype)

@@ -82,3 +82,33 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(DataError, match="cannot read"):
         read_file(path)
+
+
+def test_what_is_not_given_has_defaults(tmp_path: Path) -> None:
+    rows = [
+        {"context": " It is 4837 or 12.", "question": "What is it?", "answer": ["4837", "12"]},
+        {"context": " It is 4837.", "question": "What is it?", "answer": "4837", "answer_prefix": "It is"},
+        {"context": " It is 4837.", "question": "What is it?", "answer": "4837", "match": "contains", "task": "own"},
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    first, second, third = read_file(path).samples
+    assert (first.task, first.length, first.query.match, first.query.answers) == ("data", 0, "any", ("4837", "12"))
+    assert [first.context[start:end] for start, end in first.spans] == ["4837", "12"]
+    assert (second.query.match, second.query.answer_prefix) == ("prefix", "It is")
+    assert (third.task, third.query.match) == ("own", "contains")
+    sources = expand_tasks(RunConfig(tasks=(f"file:{path}",), lengths=(512, 1024)))
+    assert [(source.task, len(source.ids)) for source in sources] == [("data", 2), ("own", 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": []}, "answer must be text, or a list of texts"),
+        ({"answer": ""}, "answer must be text, or a list of texts"),
+        ({"match": "exact"}, "match must be prefix, contains or any, got 'exact'"),
+    ],
+)
+def test_values_that_a_row_does_not_take(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", row("single", 512, "4837") | change)
+    with pytest.raises(DataError, match=message):
+        read_file(path)

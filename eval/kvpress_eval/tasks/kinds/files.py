@@ -5,17 +5,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from kvpress_eval.common.errors import ConfigError, DataError, unknown_name
 from kvpress_eval.tasks.kinds.generated import answer_room
 from kvpress_eval.tasks.local import PREFIX, reading
-from kvpress_eval.tasks.sample import Query, Sample
+from kvpress_eval.tasks.sample import Match, Query, Sample
 from kvpress_eval.tasks.source import Kind, Request, Source
 
-_TEXT_FIELDS = ("task", "context", "question", "answer_prefix", "answer")
+OWN = "data"
+"""The task of rows that name none."""
+_MATCHES = ("prefix", "contains", "any")
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,43 @@ def split_source(source: str) -> tuple[Path, list[str]]:
 
 
 def read_file(path: Path) -> TaskFile:
-    """Read a file of rows with task, length, context, question, answer_prefix and answer."""
-    with reading(path, "task file"):
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    """Read a file of rows with context, question and answer, and optionally task, length, answer_prefix and match."""
     samples: list[Sample] = []
     counts: dict[tuple[str, int], int] = {}
+    raw, text = _read(path)
+    for number, row in _rows(path, text):
+        try:
+            samples.append(_sample(row, counts))
+        except (ValueError, TypeError, KeyError) as error:
+            raise _no_row(path, number, error) from error
+    return TaskFile(path, hashlib.sha256(raw).hexdigest(), samples)
+
+
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """Return the rows of a file as they are."""
+    return [row for _, row in _rows(path, _read(path)[1])]
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    with reading(path, "task file"):
+        raw = path.read_bytes()
+        return raw, (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, object]]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            sample = _sample(json.loads(line), counts)
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}:{number}: not a task row ({error})") from error
-        samples.append(sample)
-    return TaskFile(path, hashlib.sha256(raw).hexdigest(), samples)
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("an object is expected")
+        except (ValueError, TypeError) as error:
+            raise _no_row(path, number, error) from error
+        yield number, row
+
+
+def _no_row(path: Path, number: int, error: Exception) -> DataError:
+    missing = "missing: " if isinstance(error, KeyError) else ""
+    return DataError(f"{path}:{number}: not a task row ({missing}{error})")
 
 
 def _expand(names: Sequence[str], request: Request) -> list[Source]:
@@ -68,7 +95,7 @@ def _expand(names: Sequence[str], request: Request) -> list[Source]:
 def _sources(name: str, request: Request) -> list[Source]:
     path, chosen = split_source(name)
     file = read_file(path)
-    places = [(task, length) for task in file.tasks(chosen) for length in request.lengths]
+    places = [(task, length) for task in file.tasks(chosen) for length in (0, *request.lengths)]
     found = [_source(file, task, length, request) for task, length in places if file.select(task, length)]
     if not found:
         lengths = ", ".join(map(str, sorted({sample.length for sample in file.samples})))
@@ -83,19 +110,32 @@ def _source(file: TaskFile, task: str, length: int, request: Request) -> Source:
 
 
 def _sample(row: dict[str, object], counts: dict[tuple[str, int], int]) -> Sample:
-    task, context, question, prefix, answer = (_text(row, field) for field in _TEXT_FIELDS)
-    length = row["length"]
+    context, question = _text(row, "context"), _text(row, "question")
+    task, prefix = _text(row, "task", OWN), _text(row, "answer_prefix", "")
+    answers = _answers(row)
+    length = row.get("length", 0)
     if not isinstance(length, int):
         raise TypeError("length must be an integer")
+    match = row.get("match", "prefix" if prefix else "any")
+    if match not in _MATCHES:
+        raise ValueError(f"match must be {', '.join(_MATCHES[:-1])} or {_MATCHES[-1]}, got {match!r}")
     index = counts[task, length] = counts.get((task, length), -1) + 1
-    at = context.find(answer)
-    spans = ((at, at + len(answer)),) if at >= 0 else ()
-    query = Query(question, prefix, (answer,), "prefix")
+    found = ((context.find(answer), answer) for answer in answers)
+    spans = tuple((at, at + len(answer)) for at, answer in found if at >= 0)
+    query = Query(question, prefix, answers, cast(Match, match))
     return Sample(f"{task}-{length}-{index}", task, length, context, query, spans)
 
 
-def _text(row: dict[str, object], field: str) -> str:
-    value = row[field]
+def _answers(row: dict[str, object]) -> tuple[str, ...]:
+    found = row["answer"]
+    answers = found if isinstance(found, list) else [found]
+    if not answers or not all(isinstance(answer, str) and answer for answer in answers):
+        raise TypeError("answer must be text, or a list of texts")
+    return tuple(answers)
+
+
+def _text(row: dict[str, object], field: str, default: str | None = None) -> str:
+    value = row[field] if default is None else row.get(field, default)
     if not isinstance(value, str):
         raise TypeError(f"{field} must be text")
     return value

@@ -1,0 +1,102 @@
+"""`kvpress tune`: from a memory limit to a press."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvpress_eval.commands import _shared as shared
+from kvpress_eval.run.interrupt import INTERRUPTED, Terminated
+
+if TYPE_CHECKING:
+    from kvpress_eval.tuning.result import Tuned
+
+_LISTS = ("tasks", "lengths")
+_WISHES = ("memory", "smaller", "max_drop", "context", "batch", "held_out", "candidates", "minutes", "data")
+_LENGTH = 1024
+_MISSED = 1
+
+
+def command(
+    model: shared.Model = "reference",
+    memory: Annotated[str | None, typer.Option(help="Of weights and cache together, such as 4GB or 512MiB.")] = None,
+    smaller: Annotated[float | None, typer.Option(help="Instead: how many times smaller the cache is to be.")] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Points that the worst task may lose: picks the smallest such press.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Names separated by commas; default: generated tasks.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Your own .jsonl: context, question, answer; or text, judged by likelihood.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help=f"Context lengths in tokens, separated by commas; default: {_LENGTH}.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens that --memory is for; default: the longest length.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of such a context at a time.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for the press; a killed search continues there.")] = Path("best"),
+    samples: Annotated[int, typer.Option(help="Contexts of each task that are searched on.", min=2)] = 32,
+    held_out: Annotated[int, typer.Option(help="Further contexts of each task that decide the printed figures.")] = 24,
+    candidates: Annotated[int, typer.Option(help="Points of the space that are tried.")] = 96,
+    minutes: Annotated[
+        float | None, typer.Option(help="Longest search; measuring the best comes on top. Default: no limit.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search and of the generated contexts.")] = 0,
+    language: Annotated[str, typer.Option(help="Wording of the tasks: auto, reference or english.")] = "auto",
+    question_aware: Annotated[
+        bool, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")
+    ] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Contexts that are read together.")] = 1,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
+    ] = None,
+    threads: shared.Threads = None,
+) -> None:
+    """Find the press that fits a memory limit and loses least, and write it for `get_press` and `--press @FILE`.
+
+    The worst of the tasks decides, and samples that were not searched on say how good the press is.
+    """
+    options = {name: value for name, value in locals().items() if value is not None}
+    with shared.exit_codes() as console:
+        from kvpress_eval.config.load import load_config
+        from kvpress_eval.tuning.find import Wishes, tune
+
+        wishes = Wishes(**{name: options.pop(name) for name in _WISHES if name in options})
+        given: dict[str, Any] = {
+            name: shared.split(value) if name in _LISTS else value for name, value in options.items()
+        }
+        config = load_config(None, {"lengths": (_LENGTH,), **given})
+        if tasks is None and data is None:
+            console.print(Text(f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"))
+        try:
+            tuned = tune(config, wishes, console)
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
+            console.print("interrupted; the same command continues where this search stopped")
+            raise typer.Exit(INTERRUPTED) from None
+        show(tuned, console)
+        if tuned.kept is False:
+            raise typer.Exit(_MISSED)
+
+
+def show(tuned: Tuned, console: Console) -> None:
+    """Print the frontier, name the pick, and say which files hold it."""
+    from kvpress_eval.report.write import write_outputs
+    from kvpress_eval.results.read import is_run
+    from kvpress_eval.tuning.result import print_frontier
+
+    print_frontier(tuned.frontier, tuned.press, console)
+    out = tuned.path.parent
+    written = write_outputs([out], out / "report.html") if is_run(out) else []
+    for path in (*written, tuned.path):
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    console.print(Text(tuned.sentence, style="bold"), soft_wrap=True)

@@ -1,0 +1,58 @@
+"""Which language a model's tasks are worded in: the one that its tokenizer can spell."""
+
+from __future__ import annotations
+
+import random
+
+from transformers import PreTrainedTokenizerBase
+
+from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.config.load import validate
+from kvpress_eval.config.schema import REFERENCE, RunConfig
+from kvpress_eval.tasks.kinds.generated import TASKS
+from kvpress_eval.tasks.languages import LANGUAGES, Language
+
+ENGLISH = "english"
+_SENTENCES = 40
+_PIECES = 2.0
+"""Times as many tokens a character as the other language takes, from which on a language is spelt in pieces, not in words."""
+
+
+def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
+    """Return a configuration that names the language which "auto" stands for with a tokenizer.
+
+    English is spelt by most; a vocabulary made for the words of the reference model takes a token for every letter of it.
+
+    Raises:
+        ConfigError: the tokenizer spells neither language, or the one that it spells has no words for a task.
+    """
+    if config.language != "auto" or config.model == REFERENCE:
+        return config
+    language = _spelt(tokenizer)
+    if language is None:
+        if not any(task in TASKS for task in config.tasks):
+            return config
+        raise ConfigError(
+            f"the tokenizer of {config.model!r} spells neither English nor the words of the reference model, so that no task "
+            "can be worded for it: give samples of your own, tasks file:PATH.jsonl"
+        )
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    return validate({**given, "language": language}, None, {}, {})
+
+
+def _spelt(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the language that a tokenizer spells, None for neither."""
+    costs = {name: _cost(tokenizer, LANGUAGES[name]) for name in (ENGLISH, REFERENCE)}
+    english, reference = costs[ENGLISH], costs[REFERENCE]
+    if english is None:
+        return None if reference is None else REFERENCE
+    return REFERENCE if reference is not None and english > _PIECES * reference else ENGLISH
+
+
+def _cost(tokenizer: PreTrainedTokenizerBase, language: Language) -> float | None:
+    """Return the tokens a character of a language takes, None if the characters do not come back."""
+    rng = random.Random(language.name)  # noqa: S311  # reproducible, not secret
+    text = "".join(language.filler(rng) for _ in range(_SENTENCES))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    back = tokenizer.decode(ids, skip_special_tokens=True)
+    return len(ids) / len(text) if "".join(back.lower().split()) == "".join(text.lower().split()) else None

@@ -1,0 +1,1 @@
+"""From a memory limit to a press: what is searched, how it is held to a size, scored, searched and written."""

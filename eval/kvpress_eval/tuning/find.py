@@ -1,0 +1,381 @@
+"""From a memory limit to a press: check, say what fits, search, measure the best on held-out samples, write the pick."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import kvpress
+from kvpress.plan import Geometry
+from kvpress_eval.common.errors import BusyError, ConfigError
+from kvpress_eval.common.files import make_folder
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.stats import ALPHA, paired_p_value
+from kvpress_eval.results.store import CellStore
+from kvpress_eval.run.environment import now
+from kvpress_eval.run.estimate import shape_of
+from kvpress_eval.run.generation import Limits, answer, parts, read_contexts, seeded
+from kvpress_eval.run.interrupt import Interrupt
+from kvpress_eval.run.language import in_words_of
+from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings, use_threads
+from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.runner import run_sources
+from kvpress_eval.tasks.local import PREFIX
+from kvpress_eval.tuning import result
+from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
+from kvpress_eval.tuning.scoring import Examiner
+from kvpress_eval.tuning.search import Search, Standing, rungs, work
+from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room, parse_bytes
+from kvpress_eval.tuning.space import NOTHING, Space, make_space
+
+FINALISTS = 3
+"""Presses at the limit that are measured on held-out samples."""
+_OTHER_SIZES = (0.5, 2.0)
+"""Parts of the limit at which the best composition is measured too, so that the frontier shows what memory buys."""
+_LENGTHS = 4
+"""Different lengths of contexts that a limit is planned at."""
+_TIMED_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the press has to be, and how much work may go into finding it.
+
+    Give `memory`, of weights and caches together such as "4GB", or `smaller`, a factor. `max_drop` is how many points the
+    worst task may lose: then the smallest such press is picked, otherwise the one that loses least. `context` tokens in each of
+    `batch` sequences are what `memory` is for, by default those of the longest length. `held_out` contexts of each task are
+    measured at the end, `candidates` searched, for at most `minutes`. `data` is a file of the user's own samples, in the place
+    of tasks.
+    """
+
+    memory: str | None = None
+    smaller: float | None = None
+    max_drop: float | None = None
+    context: int | None = None
+    batch: int = 1
+    held_out: int = 24
+    candidates: int = 96
+    minutes: float | None = None
+    data: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            ConfigError: a value is outside what is allowed.
+        """
+        if (self.memory is None) == (self.smaller is None):
+            raise ConfigError("give either memory, such as 4GB, or smaller, such as 10: one of them says the size")
+        least: dict[str, tuple[float | None, float]] = {
+            "smaller": (self.smaller, 1.0), "max_drop": (self.max_drop, 0.0), "context": (self.context, 16),
+            "batch": (self.batch, 1), "held_out": (self.held_out, 2), "candidates": (self.candidates, 1),
+            "minutes": (self.minutes, 0.0),
+        }  # fmt: skip
+        for name, (value, bound) in least.items():
+            if value is not None and not value >= bound:
+                raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
+        if self.smaller is not None and (self.context is not None or self.batch != 1):
+            raise ConfigError("context and batch say what memory is for; smaller holds at every length and batch")
+        if self.smaller == 1:
+            raise ConfigError("smaller must be above 1: at 1 there is nothing to find")
+
+
+def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | None = None) -> result.Tuned:
+    """Find the press that meets a limit and loses least; continue where the same search was stopped.
+
+    Raises:
+        ConfigError: a wish is wrong or cannot be met, or the model retrieves nothing from the full cache.
+        DataError: the model or the data cannot be read.
+        OutputError: the output folder cannot be written, or belongs to another search.
+        BusyError: another process tunes into the same folder.
+    """
+    wishes.check()
+    config, by_likelihood = _with_data(config, wishes)
+    settings = engine.model.config if engine else read_settings(config)
+    check_lengths(config, settings)
+    geometry, weights = _geometry(config, settings, engine)
+    space, context = make_space(), wishes.context or max(config.lengths)
+    memory = None if wishes.memory is None else parse_bytes(wishes.memory)
+    room = make_room(geometry, weights, context, wishes.batch, memory)
+    templates = [space.template(point) for point in space.cover(_COVERED, config.seed)]
+    limit = _limit(wishes, room, geometry, (context,))
+    check_possible(room, limit, templates)
+    for line in room.lines(limit):
+        console.print(Text(line), soft_wrap=True)
+    make_folder(config.out)
+    with CellStore(config.out).claim() as claimed:
+        if not claimed:
+            raise BusyError(f"another process tunes into {config.out}; use another --out")
+        if engine is None:
+            engine = load_engine(config, settings)
+        else:
+            use_threads(config)
+        config = config if by_likelihood else in_words_of(config, engine.tokenizer)
+        split = _split(config, wishes, engine, by_likelihood)
+        if memory is None:
+            limit = replace(limit, lengths=_lengths(split))
+            check_possible(room, limit, templates)
+        result.belong(config.out / result.IDENTITY, _identity(config, wishes, engine, split))
+        with Interrupt() as interrupt:
+            return _Tuning(config, wishes, engine, split, space, limit, console, interrupt).run()
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    config: RunConfig
+    wishes: Wishes
+    engine: Engine
+    split: Split
+    space: Space
+    limit: Limit
+    console: Console
+    interrupt: Interrupt
+
+    def run(self) -> result.Tuned:
+        """Check that the model retrieves, search, measure, and write."""
+        if self.split.by_likelihood:
+            self._say(f"{self.wishes.data} has no answers: presses are judged by the likelihood of how its texts go on")
+        examiner = Examiner(self.engine, self.config.out / result.SCORES, self.config.max_seconds_per_sample)
+        self._check_retrieves(examiner)
+        standings, picked = self._search(examiner)
+        presses = [NOTHING, *standings]
+        self._say(f"measuring {len(presses)} presses on held-out samples")
+        frontier = result.measured(self._held_out(examiner, presses))
+        by_press = {one.press: one for one in frontier}
+        if picked not in by_press or NOTHING not in by_press:
+            raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
+        pick = by_press[picked]
+        unit = "likelihood of a token" if self.split.by_likelihood else "accuracy"
+        said = result.sentence(pick, by_press[NOTHING], unit, self.wishes.max_drop)
+        path = self.config.out / result.PRESS
+        tuned = result.Tuned(picked, frontier, said, result.within(pick, self.wishes.max_drop), path)
+        result.write_press(path, picked, self._tuned_on(), frontier)
+        searched = [{**asdict(one), "changes": dict(one.changes)} for one in standings.values()]
+        result.write_result(self.config.out / result.RESULT, tuned, searched)
+        return tuned
+
+    def _check_retrieves(self, examiner: Examiner) -> None:
+        """Refuse to rank presses where the full cache is no better than one of another context."""
+        first, pairs = 0, []
+        for contexts in rungs(min(len(part.contexts) for part in self.split.searched)):
+            for part in self.split.searched:
+                for place in range(first, contexts):
+                    self._stop_if_asked()
+                    own = part.contexts[place]
+                    other = [_elsewhere(item, self._other(part, place)) for item in own]
+                    for asked in (own, other):
+                        examiner.examine([NOTHING], [asked])
+                    pairs += [
+                        (examiner.score_of(NOTHING, here), examiner.score_of(NOTHING, there))
+                        for here, there in zip(own, other, strict=True)
+                    ]
+            first = contexts
+            if _better(pairs):
+                return
+        here, there = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
+        raise ConfigError(
+            f"model {self.config.model!r} retrieves nothing: with the full cache it scores {here:.1f}%, and {there:.1f}% when "
+            f"the same is asked about other contexts ({len(pairs)} samples), which chance explains. Presses cannot be ranked "
+            "on that: take tasks that the model can do, or another model"
+        )
+
+    def _other(self, part: Part, place: int) -> list[int]:
+        """Return the tokens of another context; half of its own where there is none."""
+        others = (context[0].prompt.first for other in (part, *self.split.searched) for context in other.contexts)
+        own = part.contexts[place][0].prompt.first
+        following = [part.contexts[(place + 1) % len(part.contexts)][0].prompt.first]
+        return next((ids for ids in (*following, *others) if ids != own), own[:1])
+
+    def _search(self, examiner: Examiner) -> tuple[dict[str, Standing], str]:
+        """Return the presses to be measured with where they stand, and the one that is picked."""
+        most = min(len(part.contexts) for part in self.split.searched)
+        total = work(self.wishes.candidates, len(self.split.searched), most)
+        self._say(
+            f"searching {self.wishes.candidates} candidates on {most} contexts of each of {len(self.split.searched)} tasks, "
+            "halved again and again"
+        )
+        until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
+        with RunProgress(self.console, total) as progress:
+            search = Search(
+                examiner,
+                self.space,
+                self.limit,
+                self.split.searched,
+                self.wishes.candidates,
+                self.config.seed,
+                progress,
+                self.config.batch_size,
+                until,
+                lambda: self.interrupt.requested,
+            )
+            search.run(self.config.out / result.JOURNAL)
+            if not search.ranked:
+                raise ConfigError(self._nothing_found(search))
+            if search.out_of_time:
+                self._say(f"the {self.wishes.minutes:g} minutes are over; the best so far are measured")
+            best = search.ranked[:FINALISTS]
+            sized = self._other_sizes(search, best[0])
+        picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
+        return {one.press: one for one in (*best, *sized)}, picked.press
+
+    def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
+        """Return where the best composition stands at other sizes, on the same contexts."""
+        found = []
+        for size in _OTHER_SIZES:
+            other = replace(search, limit=self.limit.scaled(size), until=None)
+            (press,) = other.fit([search.templates[best.press]]).values()
+            if press is None or press in (NOTHING, best.press):
+                continue
+            for part in self.split.searched:
+                for batch in parts(part.contexts[: best.contexts], self.config.batch_size):
+                    self._stop_if_asked()
+                    search.examiner.examine([press], batch)
+            if press not in search.examiner.failed:
+                found.append(search.standing(press, best.contexts))
+        return found
+
+    def _nothing_found(self, search: Search) -> str:
+        if search.out_of_time:
+            return f"{self.wishes.minutes:g} minutes were too few to compare any press: give more minutes, or fewer candidates"
+        told = "; ".join(f"{press}: {why}" for press, why in list(search.examiner.failed.items())[:3])
+        tried = f"none of {self.wishes.candidates} candidates met the limit"
+        return f"{tried}{f' ({told})' if told else ''}: give more candidates"
+
+    def _held_out(self, examiner: Examiner, presses: Sequence[str]) -> list[CellResult]:
+        """Return the results of presses on the samples that were held out, measured as `kvpress eval` does."""
+        if self.split.by_likelihood:
+            return [self._read_texts(examiner, press) for press in presses]
+        config = self.config.model_copy(update={"presses": tuple(presses)})
+        sources = [part.source for part in self.split.held_out if part.source is not None]
+        done = run_sources(config, sources, self.engine, self.console)
+        if done.interrupted:
+            raise KeyboardInterrupt
+        return list(done.cells)
+
+    def _read_texts(self, examiner: Examiner, press: str) -> CellResult:
+        """Return the likelihood of held-out texts under a press, with what is held and how long a token takes."""
+        rows = []
+        (part,) = self.split.held_out
+        for (item,) in part.contexts:
+            self._stop_if_asked()
+            examiner.examine([press], [[item]])
+            with seeded(item.id):
+                (context,) = read_contexts(self.engine, [kvpress.get_press(press)], [item.prompt.first])
+                (said,) = answer(self.engine, context, [(0, item.prompt)], Limits(_TIMED_TOKENS, None))
+            timed = {"prefill_seconds": said.prefill_seconds, "seconds_per_token": said.seconds_per_token}
+            figures = {key: value for key, value in asdict(said).items() if key not in ("text", "ids", *timed)}
+            score = examiner.score_of(press, item)
+            rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
+        return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
+
+    def _tuned_on(self) -> dict[str, Any]:
+        split, config = self.split, self.config
+        return {
+            **_identity(config, self.wishes, self.engine, split),
+            "limit": self.limit.name,
+            "max_drop": self.wishes.max_drop,
+            "candidates": self.wishes.candidates,
+            "batch_size": config.batch_size,
+            "date": now(),
+        }
+
+    def _stop_if_asked(self) -> None:
+        if self.interrupt.requested:
+            raise KeyboardInterrupt
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+_COVERED = 64
+"""Points of the space that show which sizes are possible."""
+
+
+def _better(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the first of each pair is larger on the whole, by more than chance where there are enough to tell."""
+    larger = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
+    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)
+
+
+def pick(best: Sequence[Standing], smaller: Sequence[Standing], max_drop: float | None) -> Standing:
+    """Return the first of the `best` presses at the limit.
+
+    With `max_drop`, it is the smallest press, of the `smaller` ones too, whose worst task loses at most so many points, if any.
+    """
+    candidates = () if max_drop is None else (*best, *smaller)
+    within = [one for one in candidates if -100 * one.worst[1] <= (max_drop or 0.0)]
+    return min(within, key=lambda one: (one.bytes, one.rank)) if within else best[0]
+
+
+def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
+    """Return the configuration whose tasks are the user's own samples; whether these are texts without answers."""
+    if wishes.data is None:
+        return config, False
+    if "tasks" in config.model_fields_set:
+        raise ConfigError("give data or tasks, not both: data are tasks of your own, as file:PATH is")
+    if not has_answers(wishes.data):
+        return config, True
+    return config.model_copy(update={"tasks": (f"{PREFIX}{wishes.data}",)}), False
+
+
+def _geometry(config: RunConfig, settings: Any, engine: Engine | None) -> tuple[Geometry, int]:
+    """Return the cache of the model, and the bytes of its weights."""
+    try:
+        if engine is not None:
+            geometry = Geometry.of(engine.model.config)
+            return geometry, sum(one.numel() * one.element_size() for one in engine.model.parameters())
+        shape = shape_of(config, settings)
+    except NotImplementedError as error:
+        raise ConfigError(f"model {config.model!r}: {error}; without a plan no press can be held to a size") from error
+    return shape.geometry, shape.weight_bytes
+
+
+def _limit(wishes: Wishes, room: Room, geometry: Geometry, lengths: tuple[int, ...]) -> Limit:
+    if wishes.smaller is not None:
+        return Limit(geometry, lengths, smaller=float(wishes.smaller))
+    assert room.memory is not None  # noqa: S101 - one of the two was given
+    return Limit(geometry, lengths, bytes=max(1, (room.memory - room.weights) // room.batch))
+
+
+def _split(config: RunConfig, wishes: Wishes, engine: Engine, by_likelihood: bool) -> Split:
+    tokenizer, counts = engine.tokenizer, (config.samples, wishes.held_out)
+    if by_likelihood and wishes.data is not None:
+        return split_texts(wishes.data, config, tokenizer, *counts)
+    return split_tasks(config, tokenizer, *counts)
+
+
+def _lengths(split: Split) -> tuple[int, ...]:
+    """Return a few of the numbers of tokens that contexts have, from the shortest to the longest."""
+    found = sorted({len(context[0].prompt.first) for part in split.searched for context in part.contexts})
+    step = max(1, len(found) // (_LENGTHS - 1))
+    return tuple(dict.fromkeys([*found[::step], found[-1]]))
+
+
+def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -> dict[str, Any]:
+    """Return what decides every score of a search."""
+    return {
+        "kvpress": kvpress.__version__,
+        "model": config.model,
+        "weights": engine.fingerprint,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "tasks": sorted({part.task for part in split.searched}),
+        "lengths": sorted({part.length for part in split.searched if part.length}),
+        "samples": config.samples,
+        "held_out": wishes.held_out,
+        "language": config.wording,
+        "question_aware": config.question_aware,
+        "seed": config.seed,
+        "data": split.identity,
+    }
+
+
+def _elsewhere(item: Item, context: list[int]) -> Item:
+    return replace(item, id=f"{item.id} elsewhere", prompt=replace(item.prompt, first=context))

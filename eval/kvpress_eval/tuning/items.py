@@ -1,0 +1,185 @@
+"""What presses are asked while one is searched, and what they are asked at the end: each context belongs to one of the two."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from kvpress.calibrate.corpus import documents
+from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.common.files import hash_json
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.run.prompts import Prompt, make_prompt
+from kvpress_eval.tasks.catalogue import expand_tasks
+from kvpress_eval.tasks.kinds.files import read_rows
+from kvpress_eval.tasks.kinds.generated import TASKS
+from kvpress_eval.tasks.local import reading
+from kvpress_eval.tasks.sample import Query, Sample
+from kvpress_eval.tasks.source import Source
+
+CONTINUED = 64
+"""Tokens of a text without questions that are judged by their likelihood: its last ones."""
+TEXT = "text"
+_QUESTIONS = 20
+"""Rows of a file that are looked at for each context that is wanted: several may ask about the same one."""
+_NO_QUESTION = Query("", "", (), "any")
+_FEWEST = 2
+"""Contexts of a task that are searched on, and held out, at least."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that is asked about a context: a question, or how likely the `continued` tokens are."""
+
+    id: str
+    task: str
+    length: int
+    prompt: Prompt
+    query: Query
+    max_new_tokens: int
+    continued: tuple[int, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether there is exactly one right answer."""
+        return self.query.match == "prefix" and len(self.query.answers) == 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The items of one task and length, one list a context; `source` makes the same samples for a run."""
+
+    task: str
+    length: int
+    contexts: Sequence[Sequence[Item]]
+    source: Source | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """All items in order."""
+        return [item for context in self.contexts for item in context]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The items that are searched on and those that are held out; `identity` is all that decides them.
+
+    `by_likelihood` says that texts without answers are continued, in the place of questions.
+    """
+
+    searched: Sequence[Part]
+    held_out: Sequence[Part]
+    identity: str
+    by_likelihood: bool = False
+
+
+def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: int, held_out: int) -> Split:
+    """Divide the tasks of a configuration: up to `samples` contexts of each to search on, and up to `held_out` others.
+
+    Raises:
+        ConfigError, DataError: a task has too few contexts to divide, or its data cannot be read.
+    """
+    contexts = samples + held_out
+    sources = [
+        source
+        for task in config.tasks
+        for source in expand_tasks(
+            config.model_copy(update={"tasks": (task,), "samples": contexts * (1 if task in TASKS else _QUESTIONS)})
+        )
+    ]
+    parts = []
+    for source in sources:
+        made = source.make(tokenizer)
+        items = [_item(sample, source, tokenizer, config.question_aware) for sample in made]
+        groups = [list(group) for _, group in groupby(items, key=lambda item: item.prompt.first)]
+        divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
+        by_id = {sample.id: sample for sample in made}
+        parts.append([Part(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
+    identity = hash_json(
+        [[one.task, one.length, list(one.ids), dict(one.identity), one.max_new_tokens] for one in sources]
+    )
+    return Split([part for part, _ in parts], [part for _, part in parts], identity[:16])
+
+
+def split_texts(
+    path: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: int, held_out: int
+) -> Split:
+    """Divide the texts of a file: all but the last tokens of each are the context, up to the longest length asked for.
+
+    Raises:
+        DataError: there are too few texts, or they are too short.
+    """
+    longest = max(config.lengths) + CONTINUED
+    contexts: list[list[Item]] = []
+    for ids in _pieces(path, tokenizer, longest):
+        first, second, rest = ids[:-CONTINUED], ids[-CONTINUED : -CONTINUED + 1], ids[-CONTINUED + 1 :]
+        prompt = Prompt(first, second, tokenizer.decode(first))
+        contexts.append([Item(f"{TEXT}-{len(contexts)}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(rest))])
+        if len(contexts) == samples + held_out:
+            break
+    if len(contexts) < 2 * _FEWEST:
+        raise DataError(
+            f"{path} has {len(contexts)} texts of at least {2 * CONTINUED} tokens; at least {2 * _FEWEST} are needed, half of "
+            "them held out"
+        )
+    searched, kept = _divide(TEXT, contexts, samples, held_out, config.seed)
+    identity = hash_json([[item.prompt.first, list(item.continued)] for context in contexts for item in context])
+    return Split([Part(TEXT, 0, searched)], [Part(TEXT, 0, kept)], identity[:16], by_likelihood=True)
+
+
+def has_answers(path: Path) -> bool:
+    """Whether the rows of a file are questions with answers; otherwise it holds texts.
+
+    Raises:
+        DataError: some rows have answers and others none, or the file cannot be read.
+    """
+    if ".jsonl" not in path.suffixes:
+        with reading(path, "data file"):
+            path.read_bytes()
+        return False
+    answered = ["answer" in row for row in read_rows(path)]
+    if any(answered) and not all(answered):
+        raise DataError(f"{path}:{answered.index(False) + 1}: a row without `answer`, where others have one")
+    return any(answered)
+
+
+def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[list[int]]:
+    """Yield the tokens of the texts of a file, long ones in pieces, without those too short for a context."""
+    try:
+        for text in documents(str(path)):
+            ids = tokenizer(text)["input_ids"]
+            for start in range(0, len(ids), longest):
+                if len(piece := ids[start : start + longest]) >= 2 * CONTINUED:
+                    yield piece
+    except (OSError, ValueError) as error:
+        raise DataError(str(error)) from error
+
+
+def _divide(
+    task: str, contexts: list[list[Item]], samples: int, held_out: int, seed: int
+) -> tuple[list[list[Item]], list[list[Item]]]:
+    """Divide contexts at random, in the proportion asked for where there are fewer."""
+    if len(contexts) < 2 * _FEWEST:
+        raise ConfigError(
+            f"{task} has {len(contexts)} contexts; at least {2 * _FEWEST} are needed, as those that a press is searched on "
+            "cannot say how good it is: give more samples"
+        )
+    order = random.Random(f"tune-{seed}-{task}").sample(contexts, len(contexts))  # noqa: S311  # reproducible
+    kept = round(len(order) * held_out / (samples + held_out))
+    kept = min(max(kept, _FEWEST), len(order) - _FEWEST)
+    return order[kept:][:samples], order[:kept]
+
+
+def _part_of(source: Source, samples: dict[str, Sample], contexts: Sequence[Sequence[Item]]) -> Source:
+    chosen = [samples[item.id] for context in contexts for item in context]
+    return replace(source, ids=[sample.id for sample in chosen], make=lambda _: chosen)
+
+
+def _item(sample: Sample, source: Source, tokenizer: PreTrainedTokenizerBase, question_aware: bool) -> Item:
+    prompt = make_prompt(tokenizer, sample, question_aware=question_aware)
+    return Item(sample.id, source.task, source.length, prompt, sample.query, source.max_new_tokens)

@@ -1,0 +1,246 @@
+"""How right presses are about contexts: each is read once for all of them, and most answers are checked, not generated.
+
+Under greedy decoding a model gives an answer exactly if every token of it is the most likely one behind those before it, which
+one pass over the answer shows. Where the pass leaves it open, the answer is generated. The pass reads pairs that a codec would
+seal while an answer grows as they came, so the figures that are printed in the end come from generation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress_eval.common.errors import translated_os_errors
+from kvpress_eval.common.files import replace_file
+from kvpress_eval.results.store import Row, encode_row, read_rows
+from kvpress_eval.run import memory
+from kvpress_eval.run.generation import Context, Limits, answer, ends, parts, read_contexts, seeded
+from kvpress_eval.run.models import Engine
+from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tuning.items import Item
+from kvpress_eval.tuning.space import NOTHING
+
+Asked = tuple[int, Item]
+"""The row of a context, and what is asked about it."""
+Contexts = Sequence[Sequence[Item]]
+"""What is asked about each of several contexts."""
+
+_ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, FloatingPointError, OSError)
+"""What a press may raise that does not suit a model or a context; it is out of the search then."""
+
+
+@dataclass
+class Examiner:
+    """Scores presses on items and remembers every score in the file `path`, so that nothing is asked twice, even after a kill.
+
+    `failed` says of presses that could not be scored why.
+    """
+
+    engine: Engine
+    path: Path
+    max_seconds: float | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    _known: dict[str, Row] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows, bad, torn = read_rows(self.path)
+        if bad or torn:
+            replace_file(self.path, b"".join(map(encode_row, rows)))
+        self._known = {row["sample"]: row for row in rows}
+        self.failed |= {row["press"]: row["failed"] for row in rows if "failed" in row}
+
+    def score_of(self, press: str, item: Item) -> float:
+        """Return the score of a press on an item that it was examined on."""
+        return float(self._known[_key(press, item)]["score"])
+
+    def missing(self, presses: Sequence[str], contexts: Contexts) -> list[str]:
+        """Return the presses that lack a score on some contexts; first the full cache, which others are held against."""
+        items = [item for context in contexts for item in context]
+        return [
+            name
+            for name in dict.fromkeys((NOTHING, *presses))
+            if name not in self.failed and any(_key(name, item) not in self._known for item in items)
+        ]
+
+    def examine(self, presses: Sequence[str], contexts: Contexts) -> None:
+        """Score presses on all items about some contexts, which are read together."""
+        missing = self.missing(presses, contexts)
+        items = [item for context in contexts for item in context]
+        behind = [len(item.prompt.second) + max(item.max_new_tokens, len(item.continued)) for item in items]
+        for name, context in self._read(missing, contexts, max(behind)):
+            try:
+                with seeded(items[0].id), torch.inference_mode():
+                    self._remember(self._judge(name, context, contexts))
+            except _ERRORS as error:
+                self._fail(name, error)
+
+    def measure(self, presses: Sequence[str], context: Sequence[Item]) -> dict[str, float]:
+        """Return the bytes that presses hold of a real context; those that fail are left out."""
+        held = {name: f"{_key(name, context[0])} | bytes" for name in presses}
+        missing = [name for name, key in held.items() if key not in self._known and name not in self.failed]
+        for name, read in self._read(missing, [context], 0):
+            self._remember([{"sample": held[name], "press": name, "bytes": read.report.total_bytes}])
+        return {name: self._known[key]["bytes"] for name, key in held.items() if key in self._known}
+
+    def _read(self, presses: Sequence[str], contexts: Contexts, behind: int) -> Iterator[tuple[str, Context]]:
+        """Read contexts under presses, as many at once as share a reading and fit into memory."""
+        loaded = {name: kvpress.get_press(name) for name in presses}
+        sharing = [name for name in presses if loaded[name].recipe().shares_prefill]
+        tokens = max(len(context[0].prompt.first) for context in contexts)
+        groups = memory.fitting(self.engine.model, sharing, loaded.__getitem__, len(contexts), tokens, behind)
+        for group in [*groups, *([name] for name in presses if name not in sharing)]:
+            yield from self._read_group(group, contexts)
+
+    def _read_group(self, group: Sequence[str], contexts: Contexts) -> list[tuple[str, Context]]:
+        """Read contexts once for a group; where that fails, for half of it at a time, so that what is at fault fails alone."""
+        try:
+            with seeded(contexts[0][0].id):
+                ids = [context[0].prompt.first for context in contexts]
+                read = read_contexts(self.engine, [kvpress.get_press(name) for name in group], ids)
+            return list(zip(group, read, strict=True))
+        except _ERRORS as error:
+            traceback.clear_frames(error.__traceback__)
+            failure = error
+        memory.release()
+        if len(group) == 1:
+            self._fail(group[0], failure)
+            return []
+        return [pair for half in parts(group, (len(group) + 1) // 2) for pair in self._read_group(half, contexts)]
+
+    def _fail(self, name: str, error: Exception) -> None:
+        if name == NOTHING:
+            raise error
+        self.failed[name] = f"{type(error).__name__}: {error}"
+        self._remember([{"sample": f"{name} | failed", "press": name, "failed": self.failed[name]}])
+
+    def _judge(self, name: str, context: Context, contexts: Contexts) -> list[Row]:
+        """Return a row for every item about contexts that were read under a press."""
+        asked = [(row, item) for row, own in enumerate(contexts) for item in own]
+        recipe = context.press.recipe()
+        scores: dict[int, float] = {}
+        for places in _alike([(item, item.continued) if item.continued else None for _, item in asked]):
+            scores |= self._likelihoods(context, asked, places)
+        if name != NOTHING and not recipe.acting("decode") and not recipe.hooks:
+            targets = [None if item.continued else (item, self._target(item)) for _, item in asked]
+            for places in _alike(targets):
+                scores |= self._checked(context, asked, places)
+        rows = {place: _row(name, asked[place][1], value) for place, value in scores.items()}
+        left = [place for place in range(len(asked)) if place not in rows]
+        if left:
+            rows |= self._generated(name, context, asked, left)
+        return [rows[place] for place in sorted(rows)]
+
+    def _generated(self, name: str, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, Row]:
+        """Generate answers and score them; those of the full cache are kept for the others to be checked against."""
+        items = [asked[place][1] for place in places]
+        limits = Limits(max(item.max_new_tokens for item in items), self.max_seconds, items[0].query.stop)
+        said = answer(self.engine, context, [(asked[place][0], asked[place][1].prompt) for place in places], limits)
+        rows = {}
+        for place, item, one in zip(places, items, said, strict=True):
+            own = {"ids": list(one.ids)} if name == NOTHING else {}
+            rows[place] = {**_row(name, item, score(item.query, one.text)), **own}
+        return rows
+
+    def _likelihoods(self, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
+        """Return how likely a token of each continuation is, as the geometric mean of their probabilities."""
+        items = [asked[place][1] for place in places]
+        ids = [[*item.prompt.second, *item.continued][:-1] for item in items]
+        logits = self._forced(context, [asked[place][0] for place in places], ids, len(items[0].continued))
+        wanted = torch.tensor([item.continued for item in items], device=logits.device)
+        chances = logits.float().log_softmax(dim=-1).gather(-1, wanted[..., None])[..., 0].mean(dim=-1)
+        return {place: math.exp(value) for place, value in zip(places, chances.tolist(), strict=True)}
+
+    def _target(self, item: Item) -> list[int]:
+        """Return the tokens that an answer is checked for: the one right answer, or else what the full cache says."""
+        own: list[int] = self._known[_key(NOTHING, item)]["ids"]
+        if not item.exact:
+            return own
+        tokenizer = self.engine.tokenizer
+        for length in range(1, len(own) + 1):
+            if tokenizer.decode(own[:length], skip_special_tokens=True).lstrip().startswith(item.query.answers[0]):
+                return own[:length]
+        spelt: list[int] = tokenizer(f" {item.query.answers[0]}", add_special_tokens=False)["input_ids"]
+        return spelt[: item.max_new_tokens]
+
+    def _checked(self, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
+        """Return the scores that one pass over the answers decides."""
+        targets = [self._target(asked[place][1]) for place in places]
+        ids = [[*asked[place][1].prompt.second, *target] for place, target in zip(places, targets, strict=True)]
+        logits = self._forced(context, [asked[place][0] for place in places], ids, len(targets[0]) + 1)
+        decided = {}
+        for place, said, target in zip(places, logits.argmax(dim=-1).tolist(), targets, strict=True):
+            value = self._decide(asked[place][1], said, target)
+            if value is not None:
+                decided[place] = value
+        return decided
+
+    def _decide(self, item: Item, said: Sequence[int], target: Sequence[int]) -> float | None:
+        """Return the score of an answer that was checked, None where the tokens that are known leave it open.
+
+        `said[i]` is the most likely token behind the first i tokens of the target.
+        """
+        full = self._known[_key(NOTHING, item)]
+        agreed = next((at for at, token in enumerate(target) if said[at] != token), len(target))
+        if list(target) == full["ids"] and agreed == len(target):
+            return float(full["score"])
+        if not item.exact:
+            return None
+        text = self.engine.tokenizer.decode([*target[:agreed], said[agreed]], skip_special_tokens=True).lstrip()
+        if item.query.answers[0].startswith(text) and said[agreed] not in ends(self.engine.model):
+            return None
+        return score(item.query, text)
+
+    def _forced(self, context: Context, rows: Sequence[int], ids: Sequence[Sequence[int]], keep: int) -> Tensor:
+        """Return the logits `[n, keep, V]` at the last `keep` of `ids`, each read behind a row of a copy of the cache."""
+        places = torch.tensor(rows, device=context.ids.device)
+        cache = copy.deepcopy(context.cache)
+        cache.batch_select_indices(places)
+        new = torch.tensor(ids, device=context.ids.device)
+        mask = torch.cat([context.mask[places], torch.ones_like(new)], dim=1)
+        with kvpress.reading(self.engine.model, context.press):
+            logits: Tensor = self.engine.model(
+                input_ids=new,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(dim=-1) - 1)[:, -new.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits
+        if torch.isnan(logits).any():
+            raise FloatingPointError("NaN in the logits of an answer")
+        return logits
+
+    def _remember(self, rows: Sequence[Row]) -> None:
+        """Write rows so that they survive a kill, each once."""
+        new = {row["sample"]: row for row in rows if row["sample"] not in self._known}
+        with translated_os_errors(self.path), self.path.open("ab") as file:
+            file.writelines(map(encode_row, new.values()))
+            file.flush()
+            os.fsync(file.fileno())
+        self._known |= new
+
+
+def _key(press: str, item: Item) -> str:
+    return f"{press} | {item.id}"
+
+
+def _row(press: str, item: Item, value: float) -> Row:
+    return {"sample": _key(press, item), "press": press, "score": value}
+
+
+def _alike(answers: Sequence[tuple[Item, Sequence[int]] | None]) -> list[list[int]]:
+    """Return the places of questions and answers of the same lengths, which can be read together without padding."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for place, one in enumerate(answers):
+        if one is not None:
+            groups.setdefault((len(one[0].prompt.second), len(one[1])), []).append(place)
+    return list(groups.values())

@@ -1,0 +1,219 @@
+"""What is searched: evicting presses, presses around them and codecs, as the registry has them.
+
+A press joins by what its example is: one with a `compression_ratio` evicts, one around a single other press wraps, one with
+`bits` stores, and one with `smaller` is told its size and sets everything else itself. Left out are presses that need a file
+made for the model, and those that free nothing of a prompt: schedules and selectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import kvpress
+from kvpress.core.press import BasePress, ComposedPress
+from kvpress.core.registry import Entry, find
+
+NOTHING = "none"
+LEFT_OUT = ("baseline", "schedule", "select")
+"""Roles of presses that hold no less of a prompt."""
+DEFAULT = "default"
+BITS = (DEFAULT, "2", "3", "4", "8")
+RESIDUALS = ("0", "32")
+"""Numbers of newest pairs that a codec leaves dense."""
+RATIO, BUDGET, SMALLER = "compression_ratio", "budget", "smaller"
+BITS_OF, RESIDUAL = "bits", "residual_length"
+_SEED = "seed"
+_TOKENS = 1000
+"""Tokens of a prompt that shows whether a wrapper keeps to the ratio inside."""
+
+Parameters = Mapping[str, str]
+"""A point of the space: the value of every axis."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A composition without its size: `build` makes the press for one.
+
+    Of an eviction the size is its ratio or its budget; a press that is `whole` takes a factor, how many times smaller the cache
+    is to be.
+    """
+
+    evict: str
+    wrapper: str = NOTHING
+    codec: str = NOTHING
+    whole: bool = False
+
+    @property
+    def label(self) -> str:
+        """The composition in words, without a size."""
+        inner = self.evict if self.wrapper == NOTHING else _around(self.wrapper, self.evict)
+        return " + ".join(part for part in (inner, self.codec) if part != NOTHING) or NOTHING
+
+    @property
+    def sizes(self) -> bool:
+        """Whether there is anything to choose a size by."""
+        return self.evict != NOTHING
+
+    def build(self, name: str, value: float) -> BasePress:
+        """Return the press whose `name` (a ratio, a budget or a factor) has a value; the ratio 0 evicts nothing.
+
+        Raises:
+            ValueError, TypeError: the parts do not go together.
+        """
+        if self.whole:
+            return _with(kvpress.get_press(self.evict), SMALLER, value)
+        parts = []
+        if self.evict != NOTHING and not (name == RATIO and value == 0):
+            press = _with(kvpress.get_press(self.evict), name, value)
+            parts.append(press if self.wrapper == NOTHING else _wrapped(self.wrapper, press))
+        if self.codec != NOTHING:
+            parts.append(kvpress.get_press(self.codec))
+        if not parts:
+            return kvpress.get_press(NOTHING)
+        return parts[0] if len(parts) == 1 else ComposedPress(parts)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values of every axis: what evicts, what is put around it, what stores, and presses that do all by themselves."""
+
+    evict: tuple[str, ...]
+    wrapper: tuple[str, ...]
+    codec: tuple[str, ...]
+    whole: tuple[str, ...]
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """The choices by name."""
+        return {
+            "evict": (*self.evict, NOTHING),
+            "wrapper": (NOTHING, *self.wrapper),
+            "codec": (NOTHING, *self.codec),
+            "bits": BITS,
+            "residual": RESIDUALS,
+        }
+
+    def template(self, parameters: Parameters) -> Template:
+        """Return the composition of a point."""
+        codec = parameters["codec"]
+        if codec != NOTHING:
+            codec = self._stored(codec, parameters)
+        return Template(parameters["evict"], parameters["wrapper"], codec)
+
+    def _stored(self, codec: str, parameters: Parameters) -> str:
+        """Return the spec of a codec with the bits and the residual of a point."""
+        name, _, own = codec.partition(":")
+        given = {} if parameters["bits"] == DEFAULT else {BITS_OF: parameters["bits"]}
+        if RESIDUAL in {item.name for item in dataclasses.fields(find(name).press)}:
+            given[RESIDUAL] = parameters["residual"]
+        arguments = [*([own] if own else []), *(f"{key}={value}" for key, value in given.items())]
+        return ":".join([name, ",".join(arguments)] if arguments else [name])
+
+    def recipes(self) -> list[Template]:
+        """Return the presses that are told their size only."""
+        return [Template(spec, whole=True) for spec in self.whole]
+
+    def cover(self, count: int, seed: int) -> list[dict[str, str]]:
+        """Return up to `count` points in which the values of every axis come about equally often, each point once."""
+        rng = random.Random(f"tune-{seed}")  # noqa: S311  # reproducible, not secret
+        turns = {name: _turns(values, rng) for name, values in self.axes.items()}
+        points: dict[tuple[str, ...], dict[str, str]] = {}
+        most = 1
+        for values in self.axes.values():
+            most *= len(values)
+        for number in range(most):
+            if len(points) == count:
+                break
+            point = {name: next(turn) for name, turn in turns.items()}
+            if number < len(self.axes["evict"]):  # every eviction once by itself, so that a wrapper cannot hide it
+                point["wrapper"] = NOTHING
+            if point["evict"] == NOTHING:
+                point["wrapper"] = NOTHING
+            points.setdefault(tuple(point.values()), point)
+        return list(points.values())
+
+
+def make_space(entries: Sequence[Entry] | None = None) -> Space:
+    """Return what can be searched of the registered presses."""
+    found: dict[str, dict[str, None]] = {"evict": {}, "wrapper": {}, "codec": {}, "whole": {}}
+    for entry in kvpress.list_presses() if entries is None else entries:
+        if entry.needs or entry.role in LEFT_OUT:
+            continue
+        kind, specs = _offers(entry)
+        if kind:
+            found[kind].update(dict.fromkeys(specs))
+    return Space(**{kind: tuple(specs) for kind, specs in found.items()})
+
+
+def _offers(entry: Entry) -> tuple[str, list[str]]:
+    """Return the axis that a press belongs to and the settings in which it is tried; nothing if it belongs to none."""
+    press = kvpress.get_press(entry.example)
+    names = {item.name for item in dataclasses.fields(press)}
+    inside = [name for name in names if isinstance(getattr(press, name), BasePress)]
+    if len(inside) == 1:
+        keeps = _keeps_to_the_ratio(press, inside[0])
+        return ("wrapper", _variants(entry, _without(press, inside[0]))) if keeps else ("", [])
+    if inside:
+        return "", []
+    if SMALLER in names:
+        return "whole", _variants(entry, _without(press, SMALLER))
+    if RATIO in names:
+        return "evict", _variants(entry, _without(press, RATIO, BUDGET, _SEED))
+    if BITS_OF in names:
+        return "codec", _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
+    return "", []
+
+
+def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
+    """Whether a wrapper keeps as many pairs as the press inside is told to."""
+    inner = getattr(press, inside)
+    if RATIO not in {item.name for item in dataclasses.fields(inner)}:
+        return False
+    kept = [
+        dataclasses.replace(press, **{inside: _with(inner, RATIO, ratio)}).recipe().kept(_TOKENS)
+        for ratio in (0.25, 0.75)
+    ]
+    return kept[0] > kept[1]
+
+
+def _variants(entry: Entry, example: str) -> list[str]:
+    """Return a press with its defaults, and as its example has it."""
+    return list(dict.fromkeys((entry.name, example)))
+
+
+def _without(press: BasePress, *names: str) -> str:
+    """Return the spec of a press without some of its arguments; a press inside is no longer named."""
+    data = {name: value for name, value in kvpress.press_to_dict(press).items() if name not in names}
+    arguments = [f"{name}={_text(value)}" for name, value in data.items() if name != "name"]
+    return str(data["name"]) + (":" + ",".join(arguments) if arguments else "")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return "(" + "".join(f"{_text(item)}," for item in value) + ")"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _around(wrapper: str, inner: str) -> str:
+    """Return the spec of a wrapper with a press inside."""
+    name, colon, arguments = wrapper.partition(":")
+    return f"{name}({inner}){colon}{arguments}"
+
+
+def _wrapped(wrapper: str, press: BasePress) -> BasePress:
+    return kvpress.get_press(_around(wrapper, kvpress.to_spec(press)))
+
+
+def _with(press: BasePress, name: str, value: float) -> BasePress:
+    """Return a press with an argument."""
+    return kvpress.press_from_dict({**kvpress.press_to_dict(press), name: value})
+
+
+def _turns(values: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """Yield all values in a random order, again and again, each time in another one."""
+    while True:
+        yield from rng.sample(values, len(values))

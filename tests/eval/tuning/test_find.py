@@ -1,0 +1,244 @@
+"""`kvpress tune` from end to end on tiny contexts, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kvpress_eval import tune as tune_from_python
+from kvpress_eval.commands.tune import show
+from kvpress_eval.common.errors import BusyError, ConfigError, DataError, OutputError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.store import CellStore
+from kvpress_eval.tuning import find, scoring
+from kvpress_eval.tuning.find import Wishes, tune
+from kvpress_eval.tuning.result import PRESS, Tuned
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import kvpress
+from tests.eval.commands import invoke
+from tests.eval.engines import bundled_model
+from tests.eval.jsonl import write_lines
+from tests.models import COMMON
+
+WISHES = Wishes(smaller=6.0, held_out=2, candidates=3)
+FIELDS: dict[str, Any] = {
+    "tasks": ("niah_single", "cwe"), "lengths": (128,), "samples": 4, "max_new_tokens": 4, "threads": 1,
+}  # fmt: skip
+OWN = {name: value for name, value in FIELDS.items() if name != "tasks"}
+"""For samples of the user."""
+
+
+def found(out: Path, wishes: Wishes = WISHES, **fields: Any) -> tuple[Tuned, str]:
+    console = Console(file=io.StringIO(), width=160)
+    tuned = tune(RunConfig(**{**FIELDS, "out": out, **fields}), wishes, console)
+    return tuned, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, str, Path]:
+    """A finished search that tests only read."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
+        out = tmp_path_factory.mktemp("best")
+        return *found(out), out
+
+
+def test_the_pick_holds_what_was_asked_for(whole: tuple[Tuned, str, Path]) -> None:
+    tuned, _, _ = whole
+    assert tuned.pick.factor >= 5.9
+    assert tuned.frontier[0].press == "none"
+    assert tuned.frontier[0].factor == 1
+    ids = torch.randint(3, 900, (1, 128), generator=torch.Generator().manual_seed(0))
+    (cache,) = kvpress.prefill(bundled_model().model, [kvpress.get_press(tuned.press)], ids).caches
+    report = kvpress.memory_report(cache)
+    assert report.uncompressed_bytes / report.total_bytes >= 5.9
+
+
+def test_the_file_is_the_press_with_what_it_was_tuned_on(whole: tuple[Tuned, str, Path]) -> None:
+    tuned, _, out = whole
+    assert kvpress.get_press(str(out / PRESS)) == kvpress.get_press(tuned.press)
+    assert RunConfig(presses=(f"@{out / PRESS}",)).presses == (kvpress.to_spec(kvpress.get_press(tuned.press)),)
+    record = yaml.safe_load((out / PRESS).read_text())
+    on = record["tuned"]
+    assert on["model"] == "reference"
+    assert on["weights"] == bundled_model().fingerprint
+    assert (on["tasks"], on["lengths"], on["seed"], on["limit"]) == (["cwe", "niah_single"], [128], 0, "6x smaller")
+    assert record["held_out"]["mean"][0] == pytest.approx(tuned.pick.accuracy.mean, abs=1e-4)
+
+
+def test_what_is_said(whole: tuple[Tuned, str, Path]) -> None:
+    tuned, printed, _ = whole
+    assert "cache of 128 tokens with no press" in printed
+    assert "halved again and again" in printed
+    assert " left" in printed
+    assert tuned.press in tuned.sentence
+    assert "held-out samples" in tuned.sentence
+    assert tuned.pick.worst is not None
+    assert tuned.pick.worst[0] in tuned.sentence
+
+
+def test_no_sample_is_searched_on_and_held_out(whole: tuple[Tuned, str, Path]) -> None:
+    _, _, out = whole
+    searched = {line.split(" | ")[1].split('"')[0] for line in (out / "search.jsonl").read_text().splitlines()}
+    rows = [path.read_text() for path in (out / "cells").glob("*/rows.jsonl")]
+    assert rows
+    assert not any(f'"{name}"' in text for name in searched for text in rows)
+
+
+def test_a_second_start_asks_nothing_again(
+    whole: tuple[Tuned, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned, _, out = whole
+    shutil.copytree(out, tmp_path / "best")
+    monkeypatch.setattr(scoring, "read_contexts", lambda *_: pytest.fail("a context was read again"))
+    again, _ = found(tmp_path / "best")
+    assert (again.press, again.frontier, again.sentence) == (tuned.press, tuned.frontier, tuned.sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"seed": 1}, "seed 0, not 1"),
+        ({"tasks": ("cwe",)}, "tasks .*'niah_single'.*, not .*'cwe'"),
+        ({"samples": 5}, "samples"),
+    ],
+)
+def test_a_folder_of_another_search_is_refused(
+    whole: tuple[Tuned, str, Path], tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    shutil.copytree(whole[2], tmp_path / "best")
+    with pytest.raises(OutputError, match=f"belongs to another search .*{told}.*: use a new --out"):
+        found(tmp_path / "best", **fields)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with CellStore(tmp_path).claim(), pytest.raises(BusyError, match="another process tunes"):
+        found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"smaller": None}, "give either memory, such as 4GB, or smaller"),
+        ({"memory": "4GB"}, "give either memory, such as 4GB, or smaller"),
+        ({"smaller": 0.5}, "smaller must be at least 1, got 0.5"),
+        ({"smaller": float("nan")}, "smaller must be at least 1, got nan"),
+        ({"context": 4096}, "context and batch say what memory is for"),
+        ({"batch": 2}, "context and batch say what memory is for"),
+        ({"max_drop": -1.0}, "max_drop must be at least 0, got -1"),
+        ({"candidates": 0}, "candidates must be at least 1"),
+        ({"smaller": 1e6}, "more than any press reaches: at most"),
+        ({"smaller": None, "memory": "1MB"}, "does not hold the weights of the model, 5.0 MiB"),
+        ({"smaller": None, "memory": "5.0MiB", "context": 100_000}, "is not enough: at least"),
+        ({"data": Path("none.jsonl")}, "give data or tasks, not both"),
+    ],
+)
+def test_wishes_that_cannot_be_met(tmp_path: Path, wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(tmp_path / "best", replace(WISHES, **wishes))
+    assert not (tmp_path / "best").exists()
+
+
+def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
+    tuned, printed = found(
+        tmp_path, replace(WISHES, smaller=None, memory="5.15MiB", candidates=1, max_drop=0.0), tasks=("niah_single",)
+    )
+    assert "budget=" in tuned.press
+    assert "the cache may take" in printed
+    assert tuned.kept is (tuned.pick.worst is not None and tuned.pick.worst[1].mean >= 0)
+
+
+def test_a_model_that_retrieves_nothing_is_not_ranked(
+    tmp_path: Path, reference_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["llama"](**{**COMMON, "vocab_size": 985})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match="retrieves nothing: with the full cache it scores"):
+        tune_from_python(model, tokenizer=reference_tokenizer, smaller=4, language="reference", out=tmp_path, **FIELDS)
+
+
+def test_texts_without_answers_are_judged_by_likelihood(tmp_path: Path) -> None:
+    keys = ("tiger", "lantern", "hammer", "necklace", "piano", "drum", "coat", "river")
+    rows = [{"text": f" The code for {key} is {1000 + 37 * at}. The {key} waits." * 18} for at, key in enumerate(keys)]
+    path = write_lines(tmp_path / "texts.jsonl", *rows)
+    config = RunConfig(**{**OWN, "out": tmp_path / "best"})
+    console = Console(file=io.StringIO(), width=200)
+    tuned = tune(config, replace(WISHES, data=path, candidates=2), console)
+    assert "likelihood of a token" in tuned.sentence
+    assert "has no answers: presses are judged by the likelihood" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert set(tuned.frontier[0].tasks) == {"text"}
+    assert 0 < tuned.pick.accuracy.mean < 1
+    assert tuned.pick.factor >= 5.9
+
+
+def test_samples_of_the_user_are_tasks(tmp_path: Path) -> None:
+    keys = ("tiger", "lantern", "hammer", "necklace", "piano", "drum", "coat", "river")
+    rows = [
+        {
+            "context": f" The code for {key} is 48{number}. The old river runs slowly." + " A tiger waits calmly." * 6,
+            "question": f"\nWhat is the code for {key}?",
+            "answer_prefix": f"The code for {key} is",
+            "answer": f"48{number}",
+        }
+        for number, key in enumerate(keys, start=10)
+    ]
+    path = write_lines(tmp_path / "mine.jsonl", *rows)
+    config = RunConfig(**{**OWN, "out": tmp_path / "best"})
+    tuned = tune(config, replace(WISHES, smaller=2.0, data=path, candidates=1), Console(file=io.StringIO()))
+    assert set(tuned.frontier[0].tasks) == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"context": "a", "question": "b", "answer": "c"}, {"context": "a"}], "mine.jsonl:2: a row without `answer`"),
+        ([{"context": "a", "question": "b", "answer": "c"}], "1 contexts; at least 4 are needed"),
+        ([{"text": "short"}], "0 texts of at least 128 tokens"),
+        ([{"context": "long"}], "expected a JSON object with a `text`"),
+        ([3], "mine.jsonl:1: not a task row"),
+    ],
+)
+def test_data_that_cannot_be_tuned_on(tmp_path: Path, rows: list[Any], message: str) -> None:
+    path = write_lines(tmp_path / "mine.jsonl", *rows)
+    config = RunConfig(**{**OWN, "out": tmp_path / "best"})
+    with pytest.raises((ConfigError, DataError), match=message):
+        tune(config, replace(WISHES, data=path), Console(file=io.StringIO()))
+
+
+def test_the_command(whole: tuple[Tuned, str, Path], tmp_path: Path) -> None:
+    wishes = ("--held-out", 2, "--candidates", 3, "--lengths", 128, "--samples", 6, "--threads", 1)
+    code, printed = invoke("tune", "--smaller", 6, *wishes, "--out", whole[2])
+    assert code == 4, printed
+    assert "belongs to another search" in printed
+    code, printed = invoke("tune", "--smaller", 6, "--max-drop", -2, "--out", tmp_path / "best")
+    assert code == 2, printed
+    assert "max_drop must be at least 0, got -2" in printed
+    assert "tuning on generated tasks" in printed
+    code, printed = invoke("tune", "--smaler", 6)
+    assert code == 2
+    assert "No such option" in printed
+
+
+def test_the_table_and_the_files(whole: tuple[Tuned, str, Path], tmp_path: Path) -> None:
+    tuned, _, out = whole
+    shutil.copytree(out, tmp_path / "best")
+    console = Console(file=io.StringIO(), width=200)
+    show(replace(tuned, path=tmp_path / "best" / PRESS), console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    (line,) = (line for line in printed.splitlines() if line.startswith(">"))
+    assert tuned.press in line
+    assert f"{tuned.pick.factor:.1f}x" in line
+    assert tuned.sentence in printed
+    for name in (PRESS, "report.html", "frontier.png"):
+        assert f"wrote {tmp_path / 'best' / name}" in printed
+        assert (tmp_path / "best" / name).stat().st_size

@@ -1,0 +1,185 @@
+"""The search keeps what is best on the worst task, and goes on after a kill to what one run finds."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.prompts import Prompt
+from kvpress_eval.tasks.sample import Query
+from kvpress_eval.tuning.find import pick
+from kvpress_eval.tuning.items import Item, Part
+from kvpress_eval.tuning.scoring import Examiner
+from kvpress_eval.tuning.search import WAVE, Search, Standing, rungs, work
+from kvpress_eval.tuning.sizing import Limit
+from kvpress_eval.tuning.space import Space, Template, make_space
+from rich.console import Console
+
+import kvpress
+from kvpress.hf.models import load_config
+from kvpress.plan import Geometry, plan
+
+GEOMETRY = Geometry.of(load_config("reference"))
+LIMIT = Limit(GEOMETRY, (256,), smaller=8.0)
+
+
+class KilledError(Exception):
+    """The process is gone."""
+
+
+@dataclass
+class Judge:
+    """Examines without a model: scorers have a chance of being right on each task, codecs none of their own."""
+
+    chances: dict[str, tuple[float, float]]
+    patience: int = 10**9
+    excess: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def examine(self, presses: Sequence[str], contexts: Sequence[Sequence[Item]]) -> None:
+        self.patience -= 1
+        if self.patience < 0:
+            raise KilledError
+        self.asked += presses
+
+    def score_of(self, press: str, item: Item) -> float:
+        known = (chances for name, chances in self.chances.items() if name in press)
+        chance = 1.0 if press == "none" else next(known, (0.1, 0.1))[item.task == "second"]
+        return float(random.Random(f"{press} {item.id}").random() < chance)  # noqa: S311  # reproducible
+
+    def measure(self, presses: Sequence[str], context: Sequence[Item]) -> dict[str, float]:
+        tokens = len(context[0].prompt.first)
+        return {
+            press: plan(kvpress.get_press(press), GEOMETRY, tokens).total_bytes
+            * max([1.0, *(more for name, more in self.excess.items() if name in press)])
+            for press in presses
+        }
+
+
+def parts(contexts: int = 16) -> list[Part]:
+    query = Query("", "", ("1",), "prefix")
+    prompt = Prompt(list(range(256)), [1], "")
+    return [
+        Part(task, 256, [[Item(f"{task}-{number}", task, 256, prompt, query, 4)] for number in range(contexts)])
+        for task in ("first", "second")
+    ]
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return make_space()
+
+
+def search(space: Space, judge: Judge, candidates: int = 20, **more: Any) -> Search:
+    console = Console(file=io.StringIO())
+    examiner = cast(Examiner, judge)
+    return Search(examiner, space, LIMIT, parts(), candidates, 0, RunProgress(console, 1), **more)
+
+
+CHANCES = {"keydiff": (1.0, 1.0), "knorm": (1.0, 0.3), "leverage": (0.8, 0.8)}
+
+
+def test_the_worst_task_decides(space: Space, tmp_path: Path) -> None:
+    found = search(space, Judge({"keydiff": (0.9, 0.85), "knorm": (1.0, 0.3)}))
+    found.run(tmp_path / "journal")
+    best = found.ranked[0]
+    assert "keydiff" in best.press
+    assert best.contexts == 16
+    assert best.worst[1] == min(best.changes.values())
+    assert LIMIT.fits(kvpress.get_press(best.press))
+
+
+def test_standings_order_by_worst_then_mean_then_bytes() -> None:
+    def standing(name: str, first: float, second: float, size: float = 1.0, contexts: int = 8) -> Standing:
+        return Standing(name, contexts, {"first": first, "second": second}, size)
+
+    ordered = [
+        standing("deep", -0.4, -0.4, contexts=16), standing("even", -0.1, -0.1), standing("mean", -0.2, 0.0),
+        standing("small", -0.2, -0.2), standing("large", -0.2, -0.2, 2.0), standing("one sided", 0.0, -0.5),
+    ]  # fmt: skip
+    assert sorted(reversed(ordered), key=lambda one: one.rank) == ordered
+
+
+def test_half_of_a_wave_goes_on(space: Space, tmp_path: Path) -> None:
+    judge = Judge(CHANCES)
+    found = search(space, judge)
+    found.run(tmp_path / "journal")
+    counts = [sum(one.contexts >= contexts for one in found.standings.values()) for contexts in rungs(16)]
+    assert rungs(16) == [2, 4, 8, 16]
+    assert all(after == -(-before // 2) for before, after in pairwise(counts))
+    # Each press was asked about so many contexts of two tasks, one by one.
+    assert len(judge.asked) == 2 * sum(one.contexts for one in found.standings.values())
+
+
+def test_a_killed_search_ends_as_one_run_would(space: Space, tmp_path: Path) -> None:
+    candidates = WAVE + 2
+    whole = search(space, Judge(CHANCES), candidates)
+    whole.run(tmp_path / "whole")
+    with pytest.raises(KilledError):
+        search(space, Judge(CHANCES, patience=40), candidates).run(tmp_path / "killed")
+    with (tmp_path / "killed").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')  # the line that was being written
+    again = search(space, Judge(CHANCES), candidates)
+    again.run(tmp_path / "killed")
+    assert again.ranked == whole.ranked
+
+
+def test_a_search_goes_on_when_a_press_has_joined(space: Space, tmp_path: Path) -> None:
+    search(space, Judge(CHANCES), 4).run(tmp_path / "journal")
+    wider = replace(space, evict=(*space.evict, "snapkv:window_size=8"))
+    again = search(wider, Judge(CHANCES), len(wider.axes["evict"]))
+    again.run(tmp_path / "journal")
+    assert any("window_size=8" in press for press in again.standings)
+
+
+def test_another_seed_searches_elsewhere(space: Space, tmp_path: Path) -> None:
+    presses = []
+    for seed in (0, 1):
+        found = search(space, Judge(CHANCES), 6)
+        found.seed = seed
+        found.run(tmp_path / f"journal-{seed}")
+        presses.append(set(found.standings))
+    assert presses[0] != presses[1]
+
+
+def test_what_holds_more_than_planned_is_made_smaller(space: Space) -> None:
+    found = search(space, Judge(CHANCES, excess={"keydiff": 1.3}))
+    evicting, other = Template("keydiff", codec="kivi:bits=3"), Template("snapkv", "adakv")
+    (plain, same) = search(space, Judge(CHANCES)).fit([evicting, other]).values()
+    (smaller, untouched) = found.fit([evicting, other]).values()
+    assert untouched == same
+    assert smaller is not None
+    assert smaller != plain
+    assert 0.9 * LIMIT.allowed < 1.3 * LIMIT.planned(kvpress.get_press(smaller)) <= 1.01 * LIMIT.allowed
+
+
+def test_time_ends_a_search_with_what_it_has(space: Space, tmp_path: Path) -> None:
+    found = search(space, Judge(CHANCES), until=0.0)
+    found.run(tmp_path / "journal")
+    assert found.out_of_time
+    assert not found.ranked
+
+
+def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:
+    judge = Judge(CHANCES)
+    found = search(space, judge)
+    found.run(tmp_path / "journal")
+    assert len(judge.asked) <= work(20, 2, 16)
+
+
+def test_the_pick_is_the_best_or_the_smallest_within_what_may_be_lost() -> None:
+    best = [Standing("best", 8, {"first": 0.0}, 10.0), Standing("next", 8, {"first": -0.02}, 9.0)]
+    smaller = [Standing("half", 8, {"first": -0.05}, 5.0)]
+    assert pick(best, smaller, None).press == "best"
+    assert pick(best, smaller, 1.0).press == "best"
+    assert pick(best, smaller, 3.0).press == "next"
+    assert pick(best, smaller, 5.0).press == "half"
+    assert pick([Standing("only", 8, {"first": -0.5}, 10.0)], [], 1.0).press == "only"

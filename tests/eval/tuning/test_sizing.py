@@ -1,0 +1,88 @@
+"""Compositions are held to a size, and impossible limits are refused with the smallest that is possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.tuning.sizing import Limit, check_possible, make_room, parse_bytes, solve
+from kvpress_eval.tuning.space import NOTHING, Template, make_space
+
+import kvpress
+from kvpress.hf.models import load_config
+from kvpress.plan import Geometry, plan
+from tests.eval.engines import bundled_model
+
+GEOMETRY = Geometry.of(load_config("reference"))
+TEMPLATES = (
+    Template("knorm"),
+    Template("keydiff", codec="kivi:bits=3,residual_length=0"),
+    Template("snapkv", "adakv"),
+    Template("knorm", "chunkkv", "turboquant:bits=2,residual_length=0"),
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.label)
+@pytest.mark.parametrize("smaller", [10.0, 30.0])
+def test_a_ratio_meets_a_factor(template: Template, smaller: float) -> None:
+    limit = Limit(GEOMETRY, (1020, 2048), smaller=smaller)
+    spec = solve(template, limit)
+    assert spec is not None
+    assert "compression_ratio" in spec
+    factor = limit.uncompressed / limit.planned(kvpress.get_press(spec))
+    assert smaller <= factor
+    if template.codec == NOTHING:
+        assert factor < 1.05 * smaller
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.label)
+def test_real_contexts_hold_what_was_solved_for(template: Template) -> None:
+    limit = Limit(GEOMETRY, (500,), smaller=8.0)
+    spec = solve(template, limit)
+    assert spec is not None
+    engine = bundled_model()
+    ids = torch.randint(3, 900, (1, 500), generator=torch.Generator().manual_seed(0))
+    (cache,) = kvpress.prefill(engine.model, [kvpress.get_press(spec)], ids).caches
+    assert kvpress.memory_report(cache).total_bytes <= 1.01 * limit.allowed
+
+
+def test_memory_is_met_by_a_budget_at_any_time() -> None:
+    whole = plan(kvpress.get_press("none"), GEOMETRY, 4096).total_bytes
+    limit = Limit(GEOMETRY, (4096,), bytes=int(0.4 * whole))
+    spec = solve(Template("knorm"), limit)
+    assert spec is not None
+    assert "budget" in spec
+    planned = plan(kvpress.get_press(spec), GEOMETRY, 4096)
+    assert 0.35 * whole < planned.peak_bytes <= 0.4 * whole
+    assert planned.total_bytes < planned.peak_bytes
+
+
+def test_what_fits_is_left_whole() -> None:
+    limit = Limit(GEOMETRY, (1024,), smaller=3.0)
+    assert solve(Template("knorm", codec="kivi:bits=4,residual_length=0"), limit) == "kivi:bits=4,residual_length=0"
+    assert solve(Template(NOTHING, codec="kivi:bits=8,residual_length=0"), limit) is None
+
+
+def test_impossible_limits_say_the_smallest() -> None:
+    space = make_space()
+    templates = [space.template(point) for point in space.cover(20, 0)]
+    limit = Limit(GEOMETRY, (1024,), smaller=1e5)
+    with pytest.raises(
+        ConfigError, match=r"smaller 100000 is more than any press reaches: at most \d{3,4}, as .* one pair"
+    ):
+        check_possible(make_room(GEOMETRY, 10**6, 1024, 1, None), limit, templates)
+    room = make_room(GEOMETRY, 5_000_000, 1024, 1, 5_100_000)
+    limit = Limit(GEOMETRY, (1024,), bytes=100_000)
+    with pytest.raises(
+        ConfigError, match=r"memory 4\.9 MiB is not enough: at least .* of which the weights are 4\.8 MiB, as"
+    ):
+        check_possible(room, limit, templates)
+    with pytest.raises(ConfigError, match=r"does not hold the weights of the model, 4\.8 MiB"):
+        check_possible(make_room(GEOMETRY, 5_000_000, 1024, 1, 4_000_000), limit, templates)
+
+
+def test_sizes_are_read() -> None:
+    assert [parse_bytes(text) for text in ("4GB", "1.5 MiB", "2kb", "300")] == [4 * 10**9, 3 * 2**19, 2000, 300]
+    for wrong in ("", "4 G", "-1GB", "much"):
+        with pytest.raises(ConfigError, match="memory must be a size such as 4GB"):
+            parse_bytes(wrong)
