@@ -18,14 +18,16 @@ PRESSES = (
     "random:0.5",
     "streaming_llm:0.5",
     "snapkv:0.5",
-    "tova:0.5",
     "h2o:0.5",
     "expected_attention:0.5,epsilon=0.02",
     "adakv(expected_attention:0.5,epsilon=0.02)",
     "kivi:bits=4,residual_length=32",
     "kivi:bits=2,residual_length=32",
     "quest:budget=128",
-    "expected_attention:0.25,epsilon=0.02 + kivi:bits=4,residual_length=32 + quest:budget=128",
+    "compactor:0.75 + kivi:bits=4,residual_length=32 + quest:budget=128",
+    "frontier:smaller=10",
+    "frontier:smaller=20",
+    "frontier:smaller=50",
 )
 
 

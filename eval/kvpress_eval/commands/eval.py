@@ -108,7 +108,7 @@ def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
     """Run configurations that share an output folder, print a table for each model, and write the files of the folder."""
     from kvpress_eval.report.table import print_table
     from kvpress_eval.report.write import write_outputs
-    from kvpress_eval.results.summary import summarise
+    from kvpress_eval.results.summary import conclusion, summarise
     from kvpress_eval.run.runner import run
 
     results = []
@@ -120,7 +120,10 @@ def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
     for config, result in zip(runs, results, strict=True):
         if len(runs) > 1:
             console.print(Text(f"\n{config.model}", style="bold"))
-        print_table(summarise(result.cells), console)
+        summaries = summarise(result.cells)
+        print_table(summaries, console)
+        if said := conclusion(summaries):
+            console.print(Text(said, style="bold"))
         for label in result.busy:
             console.print(Text(f"{label}: left to another process, which is running it", style="red"))
     for path in write_outputs([runs[0].out], runs[0].out / "report.html"):

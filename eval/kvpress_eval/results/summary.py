@@ -74,6 +74,28 @@ def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
     return [replace(summary, p_value=adjusted.get(summary.press)) for summary in summaries]
 
 
+def conclusion(summaries: Sequence[PressSummary]) -> str | None:
+    """Say in a sentence which press holds least without a loss that its interval shows; None where nothing can be compared.
+
+    The interval is that of one comparison, not adjusted for their number: a loss that may be chance is not counted as none.
+    """
+    full = next((summary for summary in summaries if summary.press == BASELINE), None)
+    compared = [summary for summary in summaries if summary.difference and summary.factor and summary.factor > 1]
+    if full is None or full.accuracy is None or not compared:
+        return None
+    whole = [summary for summary in compared if summary.difference and summary.difference.high >= 0]
+    if not whole:
+        return f"Every press that holds less loses accuracy here (95% interval, {compared[0].samples} samples)."
+    best = max(whole, key=lambda summary: summary.factor or 0.0)
+    assert best.accuracy is not None and best.difference is not None  # noqa: S101, PT018 - for type checkers
+    points = [f"{100 * value:+.1f}" for value in (best.difference.mean, best.difference.low, best.difference.high)]
+    return (
+        f"Smallest cache without a loss beyond chance: {best.press} holds {best.factor:.1f} times less and answers "
+        f"{100 * best.accuracy.mean:.1f}% where no press answers {100 * full.accuracy.mean:.1f}% "
+        f"({points[0]} points, 95% {points[1]} to {points[2]}, {best.samples} samples)."
+    )
+
+
 def place_of(result: CellResult) -> Place:
     """Return the task, the length and the depth of a cell."""
     return result.task, result.length, result.depth

@@ -15,7 +15,8 @@ from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_png, frontier_svg
 from kvpress_eval.report.table import escaped, markdown, print_table, records, to_markdown
 from kvpress_eval.results.read import read_run
-from kvpress_eval.results.summary import PressSummary, summarise
+from kvpress_eval.results.stats import Estimate
+from kvpress_eval.results.summary import PressSummary, conclusion, summarise
 from kvpress_eval.run.runner import RunResult, run
 from matplotlib import image
 from pyarrow import parquet
@@ -46,6 +47,23 @@ def test_a_missing_result_is_never_a_number(finished: tuple[RunConfig, RunResult
     assert set(line.split("|")[2:-1]) == {" - "}
     assert "oom: out of memory" in page(replace(results, cells=cells))
     (tmp_path / "empty.png").write_bytes(frontier_png([half]))
+
+
+def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[PressSummary]) -> None:
+    none, half = summaries
+
+    def press(name: str, factor: float, low: float, high: float) -> PressSummary:
+        change = Estimate((low + high) / 2, low, high)
+        return replace(half, press=name, factor=factor, accuracy=Estimate(0.9, 0.8, 1.0), difference=change)
+
+    lossy, small, smaller = press("a", 50, -0.4, -0.01), press("b", 4, -0.1, 0.1), press("c", 9.96, -0.12, 0.02)
+    said = conclusion([none, lossy, small, smaller])
+    assert said is not None
+    assert "without a loss beyond chance: c holds 10.0 times less" in said
+    assert "(-5.0 points, 95% -12.0 to +2.0" in said
+    assert str(conclusion([none, lossy])).startswith("Every press that holds less loses accuracy here")
+    assert conclusion([lossy, small]) is None
+    assert conclusion([none]) is None
 
 
 def test_summaries_compare_with_none(summaries: list[PressSummary]) -> None:

@@ -133,6 +133,8 @@ def pack(codes: Tensor) -> Tensor:
         ({"key_basis": Basis(torch.zeros(16))}, "key_basis.scale must be float32 \\[streams, 16\\]"),
         ({"key_basis": Basis(torch.zeros(2, 16))}, "key_basis.scale must be float32 \\[1, 16\\]"),
         ({"value_basis": Basis(torch.zeros(1, 16).half())}, "value_basis.scale must be float32"),
+        ({"key_basis": Basis(centre=torch.zeros(2, 16))}, "key_basis.centre must be float32 \\[1, 16\\]"),
+        ({"value_basis": Basis(centre=torch.zeros(1, 8))}, "value_basis.centre must be .* \\[streams, 16\\]"),
         ({"key_basis": Basis(rotation=torch.zeros(16, 8))}, "key_basis.rotation must be float32 \\[16, 16\\]"),
         ({"value_basis": Basis(rotation=torch.zeros(8, 8))}, "value_basis.rotation must be float32 \\[16, 16\\]"),
     ],

@@ -47,7 +47,9 @@ def test_reference_reads_the_documented_layout() -> None:
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("groups", [((32, 1), (1, 32)), ((32, 1), (4, 1)), ((8, 64), (1, 32)), ((1, 4), (1, 1))])
+@pytest.mark.parametrize(
+    "groups", [((32, 1), (1, 32)), ((32, 1), (4, 1)), ((8, 64), (1, 32)), ((1, 4), (1, 1)), ((1, 64), (1, 96))]
+)
 def test_every_level_and_grouping_agrees(
     level: str, bits: int, groups: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:

@@ -38,6 +38,7 @@ def check(q: Tensor, rows: Rows, where: Where, options: Options | None = None) -
         (1, 64, 128, 4, FOLDED, SHARED, torch.float16),
         (8, 128, 128, 1, SHARED, SHARED, torch.float16),
         (4, 128, 128, 4, (1, 128), (1, 128), torch.float32),
+        (3, 64, 64, 8, (1, 64), (1, 64), torch.float16),
         (4, 64, 64, 4, (5, 4), FOLDED, torch.float32),
         (8, 192, 128, 1, FOLDED, SHARED, torch.float16),
         (4, 256, 256, 1, (128, 1), SHARED, torch.float16),

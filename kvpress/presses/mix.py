@@ -1,0 +1,109 @@
+"""Two scorers as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.core.checks import Share
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, ScorerAround, Wrapping
+from kvpress.core.recipe import Eviction, Scored, Scorer
+from kvpress.core.registry import Refusal, register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.view import View
+from kvpress.presses.chunkkv import ranks
+
+
+@register(
+    "mix",
+    "evict",
+    example="mix(leverage_score:0.5; keydiff)",
+    cases=("mix(snapkv:0.5,window_size=4; knorm)", "mix(knorm:0.6; keydiff):how=max"),
+    refuses=(
+        Refusal("mix(knorm:0.5; keydiff:0.5)", "the first press says how much stays"),
+        Refusal("mix(knorm:0.5; kivi)", "a codec has no scores"),
+    ),
+)
+@dataclass
+class MixPress(Wrapping):
+    """Rank the pairs of a head by two presses, and keep those that are best by both, or by either.
+
+        rank     score = weight * r + (1 - weight) * r'
+        max      score = max(r, r')
+
+    r and r' are the ranks of a pair among those of its head by `press` and by `other`, from 0 to 1; `how` says which. What
+    either of them always keeps stays. How many pairs stay, in which heads and when is what `press` says.
+
+    Paper: none.
+    Differs from the paper: nothing.
+    """
+
+    press: BasePress
+    other: BasePress
+    how: Literal["rank", "max"] = "rank"
+    weight: Share = 0.5
+
+    @property
+    def inner(self) -> BasePress:
+        return self.press
+
+    def validate(self) -> None:
+        if not isinstance(self.other, BasePress):
+            raise TypeError(f"{self._asks}, got {type(self.other).__name__}")
+        self.other.validate()
+        super().validate()
+
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        found, name = self.other.recipe(model), type(self.other).__name__
+        plain = found.codec is None and found.selector is None and len(found.evictions) == 1
+        if not plain or found.evictions[0].fixed or found.evictions[0].compress or found.evictions[0].hook:
+            raise TypeError(f"{self._asks}, such as SnapKVPress, got {name}")
+        (second,) = found.evictions
+        for scorer, press in ((step.scorer, self.press), (second.scorer, self.other)):
+            if scorer.ranks:
+                raise TypeError(
+                    f"{type(press).__name__} chooses pairs in a way of its own, which mixed scores would undo"
+                )
+        if second.prepare is not None or second.rewrites:
+            raise TypeError(f"{name} does more than score pairs: give it as the first press, or compose it with `+`")
+        if not second.amount.keeps_all or second.allocator.decides:
+            raise ValueError(
+                f"{type(self.press).__name__} says how many pairs stay: leave out the ratio or budget of {name}"
+            )
+        return replace(
+            step,
+            scorer=Mixed(step.scorer, second.scorer, self.how, self.weight),
+            reads_hidden_states=step.reads_hidden_states or second.reads_hidden_states,
+        )
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        super().post_init_from_model(model)
+        self.other.post_init_from_model(model)
+
+
+@dataclass(frozen=True)
+class Mixed(ScorerAround):
+    """The ranks of two scorers as one score; see `MixPress`."""
+
+    other: Scorer
+    how: str
+    weight: float
+
+    ranks: ClassVar[bool] = True
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return tuple(dict.fromkeys((*self.inner.wants, *self.other.wants)))
+
+    def scores(self, view: View) -> Tensor:
+        both = [Scored(view, scorer).scores for scorer in (self.inner, self.other)]
+        one, two = (ranks(scores.nan_to_num(nan=-torch.inf)).float() / max(1, view.length - 1) for scores in both)
+        mixed = torch.maximum(one, two) if self.how == "max" else self.weight * one + (1 - self.weight) * two
+        return mixed.masked_fill(both[0].isposinf() | both[1].isposinf(), torch.inf)
+
+    def without_values(self) -> Mixed:
+        return replace(self, inner=self.inner.without_values(), other=self.other.without_values())
