@@ -54,6 +54,8 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "ours kivi 2 bit": ("kivi:bits=2,group_size=(128,64),residual_length=0", None),
     "ours kivi 2 bit, g 32": ("kivi:bits=2", None),
     "ours adaquant 4/2 bit": ("adaquant", None),
+    "ours rotated 3 bit": ("rotated:bits=3", None),
+    "ours rotated 2 bit": ("rotated:bits=2", None),
     "ours gear_l 2 bit": ("gear_l", None),
     "ours gear 2 bit": ("gear", None),
     "ours zipcache 4/2 bit": ("zipcache", None),
@@ -74,6 +76,8 @@ GOALS = {
     "ours zipcache 4/2 bit": 1.0,
     "ours cq 4c8b": 1.0,
     "ours cq 8c8b": 1.0,
+    "ours rotated 3 bit": 1.0,
+    "ours rotated 2 bit": 1.0,
     "ours gear_l 2 bit": 1.5,
     "ours gear 2 bit": 1.5,
 }

@@ -32,6 +32,7 @@ PRESSES = (
     "adakv(expected_attention:0.5)", "criticalkv(snapkv:0.5)", "critical_adakv(snapkv:0.5)", "chunk(keydiff:0.5)",
     "chunkkv(snapkv:0.5)", "block(keydiff:0.5)", "key_rerotation(knorm:0.5)",
     "per_layer_compression(knorm):compression_ratios=(0.4,0.6)", "duo_attention:0.5,on_the_fly_scoring=true",
+    "sample(leverage_score:0.5)", "mix(keydiff:0.5; knorm)", "frontier:smaller=10", "rotated:bits=3",
     "kivi:bits=4", "quest:budget=1024", "tidal_decode:budget=1024,skip_layers=0", "snapkv:0.5 + kivi:bits=4",
 )  # fmt: skip
 NONE = PRESSES[0]
