@@ -201,8 +201,9 @@ def error(layer: Sequence[Scored], count: int) -> float:
             newest = head.positions[:, 0] >= head.seen - queries.shape[2]
             factor = torch.where(newest, 1.0, mask[:, h] * weight[:, h].exp())
             attention, values = head.attention(queries)[:, 0], head.values.float()
-            left = attention * factor[:, None, None]
-            out = attention @ values
-            lost += float((left @ values / left.sum(dim=-1, keepdim=True).clamp_min(1e-30) - out).square().sum())
+            left, out = attention * factor[:, None, None], attention @ values
+            # What an attention sink takes is no pair's, and stays.
+            total = left.sum(dim=-1, keepdim=True) + (1 - attention.sum(dim=-1, keepdim=True)).clamp_min(0)
+            lost += float((left @ values / total.clamp_min(1e-30) - out).square().sum())
             whole += float(out.square().sum())
     return lost / max(whole, 1e-30)

@@ -11,7 +11,7 @@ import kvpress
 from kvpress.core.recipe import Scored
 from kvpress.plan import Geometry, plan
 from kvpress.quant.budgeted import QUERIES, ByError, error
-from tests.models import tiny_model, tokens
+from tests.models import full_layers, tiny_model, tokens
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,14 @@ def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch
     assert ByError(scope="cache").counts(scored, 100) == [50, 150, 100]  # never more than twice the mean, or half of it
 
 
-def test_the_error_is_that_of_the_attention_output(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with attention of the newest quarter of 200 tokens over all pairs and over those that stay, weights and all."""
-    model, seen = tiny_model("llama"), []
+    model, seen = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), []
+
+    def attention(logit: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+        """Weights, of which a sink takes a part."""
+        return logit.softmax(0) if sink is None else torch.cat([logit, sink.double()[None]]).softmax(0)[:-1]
 
     def watched(layer: list[Scored], count: int) -> float:
         seen.append((error(layer, count), layer, count))
@@ -77,12 +82,14 @@ def test_the_error_is_that_of_the_attention_output(monkeypatch: pytest.MonkeyPat
             keys, values = view.keys[0, head].double(), view.values[0, head].double()
             weight, kept = scored.log_weight[0, head].double(), mask[0, head].clone()
             kept[-50:], weight[-50:] = True, 0.0
-            for query_head in range(2 * head, 2 * head + 2):
+            for query_head in range(view.groups * head, view.groups * (head + 1)):
+                sink = None if view.call.sinks is None else view.call.sinks[query_head]
                 for i, query in enumerate(queries[0, query_head, -50:].double()):
                     before = slice(0, view.length - 49 + i)
                     logit = keys[before] @ query * view.call.logits.scale
-                    out = logit.softmax(0) @ values[before]
-                    left = (logit + weight[before]).masked_fill(~kept[before], -torch.inf).softmax(0) @ values[before]
+                    out = attention(logit, sink) @ values[before]
+                    cut = (logit + weight[before]).masked_fill(~kept[before], -torch.inf)
+                    left = attention(cut, sink) @ values[before]
                     lost, whole = lost + float((left - out).square().sum()), whole + float(out.square().sum())
         assert seen[-1][0] == pytest.approx(lost / whole, rel=1e-3)
         return seen[-1][0]
@@ -90,7 +97,7 @@ def test_the_error_is_that_of_the_attention_output(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvpress.quant.budgeted.error", watched)
     with kvpress.FrontierPress(20)(model):
         model.generate(tokens(1, 200), max_new_tokens=1, do_sample=False)
-    assert len(seen) == len(model.model.layers)
+    assert len(seen) == len(full_layers(model))
 
 
 @pytest.mark.parametrize(
