@@ -170,7 +170,10 @@ def test_dense_pairs_are_replaced_in_one_copy_only() -> None:
     store.evict([torch.ones(6, dtype=torch.bool)] * HEADS, None)
     twin, before = copy.deepcopy(store), store.dense.keys.clone()
     keys, shift = torch.randn(12, DIM), torch.arange(12)
-    store.replace_dense(keys, log_weight=torch.rand(12), sides={"shift": shift})
+    store.replace_dense(keys, sides={"shift": shift})
+    weights = {n: torch.rand(6) for n in range(HEADS)}
+    store.weigh(weights)
+    assert torch.equal(store.dense.log_weight, torch.cat(list(weights.values())))
     assert torch.equal(store.dense.keys, keys)
     assert store.dense.values is twin.dense.values
     assert torch.equal(store.dense.side["shift"], shift.float())
@@ -178,12 +181,16 @@ def test_dense_pairs_are_replaced_in_one_copy_only() -> None:
     assert (twin.dense.log_weight, twin.dense.side) == (None, {})
     for bad, message in (
         ({"keys": keys[1:]}, r"keys must have shape \(12, 32\), got \(11, 32\)"),
-        ({"log_weight": torch.zeros(3)}, "log_weight must have shape"),
         ({"sides": {"mass": keys}}, "mass must have shape"),
-        ({"log_weight": torch.full((12,), math.inf)}, "log_weight must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
             store.replace_dense(**bad)
+    for weight, message in (
+        (torch.zeros(3), "stream 1 must have shape"),
+        (torch.full((6,), math.inf), "must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.weigh({1: weight})
 
 
 SHARING = ["tidal_decode:budget=8,skip_layers=1", "kivi:group_size=4,residual_length=4", "zipcache:interval=4"]

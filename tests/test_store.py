@@ -115,19 +115,28 @@ class StoreMachine(RuleBasedStateMachine):
             stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, given, strict=True)]
 
     @precondition(lambda self: hasattr(self, "store") and self.store.dense is not None)
-    @rule(seed=st.integers(0, 99), what=st.sampled_from(["pairs", "weights", "both"]))
-    def replace_dense(self, seed: int, what: str) -> None:
+    @rule(seed=st.integers(0, 99))
+    def replace_dense(self, seed: int) -> None:
         dense, generator = self.store.dense, torch.Generator().manual_seed(seed)
-        keys = torch.rand(dense.keys.shape, generator=generator) if what != "weights" else None
-        weights = torch.rand(dense.layout.total, generator=generator) if what != "pairs" else None
-        self.store.replace_dense(keys, None if keys is None else keys + 1, weights)
+        keys = torch.rand(dense.keys.shape, generator=generator)
+        self.store.replace_dense(keys, keys + 1)
         for n, stream in enumerate(self.sealed):
             rows = dense.layout.rows(n)
             older = stream[: len(stream) - dense.layout.lengths[n]]
-            for row, (at, key, weight) in zip(range(rows.start, rows.stop), stream[len(older) :], strict=True):
-                new = key if keys is None else keys[row]
-                older.append((at, new, weight if weights is None else float(weights[row])))
+            for row, (at, _, weight) in zip(range(rows.start, rows.stop), stream[len(older) :], strict=True):
+                older.append((at, keys[row], weight))
             stream[:] = older
+
+    @precondition(lambda self: hasattr(self, "store") and self.store.sealed)
+    @rule(seed=st.integers(0, 99), every=st.integers(1, 3))
+    def weigh_sealed(self, seed: int, every: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = range(0, len(self.sealed), every)
+        given = {n: torch.rand(len(self.sealed[n]), generator=generator) for n in chosen}
+        self.store.weigh(given)
+        for n, weights in given.items():
+            pairs = zip(self.sealed[n], weights.tolist(), strict=True)
+            self.sealed[n][:] = [(at, key, weight) for (at, key, _), weight in pairs]
 
     @rule()
     def copy(self) -> None:

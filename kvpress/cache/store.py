@@ -189,36 +189,60 @@ class KVStore:
         self.since_eviction = 0
 
     def replace_dense(
-        self,
-        keys: Tensor | None = None,
-        values: Tensor | None = None,
-        log_weight: Tensor | None = None,
-        sides: dict[str, Tensor] | None = None,
+        self, keys: Tensor | None = None, values: Tensor | None = None, sides: dict[str, Tensor] | None = None
     ) -> None:
-        """Put other keys, values, weights or per-pair arrays in the place of those of the dense sealed segment.
+        """Put other keys, values or per-pair arrays in the place of those of the dense sealed segment.
 
-        All are flat, `[total, ...]`, in its order; weights are float32 or float16. Copies of the cache keep theirs. Call it
-        right after `evict`: `crop` cannot bring back what was replaced.
+        All are flat, `[total, ...]`, in its order. Copies of the cache keep theirs. Call it right after `evict`: `crop` cannot
+        bring back what was replaced.
 
         Raises:
-            ValueError: there is no dense segment, a shape is another, or a weight is not finite.
+            ValueError: there is no dense segment, or a shape is another.
         """
         dense = self.dense
         if dense is None:
             raise ValueError("this layer holds no dense sealed pairs that could be replaced")
-        given = {"keys": keys, "values": values, "log_weight": log_weight} | (sides or {})
-        for name, array in given.items():
+        for name, array in ({"keys": keys, "values": values} | (sides or {})).items():
             shape = getattr(dense, name).shape if name in ("keys", "values") else dense.keys.shape[:1]
             if array is not None and array.shape != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
-        if log_weight is not None and not bool(log_weight.isfinite().all()):
-            raise ValueError("log_weight must be finite")
         twin = copy.deepcopy(dense)
         twin.keys = twin.keys if keys is None else keys.to(dense.keys)
         twin.values = twin.values if values is None else values.to(dense.values)
-        twin.log_weight = twin.log_weight if log_weight is None else log_weight.to(dense.device)
         twin.side |= {name: array.to(dense.device, torch.float32) for name, array in (sides or {}).items()}
         self.dense, self.window.cursor = twin, None  # a recorded step must not read what was there
+
+    def weigh(self, weights: dict[int, Tensor]) -> None:
+        """Give all sealed pairs of some streams other logit weights: `weights[n]`, float32 or float16, in their order.
+
+        Copies of the cache keep theirs. Call it right after `evict`, as `replace_dense`.
+
+        Raises:
+            ValueError: a stream holds another number of pairs, or a weight is not finite.
+        """
+        held = [sum(lengths) for lengths in zip(*(part.layout.lengths for part in self.sealed), strict=True)]
+        for n, weight in weights.items():
+            if weight.shape != (held[n],):
+                raise ValueError(f"log_weight of stream {n} must have shape ({held[n]},), got {tuple(weight.shape)}")
+            if not bool(weight.isfinite().all()):
+                raise ValueError("log_weight must be finite")
+        used, parts = [0] * len(held), []
+        for part in self.sealed:
+            old = (
+                next(iter(weights.values())).new_zeros(part.layout.total)
+                if part.log_weight is None
+                else part.log_weight
+            )
+            flat = old.to(part.device, copy=True)
+            for n, weight in weights.items():
+                length = part.layout.lengths[n]
+                flat[part.layout.rows(n)] = weight[used[n] : used[n] + length].to(flat)
+                used[n] += length
+            twin = copy.deepcopy(part)
+            twin.log_weight = flat
+            parts.append(twin)
+        self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self.dense is not None else None  # type: ignore[assignment]
+        self.index, self.window.cursor = {}, None  # a recorded step must not read what was there
 
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.

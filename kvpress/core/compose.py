@@ -22,7 +22,7 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         if len(found) > 1:
             names = " and ".join(type(press).__name__ for press in found)
             raise ValueError(f"{names} cannot be composed: there can be one {what} for the same pairs")
-    generated = [press for press, r in recipes for e in r.evictions if e.rewrites and e.schedule.every is not None]
+    generated = [press for press, r in recipes for e in r.evictions if e.rewrite and e.schedule.every is not None]
     sealing = [press for press, recipe in recipes if recipe.codec is not None or recipe.selector is not None]
     if generated and sealing:
         raise ValueError(

@@ -284,28 +284,43 @@ class Cut:
             self.call.left.update(dict.fromkeys(group.views[0].rows, left))
 
     def _rewrite(self) -> None:
+        """Put keys, values, weights and positions in the place of those of the pairs that stay."""
+        self._weigh()
+        moved = [
+            (view, mask, new)
+            for view, mask, new in self.rewritten
+            if new.keys is not None or new.values is not None or new.shift is not None
+        ]
         dense = self.store.dense
+        if not moved:
+            return
         if dense is None or self.store.segments:
             raise ValueError("rewritten pairs need dense storage: they cannot be combined with a codec")
-        keys = dense.keys.clone() if any(new.keys is not None for _, _, new in self.rewritten) else None
-        values = dense.values.clone() if any(new.values is not None for _, _, new in self.rewritten) else None
-        per_pair: dict[str, Tensor] = {}
-        for view, mask, new in self.rewritten:
+        keys = dense.keys.clone() if any(new.keys is not None for _, _, new in moved) else None
+        values = dense.values.clone() if any(new.values is not None for _, _, new in moved) else None
+        shift: Tensor | None = None
+        for view, mask, new in moved:
             for place, n in enumerate(view.streams):
                 at = divmod(place, mask.shape[1])
                 rows, marked = dense.layout.rows(n), mask[at]
                 for target, source in ((keys, new.keys), (values, new.values)):
                     if target is not None and source is not None:
                         target[rows] = source[at][marked].to(target.dtype)
-                for name, array in (("shift", new.shift), ("log_weight", new.log_weight)):
-                    if array is not None:
-                        held = dense.log_weight if name == "log_weight" else dense.side.get(name)
-                        if name not in per_pair:
-                            fresh = array.new_zeros(dense.layout.total, device=dense.device)
-                            per_pair[name] = fresh if held is None else held.clone()
-                        per_pair[name][rows] = array[at][marked].to(per_pair[name].dtype)
-        log_weight = per_pair.pop("log_weight", None)
-        self.store.replace_dense(keys, values, log_weight, per_pair)
+                if new.shift is not None:
+                    shift = dense.side_array("shift").clone() if shift is None else shift
+                    shift[rows] = new.shift[at][marked].float()
+        self.store.replace_dense(keys, values, {} if shift is None else {"shift": shift})
+
+    def _weigh(self) -> None:
+        """Give the pairs that stay new logit weights, wherever they are stored."""
+        given = {
+            n: new.log_weight[divmod(place, mask.shape[1])][mask[divmod(place, mask.shape[1])]]
+            for view, mask, new in self.rewritten
+            if new.log_weight is not None
+            for place, n in enumerate(view.streams)
+        }
+        if given:
+            self.store.weigh(given)
 
 
 def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> None:

@@ -35,8 +35,9 @@ class MixPress(Wrapping):
         rank     score = weight * r + (1 - weight) * r'
         max      score = max(r, r')
 
-    r and r' are the ranks of a pair among those of its head by `press` and by `other`, from 0 to 1; `how` says which. What
-    either of them always keeps stays. How many pairs stay, in which heads and when is what `press` says.
+    r and r' are the ranks of a pair among those of its head by `press` and by `other`, from 0 to 1. `how` says which of the
+    two scores, `weight` how much the first press counts in a sum. What either of them always keeps stays. How many pairs
+    stay, in which heads and when is what `press` says.
 
     Paper: none.
     Differs from the paper: nothing.

@@ -40,6 +40,7 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
     tokens since pairs were last evicted, by whichever press; one that keeps everything counts for nothing. A later turn
     counts as one token; presses that leave prompts alone cut it at once if it is as long as their target.
     """
+    tree = _without_advice(tree)
     if any(part["name"] in DECIDING for part in inside(tree)):
         return None
     prompt, schedules = _phases(tree)
@@ -69,6 +70,17 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
                 if since >= interval and target is not None:
                     stored, since = min(stored, target), 0
     return stored
+
+
+def _without_advice(tree: Tree) -> Tree:
+    """The same spec without presses that score beside another one, which says how many pairs stay."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list):
+            return [value(part) for part in item]
+        return _without_advice(item) if isinstance(item, dict) else item
+
+    return {name: value(item) for name, item in tree.items() if name != "other"}
 
 
 def _phases(tree: Tree) -> tuple[list[Tree], list[Tree]]:

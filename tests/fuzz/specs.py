@@ -46,6 +46,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "decay": (None, 0.9),
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
+    "share": (0.25, 1.0),
+    "weight": (0.5, 0.2),
+    "ridge": (0.01, 0.1),
     "compression_interval": (3, 5),
     "target_size": (14, 20),
     "target_ratio": (None, None, 0.5),
@@ -86,6 +89,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
+    ("mix", "other"): ({"name": "keydiff"}, {"name": "tova"}),
     ("duo_attention", "on_the_fly_scoring"): (True,),
 }
 """The same where one name means different things, or a method alone needs something."""
@@ -128,7 +132,7 @@ def methods() -> dict[str, Method]:
     """Every registered press by name; what tests register themselves is left out."""
     found = {}
     for entry in kvpress.list_presses():
-        if not entry.press.__module__.startswith("kvpress."):
+        if not entry.press.__module__.startswith("kvpress.") or any(item.suite == "fuzz" for item in entry.exempt):
             continue
         fields = [field for field in dataclasses.fields(entry.press) if field.init]
         holds = next((f.name for f in fields if "Press" in str(f.type) and "list" not in str(f.type)), "")

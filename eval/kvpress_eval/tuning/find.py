@@ -196,7 +196,7 @@ class _Tuning:
     def _search(self, examiner: Examiner) -> tuple[dict[str, Standing], str]:
         """Return the presses to be measured with where they stand, and the one that is picked."""
         most = min(len(part.contexts) for part in self.split.searched)
-        total = work(self.wishes.candidates, len(self.split.searched), most)
+        total = work(self.wishes.candidates, len(self.split.searched), most, len(self.space.recipes()))
         self._say(
             f"searching {self.wishes.candidates} candidates on {most} contexts of each of {len(self.split.searched)} tasks, "
             "halved again and again"

@@ -238,11 +238,11 @@ def rungs(most: int) -> list[int]:
     return found
 
 
-def work(candidates: int, tasks: int, most: int) -> int:
-    """Return about how often a press meets a context in a search."""
+def work(candidates: int, tasks: int, most: int, recipes: int) -> int:
+    """Return about how often a press meets a context in a search, whose first wave has the `recipes` beside its candidates."""
     total = 0
-    for numbers in parts(range(candidates), WAVE):
-        alive, done = len(numbers), 0
+    for wave, numbers in enumerate(parts(range(candidates), WAVE)):
+        alive, done = len(numbers) + (0 if wave else recipes), 0
         for contexts in rungs(most):
             total += alive * tasks * (contexts - done)
             alive, done = -(-alive // 2), contexts

@@ -154,6 +154,8 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
     press = kvpress.get_press(entry.example)
     names = {item.name for item in dataclasses.fields(press)}
     inside = [name for name in names if isinstance(getattr(press, name), BasePress)]
+    if SMALLER in names and inside:
+        return "whole", [kvpress.to_spec(press)]
     if len(inside) == 1:
         keeps = _keeps_to_the_ratio(press, inside[0])
         return ("wrapper", _variants(entry, _without(press, inside[0]))) if keeps else ("", [])
@@ -173,10 +175,13 @@ def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
     inner = getattr(press, inside)
     if RATIO not in {item.name for item in dataclasses.fields(inner)}:
         return False
-    kept = [
-        dataclasses.replace(press, **{inside: _with(inner, RATIO, ratio)}).recipe().kept(_TOKENS)
-        for ratio in (0.25, 0.75)
-    ]
+    try:
+        kept = [
+            dataclasses.replace(press, **{inside: _with(inner, RATIO, ratio)}).recipe().kept(_TOKENS)
+            for ratio in (0.25, 0.75)
+        ]
+    except ValueError:  # it says itself how many stay
+        return False
     return kept[0] > kept[1]
 
 

@@ -172,7 +172,7 @@ def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:
     judge = Judge(CHANCES)
     found = search(space, judge)
     found.run(tmp_path / "journal")
-    assert len(judge.asked) <= work(20, 2, 16)
+    assert len(judge.asked) <= work(20, 2, 16, len(space.recipes()))
 
 
 def test_the_pick_is_the_best_or_the_smallest_within_what_may_be_lost() -> None:

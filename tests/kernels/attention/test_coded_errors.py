@@ -43,7 +43,7 @@ BAD: dict[str, dict[str, Any]] = {
     "positions must be int32 \\[20\\]": {"rotary": {"positions": torch.zeros(20)}},
     "stream 1 .*positions": {"rotary": {"positions": torch.full((20,), 64, dtype=torch.int32)}},
     "softcap must be positive or None, got 0.0": {"options": {"softcap": 0.0}},
-    "log_weight must be float32 \\[20\\]": {"rows": {"log_weight": torch.zeros(19)}},
+    "log_weight must be float32/float16 \\[20\\]": {"rows": {"log_weight": torch.zeros(19)}},
     "sinks must be float32 \\[2, 4\\]": {"options": {"sinks": torch.zeros(2)}},
 }
 BAD_RANGES: dict[str, dict[str, Any]] = {

@@ -153,7 +153,7 @@ BAD = {
     "stream 0 ": {"starts": torch.tensor([-1, 0])},
     "softcap must be positive or None, got 0.0": {"softcap": 0.0},
     "causal must be 0 or divide the 4 query rows, got 3": {"causal": 3},
-    "log_weight must be float32 \\[20\\]": {"log_weight": torch.zeros(19)},
+    "log_weight must be float32/float16 \\[20\\]": {"log_weight": torch.zeros(19)},
 }
 
 

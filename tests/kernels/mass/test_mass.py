@@ -135,7 +135,7 @@ BAD = {
     "sinks must be float32 \\[2, 4\\]": {"sinks": torch.zeros(2)},
     "sinks must not be given with lse": {"sinks": torch.zeros(2, 4), "lse": torch.zeros(2, 4)},
     "query_weight must be float32 \\[2, 4\\]": {"query_weight": torch.zeros(2, 4).bool()},
-    "log_weight must be float32 \\[20\\]": {"log_weight": torch.zeros(2)},
+    "log_weight must be float32/float16 \\[20\\]": {"log_weight": torch.zeros(2)},
     "power must be 1 or 2, got 3": {"power": 3},
 }
 
