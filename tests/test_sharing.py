@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.core.recipe import Allocator, Eviction, Scored
 from kvpress.hf.models import new_cache
 from tests.caches import positions
 from tests.models import grow, padded_batch, position_ids, tiny_model
@@ -120,3 +124,22 @@ def test_time_is_split_between_reading_and_presses() -> None:
     assert read.seconds > 0
     assert len(read.press_seconds) == len(FEW)
     assert all(seconds > 0 for seconds in read.press_seconds)
+
+
+def test_what_a_press_does_once_all_layers_are_read_is_its_own_time() -> None:
+    """Not that of the reading, and not nobody's."""
+    model, (ids, mask) = tiny_model("llama"), padded_batch([64])
+
+    @dataclass(frozen=True)
+    class Slow(Allocator):
+        def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+            time.sleep(0.2)
+            return [mean] * len(scored)
+
+    class SlowPress(kvpress.WrapperPress):
+        def wrap(self, step: Eviction, model: Any) -> Eviction:
+            return replace(step, allocator=Slow(scope="cache"))
+
+    read = kvpress.prefill(model, [kvpress.KnormPress(0.5), SlowPress(kvpress.KnormPress(0.5))], ids, mask)
+    assert read.press_seconds[1] > 0.2
+    assert read.press_seconds[0] < 0.2

@@ -63,9 +63,9 @@ def prefill(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        seconds = now(input_ids.device) - started
-        own = [branch.seconds for branch in shared.branches]
-        return Prefill(logits, shared.finish_caches(cache, input_ids), seconds - sum(own), own)
+        seconds = now(input_ids.device) - started - sum(branch.seconds for branch in shared.branches)
+        caches = shared.finish_caches(cache, input_ids)
+        return Prefill(logits, caches, seconds, [branch.seconds for branch in shared.branches])
 
 
 class SharedSession(Session):
@@ -191,7 +191,8 @@ class Branch(Session):
                 layer.belong_to(self.cache)
         calls, self.passed = self.passed, []
         if calls:
-            self.finish(self.cache, calls, ids, None)
+            with self.at_work(ids.device):
+                self.finish(self.cache, calls, ids, None)
 
 
 def _generators(device: torch.device) -> list[Tensor]:
