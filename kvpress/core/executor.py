@@ -314,10 +314,10 @@ class Cut:
     def _weigh(self) -> None:
         """Give the pairs that stay new logit weights, wherever they are stored."""
         given = {
-            n: new.log_weight[divmod(place, mask.shape[1])][mask[divmod(place, mask.shape[1])]]
+            n: weights[marked]
             for view, mask, new in self.rewritten
             if new.log_weight is not None
-            for place, n in enumerate(view.streams)
+            for n, weights, marked in zip(view.streams, new.log_weight.flatten(0, 1), mask.flatten(0, 1), strict=True)
         }
         if given:
             self.store.weigh(given)

@@ -15,6 +15,12 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View
 
+RIDGE = 0.01
+"""What is added to the diagonal of X^T X by default, as a fraction of its mean.
+
+Of 1e-5, 1e-3 and 1e-2, the largest did best on the reference model with 10% of the pairs.
+"""
+
 
 @register(
     "leverage_score",
@@ -41,7 +47,7 @@ class LeverageScorePress(ScorerPress):
     """
 
     sketch_dimension: Count = 48
-    ridge: Positive = field(default=0.01, kw_only=True)
+    ridge: Positive = field(default=RIDGE, kw_only=True)
     n_sink: Size = field(default=0, kw_only=True)
 
     @property
@@ -71,14 +77,14 @@ class LeverageScorePress(ScorerPress):
         return torch.stack([of_rows(keys, sketch_dimension) for keys in key_states.float().unbind(dim=1)], dim=1)
 
 
-def leverage(view: View, sketch_dimension: int, ridge: float = 0.01) -> Tensor:
+def leverage(view: View, sketch_dimension: int, ridge: float = RIDGE) -> Tensor:
     """Return the leverage of every key of a view, `[b, h, n]`, by way of a sketch."""
     return torch.stack(
         [of_rows(head.unrotated_keys()[:, 0], sketch_dimension, ridge) for head in view.per_head()], dim=1
     )
 
 
-def of_rows(keys: Tensor, sketch_dimension: int, ridge: float = 0.01) -> Tensor:
+def of_rows(keys: Tensor, sketch_dimension: int, ridge: float = RIDGE) -> Tensor:
     """Return the leverage `[b, n]` of keys `[b, n, D]` in float32."""
     dim, rows = keys.shape[2], keys
     if sketch_dimension < dim:

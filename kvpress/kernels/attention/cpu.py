@@ -48,7 +48,7 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options, level: str | N
         listed,
         where.lengths.contiguous(),
         None if where.stream is None else where.stream.contiguous(),
-        None if rows.log_weight is None else rows.log_weight.float().contiguous(),
+        rows.weights(),
         out,
         lse,
         rows.count,

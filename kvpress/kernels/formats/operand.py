@@ -49,6 +49,10 @@ class Rows:
         """Number R of stored rows."""
         return self.keys.storage.shape[0]
 
+    def weights(self) -> Tensor | None:
+        """Log-weights as the kernels read them, float32 and contiguous."""
+        return None if self.log_weight is None else self.log_weight.float().contiguous()
+
     def check(self, q: Tensor) -> None:
         """Refuse rows that do not fit queries [N, M, D], or each other."""
         keys, values, rows = self.keys, self.values, self.count

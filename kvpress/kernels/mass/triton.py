@@ -88,7 +88,7 @@ def receive(
             lse.contiguous(),
             where.starts.contiguous(),
             where.lengths.contiguous(),
-            None if rows.log_weight is None else rows.log_weight.float().contiguous(),
+            rows.weights(),
             out,
             keys.stride(0),
             queries,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.formats.rotary import STEP
@@ -221,7 +221,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             *streams(where),
             None if where.stream is None else where.stream.contiguous(),
             *((None,) * 4 if keys.rotary is None else keys.rotary.tensors()),
-            log_weight(rows),
+            rows.weights(),
             out,
             lse,
             keys.codes.stride(0),

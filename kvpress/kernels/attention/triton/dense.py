@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.grid import block_rows, padded, plan
@@ -81,7 +81,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             keys,
             values,
             *streams(where),
-            log_weight(rows),
+            rows.weights(),
             out,
             lse,
             keys.stride(0),

@@ -24,11 +24,6 @@ def most_rows(rows: Rows, where: Where) -> int:
     return where.rows.shape[1] if isinstance(where, Listed) else rows.count
 
 
-def log_weight(rows: Rows) -> Tensor | None:
-    """What is added to the logit of each row."""
-    return None if rows.log_weight is None else rows.log_weight.float().contiguous()
-
-
 def causal(options: Options) -> int | None:
     """New tokens of a stream; None without a mask, as for one new token, the last row of its stream, which sees every row."""
     return options.causal if options.causal > 1 else None

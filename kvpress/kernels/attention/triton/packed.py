@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, log_weight, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
 from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
 from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
@@ -117,7 +117,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             key_group,
             value_group,
             *streams(where),
-            log_weight(rows),
+            rows.weights(),
             tuple(key_terms.tensors()),
             tuple(value_terms.tensors()),
             out,
