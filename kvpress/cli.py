@@ -1,4 +1,7 @@
-"""The command line: what there is, and what fits. `kvpress eval` and `kvpress demo` are added by `kvpress_eval`."""
+"""The command line: what there is, and what fits. `kvpress eval` and `kvpress demo` are added by `kvpress_eval`.
+
+Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
-
-from kvpress.cache.report import format_bytes
-from kvpress.core.spec import get_press, list_presses
 
 if TYPE_CHECKING:
     from kvpress.calibrate.run import Settings
@@ -36,6 +36,8 @@ PLANNED = (
 @app.command("list")
 def list_command() -> None:
     """List all presses: role, what they do, paper."""
+    from kvpress.core.spec import list_presses
+
     table = Table()
     for column in ("press", "role", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("press", "role"))
@@ -53,6 +55,8 @@ def plan_command(
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
 ) -> None:
     """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
+    from kvpress.cache.report import format_bytes
+    from kvpress.core.spec import get_press
     from kvpress.hf.models import load_config
     from kvpress.plan import Geometry, plan
 
@@ -102,6 +106,7 @@ def calibrate_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
+    from kvpress.cache.report import format_bytes
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
     from kvpress.hf.pipeline import load_model

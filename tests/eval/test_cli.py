@@ -149,6 +149,17 @@ def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:
     assert any(press.count(" + ") == 2 for press in presses)
 
 
+def test_help_waits_for_nothing_heavy() -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from kvpress_eval.console import app\n"
+        "for words in [], ['list'], ['plan'], ['eval'], ['tune']:\n"
+        "    shown = CliRunner().invoke(app, [*words, '--help']); assert shown.exit_code == 0, shown.output\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'pandas', 'scipy', 'optuna', 'datasets'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text
+
+
 def test_without_the_eval_extra_the_other_commands_work() -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
