@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 RESAMPLES = 2000
 ALPHA = 0.05
-PERMUTATIONS, _BATCH = 10_000, 100
+PERMUTATIONS = 10_000
 _SEED = 0
 
 
@@ -54,22 +55,12 @@ def paired_p_value(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
     Equal pairs are left out, as nothing changes with their places.
     """
     differences = [(ours - theirs) / len(group) for group in groups for ours, theirs in group if ours != theirs]
-    observed = abs(sum(differences)) * (1 - 1e-9)  # sums of the same numbers in another order differ in the last bits
-    ways = 2 ** len(differences)
-    if ways <= PERMUTATIONS:
-        exchanged = np.arange(ways)[:, None] >> np.arange(len(differences)) & 1
-        return float(np.mean(_exchange(differences, exchanged) >= observed))
-    rng = np.random.default_rng(_SEED)
-    extreme = 0
-    for _ in range(PERMUTATIONS // _BATCH):
-        exchanged = rng.integers(2, size=(_BATCH, len(differences)))
-        extreme += int((_exchange(differences, exchanged) >= observed).sum())
-    return (extreme + 1) / (PERMUTATIONS + 1)
-
-
-def _exchange(differences: Sequence[float], exchanged: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the size of the sum, for every way `[..., n]` of exchanging pairs."""
-    return np.abs((1 - 2 * exchanged) @ np.asarray(differences))
+    if len(differences) < 2:  # of one pair both ways are as large
+        return 1.0
+    tested = stats.permutation_test(
+        (differences,), np.sum, permutation_type="samples", n_resamples=PERMUTATIONS, vectorized=True, rng=_SEED
+    )
+    return float(tested.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -83,10 +74,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def _bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
     """Resample within groups; the same scores give the same interval, in whatever order they come."""
-    rng = np.random.default_rng(_SEED)
-    means = np.zeros(RESAMPLES)
-    for group in sorted(sorted(group) for group in groups):
-        values = np.asarray(group, dtype=float)
-        means += values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(axis=1)
-    low, high = np.quantile(means / len(groups), [ALPHA / 2, 1 - ALPHA / 2])
-    return Estimate(float(np.mean([np.mean(group) for group in groups])), float(low), float(high))
+    # A group of one is the same twice: scipy wants two observations of each.
+    ordered = [np.asarray(group * (2 if len(group) == 1 else 1)) for group in sorted(sorted(group) for group in groups)]
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    if all((group == group[0]).all() for group in ordered):
+        return Estimate(mean, mean, mean)
+    found = stats.bootstrap(
+        ordered, _mean_of_means, n_resamples=RESAMPLES, confidence_level=1 - ALPHA, method="percentile", rng=_SEED
+    ).confidence_interval
+    return Estimate(mean, float(found.low), float(found.high))
+
+
+def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    return np.mean([group.mean(axis=axis) for group in groups], axis=0)
