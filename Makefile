@@ -2,18 +2,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint fuzz gpu clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
-$(STAMP): pyproject.toml
+$(DEMO): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[eval]'
 	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO)
+	$(PIP) -e '.[dev]'
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/kvpress demo
 
 lint: $(STAMP)
