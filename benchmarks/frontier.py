@@ -1,11 +1,12 @@
 """What a cache can be cut to, and what it costs: accuracy of presses at equal held bytes, on the reference model.
 
-    python benchmarks/frontier.py [--samples 48] [--lengths 1024] [--smaller 10 20 50] [--out benchmarks/results/frontier.json]
+    python benchmarks/frontier.py [--every] [--samples 48] [--lengths 1024] [--smaller 10 20 50]
 
 At every size each scorer keeps what fits, alone in 16 bits and composed with quantised storage, and `frontier` decides all
-itself. Held bytes are those of the compressed context, everything counted, before the question comes; ratios and budgets are
-solved for on the model. `worst` is the task that loses most against the full cache. Intervals are those of a bootstrap over
-contexts; finished cells are kept in `--runs`, so that a stopped run continues.
+itself. `--every` takes all evicting presses that need no file made for the model, in the place of a few good ones. Held bytes
+are those of the compressed context, everything counted, before the question comes; ratios and budgets are solved for on the
+model. `worst` is the task that loses most against the full cache. Intervals are those of a bootstrap over contexts, of
+differences paired; finished cells are kept in `--runs`, so that a stopped run continues.
 """
 
 from __future__ import annotations
@@ -22,23 +23,28 @@ from typing import Any
 import torch
 from kvpress_eval.common.files import replace_file
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.summary import summarise
 from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.tuning.result import Measured, measured
+from kvpress_eval.tuning.space import make_space
 from matplotlib.figure import Figure
 
-from benchmarks.quality import Sizes, about, accuracy_row, held, measure_tasks
+from benchmarks.quality import Sizes, about, held, measure_tasks
 from benchmarks.quality_figures import COLOURS, MARKERS, write_figure
 
 SCORERS = ("leverage_score", "compactor", "keydiff")
 ALONE = ("leverage_score", "expected_attention:epsilon=0.02")
-BITS = {10: 4, 20: 3, 50: 2}
-"""Bits of composed presses by size: of 2, 3 and 4 those that leave a tenth to a third of the pairs."""
+BITS = {2: 8, 5: 4, 10: 4, 20: 3, 50: 2}
+"""Bits of composed presses by size: of those with a kernel the ones that leave a tenth of the pairs or more."""
+GROUP = 32
+GREY, ENDS = "#999999", ("low", "high")
+NAMED = 5
+"""Families that a figure tells apart; the others are grey."""
 
 
 def plain(scorer: str, bits: int, budget: int) -> str:
     """Return the press that keeps `budget` pairs a head, 16 bits for no codec."""
     evict = f"{scorer}{',' if ':' in scorer else ':'}budget={budget}"
-    return evict if bits == 16 else f"{evict} + kivi:bits={bits},group_size=32,residual_length=0"
+    return evict if bits == 16 else f"{evict} + kivi:bits={bits},group_size={GROUP},residual_length=0"
 
 
 def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smaller: float, step: int) -> str:
@@ -51,53 +57,90 @@ def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smalle
     return spec(max(1, low) * step)
 
 
-def presses(engine: Engine, length: int, smaller: int) -> dict[str, str]:
+def presses(engine: Engine, length: int, smaller: int, every: bool) -> dict[str, str]:
     """Return what is compared at a size, by spec, with the family that it belongs to."""
+    composed, alone = (make_space().evict,) * 2 if every else (SCORERS, ALONE)
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     found = {f"frontier:smaller={smaller}": "frontier"}
-    for scorer in SCORERS:
+    for scorer in composed:
         spec = partial(plain, scorer, BITS.get(smaller, 4))
-        found[solved(engine, ids, spec, smaller, 32)] = f"{scorer.partition(':')[0]} + kivi"
-    for scorer in ALONE:
-        found[solved(engine, ids, partial(plain, scorer, 16), smaller, 1)] = scorer.partition(":")[0]
+        found[solved(engine, ids, spec, smaller, GROUP)] = f"{scorer} + kivi"
+    for scorer in alone:
+        found[solved(engine, ids, partial(plain, scorer, 16), smaller, 1)] = scorer
     return found
 
 
-def losses(row: dict[str, Any], full: dict[str, Any]) -> dict[str, float]:
-    """Return what every task loses against the full cache, in points."""
-    return {task: 100 * (row["tasks"][task] - full["tasks"][task]) for task in full["tasks"]}
+def row_of(one: Measured, family: str, size: int) -> dict[str, Any]:
+    """Return what a press scored and held, as plain data."""
+    task, change = one.worst or ("", None)
+    return {
+        "press": one.press,
+        "family": family,
+        "size": size,
+        "smaller_by": one.factor,
+        "samples": one.samples,
+        "accuracy": vars(one.accuracy),
+        "difference": one.difference and vars(one.difference),
+        "worst": change and {"task": task, **vars(change)},
+        "tasks": {task: estimate.mean for task, estimate in one.tasks.items()},
+    }
 
 
 def table(study: dict[str, Any]) -> str:
     """Return a study as Markdown."""
     lines = [
-        "| press | smaller by | mean % | 95% interval | vs full | worst task, points |",
-        "|---|---:|---:|---:|---:|---|",
+        "| press | smaller by | mean % | vs full, points | 95% | worst task, points | 95% |",
+        "|---|---:|---:|---:|---:|---|---:|",
     ]
     for row in study["rows"]:
-        mean, low, high = (100 * row["accuracy"][name] for name in ("mean", "low", "high"))
-        task, lost = min(losses(row, study["full"]).items(), key=lambda pair: pair[1])
-        lines.append(
-            f"| {row['press']} | {row['smaller_by']:.1f} | {mean:.1f} | {low:.0f}-{high:.0f} | "
-            f"{100 * row['difference']['mean']:+.1f} | {task} {lost:+.0f} |"
-        )
+        change, worst = row["difference"], row["worst"]
+        cells = [
+            row["press"],
+            f"{row['smaller_by']:.1f}",
+            f"{100 * row['accuracy']['mean']:.1f}",
+            f"{100 * change['mean']:+.1f}",
+            interval(change),
+            f"{worst['task']} {100 * worst['mean']:+.0f}",
+            interval(worst),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def interval(estimate: dict[str, float]) -> str:
+    """Return an interval in points."""
+    return f"{100 * estimate['low']:+.0f} to {100 * estimate['high']:+.0f}"
+
+
+def named(study: dict[str, Any]) -> list[str]:
+    """Return `frontier` and the families that are the best other ones at some size, by their mean or their worst task."""
+    best: dict[str, None] = {"frontier": None}
+    for size in sorted({row["size"] for row in study["rows"]}):
+        rows = [row for row in study["rows"] if row["size"] == size and row["family"] != "frontier"]
+        for column in ("difference", "worst"):
+            best[max(rows, key=lambda row: float(row[column]["mean"]))["family"]] = None
+    return list(best)[:NAMED]
 
 
 def draw(study: dict[str, Any], figure: Figure) -> None:
     """Draw mean and worst task against the size."""
     sides = figure.subplots(1, 2, sharey=True)
-    families = list(dict.fromkeys(row["family"] for row in study["rows"]))
-    for axes, title in zip(sides, ("mean of six tasks", "worst task against the full cache"), strict=True):
-        axes.axhline(0, color="#999999", linewidth=0.8)
-        for family, colour, marker in zip(families, COLOURS, MARKERS, strict=False):
+    families = {row["family"]: None for row in study["rows"]}
+    styles = {
+        family: {"color": colour, "marker": marker, "linewidth": 1.2, "label": family}
+        for family, colour, marker in zip(named(study), COLOURS, MARKERS, strict=False)
+    }
+    styles["frontier"]["linewidth"] = 2.2
+    columns = {"difference": "mean of six tasks", "worst": "worst task"}
+    for axes, (column, title) in zip(sides, columns.items(), strict=True):
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        for family in sorted(families, key=lambda family: family in styles):
             rows = sorted((row for row in study["rows"] if row["family"] == family), key=lambda row: row["smaller_by"])
-            lost = [losses(row, study["full"]).values() for row in rows]
-            y = [sum(each) / len(each) if axes is sides[0] else min(each) for each in lost]
-            width = 2.2 if family == "frontier" else 1.2
-            axes.plot(
-                [row["smaller_by"] for row in rows], y, marker=marker, color=colour, linewidth=width, label=family
-            )
+            x, y = [row["smaller_by"] for row in rows], [100 * row[column]["mean"] for row in rows]
+            axes.plot(x, y, **styles.get(family, {"color": GREY, "linewidth": 0.6, "alpha": 0.6}))
+        low, high = ([100 * row[column][end] for row in study["rows"] if row["family"] == "frontier"] for end in ENDS)
+        x = [row["smaller_by"] for row in study["rows"] if row["family"] == "frontier"]
+        axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
         axes.set_xscale("log")
         axes.set_xticks(study["smaller"], [f"{size}x" for size in study["smaller"]])
         axes.minorticks_off()
@@ -110,6 +153,7 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", action="store_true", help="all evicting presses that need no file of their own")
     parser.add_argument("--samples", type=int, default=48, help="of each task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--smaller", type=int, nargs="+", default=[10, 20, 50])
@@ -121,16 +165,25 @@ def main() -> None:
     studies = []
     for length in options.lengths:
         engine = load_engine(RunConfig(lengths=(length,)))
-        of = {spec: family for size in options.smaller for spec, family in presses(engine, length, size).items()}
-        result = measure_tasks(
-            ("none", *of), RunConfig().tasks, (length,), Sizes(options.samples, (length,)), options.runs
-        )
-        full, *summaries = summarise(result.cells)
-        rows = [{"family": of[s.press], **accuracy_row(s)} for s in summaries]
-        command = shlex.join(["python", "benchmarks/frontier.py", *sys.argv[1:]])
-        told = {**about(result), "command": command}
-        studies.append({**told, "length": length, "smaller": options.smaller, "full": accuracy_row(full), "rows": rows})
-        print(f"{length} tokens, full cache {100 * full.accuracy.mean:.1f}%\n{table(studies[-1])}", flush=True)
+        of = {
+            spec: (family, size)
+            for size in options.smaller
+            for spec, family in presses(engine, length, size, options.every).items()
+        }
+        sizes = Sizes(options.samples, (length,))
+        result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs)
+        full, *others = measured(result.cells)
+        by_press = {one.press: one for one in others}
+        study = {
+            **about(result),
+            "command": shlex.join(["python", "benchmarks/frontier.py", *sys.argv[1:]]),
+            "length": length,
+            "smaller": options.smaller,
+            "full": row_of(full, "none", 1),
+            "rows": [row_of(by_press[spec], *place) for spec, place in of.items()],
+        }
+        studies.append(study)
+        print(f"{length} tokens, full cache {100 * full.accuracy.mean:.1f}%\n{table(study)}", flush=True)
     replace_file(options.out, (json.dumps(studies, indent=1) + "\n").encode())
     with_style = partial(draw, studies[0])
     write_figure(options.figure, lambda _, figure: with_style(figure), studies[0], 9.0)
