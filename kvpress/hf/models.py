@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.observe.call import rotary_parts
@@ -25,6 +27,8 @@ ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
 PLACES = ("layer_idx", "layer_id")
 """Names under which attention modules know their layer of the cache."""
+HUB_SECONDS = 5
+"""How long the hub may take to say whether it has a model."""
 CROSS = ("cross", "encoder_attn")
 """What the names of modules that attend to something other than the cache have in them."""
 
@@ -248,8 +252,19 @@ def reference_path() -> str:
 
 
 def load_config(name: str) -> Any:
-    """Read the configuration of `reference`, a folder, a config.json file or a hub name."""
-    return AutoConfig.from_pretrained(reference_path() if name == "reference" else name)
+    """Read the configuration of `reference`, a folder, a config.json file or a hub name, also as the hub's client has kept it.
+
+    Raises:
+        OSError: there is none, or the hub does not answer, which without network is known at once.
+    """
+    name = reference_path() if name == "reference" else name
+    try:
+        if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+            # Loading would try again for half a minute.
+            get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), timeout=HUB_SECONDS)
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # the hub's client has errors of its own, which depend on its version
+        raise OSError(f"cannot load model {name!r}, neither as a folder nor from the hub: {error}") from error
 
 
 @lru_cache(maxsize=4)
@@ -260,7 +275,14 @@ def load_tokenizer(path: str) -> Any:
 
 def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer, padded on the left."""
+    load_config(path)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval(), tokenizer
+
+
+def parameters_of_config(config: Any) -> int:
+    """Return the number of parameters of a causal language model; no weights are made."""
+    with torch.device("meta"):
+        return sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())

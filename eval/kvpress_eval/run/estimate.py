@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoModelForCausalLM
 
 import kvpress
 from kvpress.cache.report import format_bytes
 from kvpress.hf.clock import now
+from kvpress.hf.models import parameters_of_config
 from kvpress.plan import Geometry, plan
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.common.terminal import MISSING, plain_table
@@ -171,11 +171,9 @@ def shape_of(config: RunConfig, settings: Any) -> Shape:
     text = settings.get_text_config(decoder=True)
     if config.dtype != "auto":
         text.dtype = settings.dtype = getattr(torch, config.dtype)
-    with torch.device("meta"):
-        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(settings).parameters())
     geometry = Geometry.of(settings)
     width = text.num_attention_heads * (geometry.full or geometry.sliding)[0].head_dim
-    return Shape(parameters, width, geometry)
+    return Shape(parameters_of_config(settings), width, geometry)
 
 
 def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:

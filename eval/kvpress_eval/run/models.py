@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpress
+from kvpress.hf.models import load_config
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
 _HASHED_WHOLE = 64 * 2**20
 """Larger files are identified by their size: hashing tens of gigabytes would take longer than many runs."""
-_SECONDS = 5
-"""How long the hub may take to answer."""
 _HASHED_VALUES = 4096
 """Values of each parameter that distinguish a model that is loaded already."""
 
@@ -88,14 +85,10 @@ def read_settings(config: RunConfig) -> Any:
     Raises:
         DataError: it cannot be read, or the hub does not answer.
     """
-    source = source_of(config)
     try:
-        if not Path(source).is_dir() and not isinstance(try_to_load_from_cache(source, CONFIG_NAME), str):
-            # Without network this fails at once, where loading would try again for half a minute.
-            get_hf_file_metadata(hf_hub_url(source, CONFIG_NAME), timeout=_SECONDS)
-        return AutoConfig.from_pretrained(source)
-    except Exception as error:  # the hub's client has errors of its own, which depend on its version
-        raise DataError(f"cannot load model {config.model!r}, neither as a folder nor from the hub: {error}") from error
+        return load_config(source_of(config))
+    except OSError as error:
+        raise DataError(str(error)) from error
 
 
 def load_tokenizer(config: RunConfig, settings: Any) -> PreTrainedTokenizerBase:
