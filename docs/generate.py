@@ -26,7 +26,7 @@ NOTE = "<!-- Written by docs/generate.py from the code. -->"
 
 EXAMPLES = {
     "list": "kvpress list",
-    "plan": "kvpress plan --model reference --context 2048 --press snapkv:0.5 --press kivi:bits=4",
+    "plan": "kvpress plan --model reference --context 100000 --memory 100MB --press none --press kivi:bits=4",
     "calibrate": "kvpress calibrate --model reference --method expected_attention --data text.jsonl --out stats.safetensors",
     "eval": "kvpress eval --model reference --press none --press snapkv:0.5 --tasks niah_single,vt --lengths 512 --samples 20",
     "tune": "kvpress tune --model reference --smaller 10 --max-drop 1 --lengths 1024 --out best",

@@ -16,7 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvpress.calibrate.run import Settings
+    from kvpress.plan import Plan
 
 app = typer.Typer(
     name="kvpress",
@@ -29,7 +32,7 @@ app = typer.Typer(
 PLANNED = (
     "none", "snapkv:0.5", "snapkv:0.75", "snapkv:0.9", "adakv(expected_attention:0.5,epsilon=0.02)", "snapkv:budget=1024",
     "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
-    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)",
+    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)", "frontier:smaller=10",
 )  # fmt: skip
 
 
@@ -53,16 +56,28 @@ def plan_command(
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     generated: Annotated[int, typer.Option(help="Tokens generated after them.", min=0)] = 0,
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="For weights and cache together, such as 24GB: says what fits, and how long.")
+    ] = None,
 ) -> None:
     """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
-    from kvpress.cache.report import format_bytes
+    from kvpress.cache.report import format_bytes, parse_bytes
     from kvpress.core.spec import get_press
-    from kvpress.hf.models import load_config
-    from kvpress.plan import Geometry, plan
+    from kvpress.hf.models import load_config, parameters_of_config
+    from kvpress.plan import LONGEST, Geometry, longest_context, plan
 
+    room = None
+    longest: list[int] = []
     try:
-        geometry = Geometry.of(load_config(model))
+        settings = load_config(model)
+        geometry = Geometry.of(settings)
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
+        if memory is not None:
+            weights = parameters_of_config(settings) * geometry.dtype.itemsize
+            room = parse_bytes(memory) - weights
+            if room <= 0:
+                raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
+            longest = [longest_context(get_press(spec), geometry, room, batch, generated) for spec, _ in rows]
     except (KeyError, ValueError, TypeError, OSError, NotImplementedError) as error:
         _fail(error)
     length = f"{context} + {generated}" if generated else f"{context}"
@@ -71,10 +86,37 @@ def plan_command(
     table.add_column("press")
     for column in ("times smaller", "pairs per head", "cache", "peak, read at once", "peak, in chunks"):
         table.add_column(column, justify="right")
-    for spec, planned in rows:
+    if room is not None:
+        table.add_column("longest context", justify="right")
+    for place, (spec, planned) in enumerate(rows):
         sizes = map(format_bytes, (planned.total_bytes, planned.peak_bytes, planned.chunked_peak_bytes))
-        table.add_row(Text(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes)
-    _console().print(table)
+        fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
+        table.add_row(Text(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
+    console = _console()
+    console.print(table)
+    if room is not None:
+        left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
+        console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+
+
+def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int, context: int) -> str:
+    """Say which of the presses that were planned is enough, the one that compresses least."""
+    from kvpress.cache.report import format_bytes
+
+    fitting = [(planned.factor, spec) for spec, planned in rows if planned.needed_bytes <= room]
+    if not fitting:
+        most, spec = max(zip(longest, (spec for spec, _ in rows), strict=True))
+        return f"None of these fits {context:,} tokens; {spec} fits up to {most:,}."
+    factor, spec = min(fitting)
+    whole = next((planned for name, planned in rows if name == "none"), None)
+    if spec == "none":
+        return f"{context:,} tokens fit without a press."
+    needs = (
+        "" if whole is None else f" do not fit without a press, which takes {format_bytes(whole.needed_bytes)}; they"
+    )
+    return (
+        f"{context:,} tokens{needs} fit with {spec}, {factor:.1f} times smaller. `kvpress tune` finds what loses least."
+    )
 
 
 @app.command("calibrate")

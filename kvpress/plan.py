@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.hf.models import facts_of_config
+
+LONGEST = 2**24
+"""The longest context, in tokens, that is looked at."""
 
 
 class Geometry(ModelFacts):
@@ -56,6 +60,11 @@ class Plan:
         """How many times smaller than uncompressed."""
         return self.uncompressed_bytes / self.total_bytes
 
+    @property
+    def needed_bytes(self) -> int:
+        """The most that the cache holds at any time, if the prompt is read in the way that takes less."""
+        return max(self.total_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
+
 
 def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
     """Predict the memory of a press; `memory_report` measures the same of a cache that has seen as many tokens.
@@ -88,6 +97,24 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
     return Plan(round(total) + shared + rest, uncompressed + rest, mean, *(peak + rest for peak in peaks))
+
+
+def longest_context(press: BasePress, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
+    """Return the most tokens, of each prompt, whose cache takes no more than `room` bytes at any time.
+
+    Arguments are those of `plan`; `LONGEST` stands for any number, 0 for none.
+    """
+
+    def needed(context: int) -> int:
+        try:
+            return plan(press, model, context, batch, generated).needed_bytes
+        except ValueError as error:
+            if "keeps 0 of" in str(error):
+                return 0
+            raise
+
+    most = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)
+    return most if most and needed(most) else 0
 
 
 def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[int, int]:

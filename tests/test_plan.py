@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 import kvpress
 from benchmarks import tiny
+from kvpress.cache.report import parse_bytes
 from kvpress.calibrate import ChannelSettings, CoupledSettings, calibrate
 from kvpress.cli import PLANNED, app
-from kvpress.plan import Geometry, plan
+from kvpress.plan import LONGEST, Geometry, longest_context, plan
 from tests.models import tiny_model, tokens
 from tests.test_memory import held
 
@@ -226,6 +227,43 @@ def test_plan_of_given_presses_from_a_configuration_file(tmp_path: Path) -> None
     assert "1,024" in result.output
     assert "snapkv" not in result.output
     assert runner.invoke(app, ["plan", "--model", str(tmp_path), "--press", "knorm:0.75"]).exit_code == 0
+
+
+def test_sizes_are_read() -> None:
+    assert [parse_bytes(text) for text in ("4GB", "1.5 MiB", "2kb", "300")] == [4 * 10**9, 3 * 2**19, 2000, 300]
+    for wrong in ("", "4 G", "-1GB", "much"):
+        with pytest.raises(ValueError, match="memory must be a size such as 4GB"):
+            parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("spec", ["none", "knorm:0.75", "kivi:bits=4", "bounded(knorm:0.5)", "frontier:smaller=10"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: int) -> None:
+    model, press, room = Geometry.of(reference().config), kvpress.get_press(spec), 10_000_000
+    most = longest_context(press, model, room, batch)
+    longer = most + most // 100  # a few tokens more may round to the same pairs
+    assert plan(press, model, most, batch).needed_bytes <= room < plan(press, model, longer, batch).needed_bytes
+    assert longest_context(press, model, 0, batch) == 0
+
+
+def test_what_ever_fits_has_no_longest_context() -> None:
+    model = Geometry.of(reference().config)
+    assert longest_context(kvpress.get_press("bounded(knorm:budget=100)"), model, 10_000_000) == LONGEST
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ("1GB", "131,072 tokens fit without a press."),
+        ("200MB", "131,072 tokens do not fit without a press, which takes 256.0 MiB; they fit with snapkv:0.5"),
+        ("6MB", "None of these fits 131,072 tokens; "),
+        ("5MB", "memory 5MB does not hold the weights of the model, 5."),
+        ("much", "memory must be a size such as 4GB"),
+    ],
+)
+def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
+    given = ["plan", "--model", "reference", "--memory", memory, "--press", "none", "--press", "snapkv:0.5"]
+    assert said in runner.invoke(app, given).output
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import kvpress
+from kvpress.cache.report import parse_bytes
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
@@ -32,7 +33,7 @@ from kvpress_eval.tuning import result
 from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner
 from kvpress_eval.tuning.search import Search, Standing, rungs, work
-from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room, parse_bytes
+from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
 FINALISTS = 3
@@ -102,7 +103,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
     check_lengths(config, settings)
     geometry, weights = _geometry(config, settings, engine)
     space, context = make_space(), wishes.context or max(config.lengths)
-    memory = None if wishes.memory is None else parse_bytes(wishes.memory)
+    memory = None if wishes.memory is None else _bytes(wishes.memory)
     room = make_room(geometry, weights, context, wishes.batch, memory)
     templates = [space.template(point) for point in space.cover(_COVERED, config.seed)]
     limit = _limit(wishes, room, geometry, (context,))
@@ -323,6 +324,13 @@ def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
     if not has_answers(wishes.data):
         return config, True
     return config.model_copy(update={"tasks": (f"{PREFIX}{wishes.data}",)}), False
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _geometry(config: RunConfig, settings: Any, engine: Engine | None) -> tuple[Geometry, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.tuning.sizing import Limit, check_possible, make_room, parse_bytes, solve
+from kvpress_eval.tuning.sizing import Limit, check_possible, make_room, solve
 from kvpress_eval.tuning.space import NOTHING, Template, make_space
 
 import kvpress
@@ -79,10 +79,3 @@ def test_impossible_limits_say_the_smallest() -> None:
         check_possible(room, limit, templates)
     with pytest.raises(ConfigError, match=r"does not hold the weights of the model, 4\.8 MiB"):
         check_possible(make_room(GEOMETRY, 5_000_000, 1024, 1, 4_000_000), limit, templates)
-
-
-def test_sizes_are_read() -> None:
-    assert [parse_bytes(text) for text in ("4GB", "1.5 MiB", "2kb", "300")] == [4 * 10**9, 3 * 2**19, 2000, 300]
-    for wrong in ("", "4 G", "-1GB", "much"):
-        with pytest.raises(ConfigError, match="memory must be a size such as 4GB"):
-            parse_bytes(wrong)
