@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = ["evaluate", "tune"]
 
 
-def evaluate(model: Any, presses: Sequence[Any], tasks: Sequence[str], *, tokenizer: Any = None, **fields: Any) -> Any:
+def evaluate(
+    model: Any,
+    presses: Sequence[Any],
+    tasks: Sequence[str],
+    *,
+    tokenizer: Any = None,
+    report: str | Path | None = None,
+    **fields: Any,
+) -> Any:
     """Run presses on tasks and return one row per sample, as a DataFrame if pandas is installed.
 
     `model` is a name, or a model that is loaded already, with its `tokenizer`; `presses` are specs or presses. `fields` are
     those of `RunConfig`: `lengths`, `samples`, `seed`, `out` and so on. A run that was stopped continues when called again
-    with the same `out`; a cell that failed is one row with the reason.
+    with the same `out`; a cell that failed is one row with the reason. `report` names the page of a report, such as
+    `report.html`, which is written with plots and tables beside it, of all that `out` holds.
 
         rows = evaluate("reference", ["none", "snapkv:0.5"], ["niah_single"], lengths=[512], samples=10)
 
@@ -32,7 +42,12 @@ def evaluate(model: Any, presses: Sequence[Any], tasks: Sequence[str], *, tokeni
 
     name, engine = _named(model, tokenizer, fields)
     specs = [press if isinstance(press, str) else to_spec(press) for press in presses]
-    result = run(load_config(None, {**fields, "model": name, "presses": specs, "tasks": tasks}), Console(), engine)
+    config = load_config(None, {**fields, "model": name, "presses": specs, "tasks": tasks})
+    result = run(config, Console(), engine)
+    if report is not None:
+        from kvpress_eval.report.write import write_outputs
+
+        write_outputs([config.out], Path(report))
     rows = [row for cell in result.cells for row in flatten(cell)]
     if importlib.util.find_spec("pandas") is None:
         return rows

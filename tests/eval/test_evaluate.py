@@ -21,7 +21,10 @@ def test_rows_of_a_finished_run(finished: tuple[RunConfig, RunResult], tmp_path:
     config, _ = finished
     shutil.copytree(config.out, tmp_path / "run")
     fields = config.model_dump(exclude={"model", "presses", "tasks", "out"})
-    rows = evaluate("reference", config.presses, config.tasks, out=tmp_path / "run", **fields)
+    report = tmp_path / "page" / "report.html"
+    rows = evaluate("reference", config.presses, config.tasks, out=tmp_path / "run", report=report, **fields)
+    assert "random:0.5" in report.read_text()
+    assert (tmp_path / "page" / "frontier.svg").is_file()
     assert len(rows) == 2 * 2 * 3
     assert {"press", "task", "length", "score", "bytes", "end_bytes", "prefill_seconds"} <= set(rows.columns)
 

@@ -40,6 +40,10 @@ _STYLE = {
 }
 
 
+_UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""The same results are the same files."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A press in one plot; smaller `cost` and larger `accuracy` are better, both in the units of the axes."""
@@ -101,17 +105,22 @@ def frontier_svg(points: Sequence[Point], axis: Axis) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="Accuracy against: {axis.title}"', 1)
 
 
-def frontier_png(summaries: Sequence[PressSummary]) -> bytes:
-    """Return both plots side by side, as a file."""
-    with mpl.rc_context(_STYLE):
+def frontier_files(
+    summaries: Sequence[PressSummary], formats: Sequence[str] = ("png", "svg", "pdf")
+) -> dict[str, bytes]:
+    """Return both plots side by side, as a file of each format by its name."""
+    files = {}
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": "frontier"}):
         figure = Figure(figsize=(13, 5), dpi=150, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
         draw(left, memory_points(summaries), MEMORY)
         draw(right, speed_points(summaries), SPEED)
-        out = io.BytesIO()
-        figure.savefig(out)
-    return out.getvalue()
+        for name in formats:
+            out = io.BytesIO()
+            figure.savefig(out, format=name, metadata=_UNDATED.get(name))
+            files[f"frontier.{name}"] = out.getvalue()
+    return files
 
 
 def draw(axes: Axes, points: Sequence[Point], axis: Axis) -> None:

@@ -13,7 +13,7 @@ from kvpress_eval.report.sheets import TITLES, Sheet, about
 from kvpress_eval.results.boards import Board, difference_of
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.read import Results
-from kvpress_eval.results.summary import Place, PressSummary, place_of
+from kvpress_eval.results.summary import Place, PressSummary, conclusion, place_of
 
 
 def to_html(results: Results, boards: Sequence[Board], sources: Sequence[str], sheets: Sequence[Sheet] = ()) -> str:
@@ -80,6 +80,7 @@ def _view(number: int, board: Board) -> dict[str, Any]:
     return {
         "id": f"board-{number}",
         "board": board,
+        "conclusion": conclusion(summaries, board.comparable_times),
         "memory": Markup(frontier.frontier_svg(frontier.memory_points(summaries), frontier.MEMORY)),  # noqa: S704
         "speed": Markup(frontier.frontier_svg(frontier.speed_points(summaries), frontier.SPEED)),  # noqa: S704
         "grids": needle_grids(board.ranked),

@@ -128,6 +128,30 @@ def markdown(
     return "\n".join([*lines, "", note, *problems]) + "\n"
 
 
+def to_latex(summaries: Sequence[PressSummary]) -> str:
+    """Return the table for LaTeX, with the rules of the package booktabs."""
+    aligned = "".join("l" if column.folds else "r" for column in COLUMNS)
+    rows = [[column.heading.replace("/ ", "/") for column in COLUMNS]]
+    rows += [[column.text(summary) for column in COLUMNS] for summary in summaries]
+    head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in rows)
+    lines = [
+        rf"\begin{{tabular}}{{{aligned}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join([*lines, f"% {' '.join(note(summaries).split())}"]) + "\n"
+
+
+def _latex(text: str) -> str:
+    """Return text without meaning to LaTeX."""
+    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", " ".join(text.split()).replace("\\", "/"))
+    return text.replace("~", r"\textasciitilde{}").replace("^", r"\textasciicircum{}")
+
+
 def escaped(text: str) -> str:
     """Return text on one line without meaning to Markdown; underscores inside words have none, nor stars after numbers."""
     return re.sub(r"[\\`\[\]<>|]|(?<!\d)\*|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))

@@ -88,7 +88,7 @@ def write_report(report: Report, out: Path) -> list[Path]:
 
 
 def _files(report: Report) -> dict[str, bytes]:
-    """Return the plot and the tables, by the name of their file."""
+    """Return the plots and the tables, by the name of their file."""
     lines: dict[str, list[dict[str, Any]]] = {}
     if report.boards:
         lines["table"] = [
@@ -101,7 +101,9 @@ def _files(report: Report) -> dict[str, bytes]:
     sheets = [
         f"## {TITLES[sheet.kind]}: {table.escaped(sheet.name)}\n\n{sheet.to_markdown()}" for sheet in report.sheets
     ]
-    files = {"frontier.png": frontier.frontier_png(report.boards[0].summaries)} if report.boards else {}
+    files = frontier.frontier_files(report.boards[0].summaries) if report.boards else {}
+    if report.boards:
+        files["table.tex"] = "\n".join(table.to_latex(board.ranked) for board in report.boards).encode()
     files["table.md"] = "\n".join([*boards, *sheets]).encode()
     for name, rows in lines.items():
         files |= {f"{name}.csv": to_csv(rows), f"{name}.parquet": to_parquet(rows)}

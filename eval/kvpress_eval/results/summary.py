@@ -74,10 +74,11 @@ def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
     return [replace(summary, p_value=adjusted.get(summary.press)) for summary in summaries]
 
 
-def conclusion(summaries: Sequence[PressSummary]) -> str | None:
-    """Say in a sentence which press holds least without a loss that its interval shows; None where nothing can be compared.
+def conclusion(summaries: Sequence[PressSummary], times: bool = True) -> str | None:
+    """Say which press holds least without a loss that its interval shows, and which answers fastest; None without any.
 
     The interval is that of one comparison, not adjusted for their number: a loss that may be chance is not counted as none.
+    Without `times`, which have to be of one machine, nothing is said of them.
     """
     full = next((summary for summary in summaries if summary.press == BASELINE), None)
     compared = [summary for summary in summaries if summary.difference and summary.factor and summary.factor > 1]
@@ -93,6 +94,18 @@ def conclusion(summaries: Sequence[PressSummary]) -> str | None:
         f"Smallest cache without a loss beyond chance: {best.press} holds {best.factor:.1f} times less and answers "
         f"{100 * best.accuracy.mean:.1f}% where no press answers {100 * full.accuracy.mean:.1f}% "
         f"({points[0]} points, 95% {points[1]} to {points[2]}, {best.samples} samples)."
+        f"{_fastest(whole, full) if times else ''}"
+    )
+
+
+def _fastest(whole: Sequence[PressSummary], full: PressSummary) -> str:
+    """Say which of some presses takes least time per token, if any takes less than no press."""
+    timed = [(summary.milliseconds_per_token, summary.press) for summary in whole if summary.milliseconds_per_token]
+    if not timed or not full.milliseconds_per_token or min(timed)[0] >= full.milliseconds_per_token:
+        return ""
+    least, press = min(timed)
+    return (
+        f" Fastest of these: {press}, {least:.1f} ms per token where no press takes {full.milliseconds_per_token:.1f}."
     )
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from tests.eval.commands import invoke
 from tests.eval.reports import ATTACK, Tags, page
 
-FILES = {"report.html", "frontier.png"} | {
+FILES = {"report.html", "frontier.png", "frontier.svg", "frontier.pdf", "table.tex"} | {
     f"{name}.{kind}" for name in ("table", "samples") for kind in ("csv", "parquet")
 }
 DOCS = Path(__file__).parents[3] / "docs" / "report.md"

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.report.export import to_csv, to_parquet
-from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_png, frontier_svg
-from kvpress_eval.report.table import escaped, markdown, print_table, records, to_markdown
+from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_files, frontier_svg
+from kvpress_eval.report.table import escaped, markdown, print_table, records, to_latex, to_markdown
 from kvpress_eval.results.read import read_run
 from kvpress_eval.results.stats import Estimate
 from kvpress_eval.results.summary import PressSummary, conclusion, summarise
@@ -46,7 +47,7 @@ def test_a_missing_result_is_never_a_number(finished: tuple[RunConfig, RunResult
     line = next(line for line in to_markdown([none, half]).splitlines() if line.startswith("| random"))
     assert set(line.split("|")[2:-1]) == {" - "}
     assert "oom: out of memory" in page(replace(results, cells=cells))
-    (tmp_path / "empty.png").write_bytes(frontier_png([half]))
+    assert frontier_files([half])["frontier.png"]
 
 
 def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[PressSummary]) -> None:
@@ -61,6 +62,12 @@ def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[
     assert said is not None
     assert "without a loss beyond chance: c holds 10.0 times less" in said
     assert "(-5.0 points, 95% -12.0 to +2.0" in said
+    quick = replace(small, press="quick", milliseconds_per_token=1.0)
+    full = replace(none, milliseconds_per_token=2.0)
+    said = str(conclusion([full, small, quick]))
+    assert said.endswith("Fastest of these: quick, 1.0 ms per token where no press takes 2.0.")
+    assert "Fastest" not in str(conclusion([full, small, quick], times=False))
+    assert "Fastest" not in str(conclusion([replace(full, milliseconds_per_token=0.5), quick]))
     assert str(conclusion([none, lossy])).startswith("Every press that holds less loses accuracy here")
     assert conclusion([lossy, small]) is None
     assert conclusion([none]) is None
@@ -115,10 +122,23 @@ def test_the_frontier_is_what_nothing_beats() -> None:
     assert [point.label for point in frontier(points)] == ["tiny", "half", "full"]
 
 
-def test_png(summaries: list[PressSummary], tmp_path: Path) -> None:
-    path = tmp_path / "frontier.png"
-    path.write_bytes(frontier_png(summaries))
-    assert image.imread(path).shape[:2] == (750, 1950)
+def test_plots_are_files_of_three_formats(summaries: list[PressSummary], tmp_path: Path) -> None:
+    files = frontier_files(summaries)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert image.imread(tmp_path / "frontier.png").shape[:2] == (750, 1950)
+    assert ElementTree.parse(tmp_path / "frontier.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own text
+    assert files["frontier.pdf"].startswith(b"%PDF")
+    assert frontier_files(summaries) == files
+
+
+def test_latex(summaries: list[PressSummary]) -> None:
+    none, half = summaries
+    lines = to_latex([none, replace(half, press="a_b:50%")]).splitlines()
+    assert lines[:2] == [r"\begin{tabular}{lrrrlrrrrr}", r"\toprule"]
+    assert lines[5].startswith(r"a\_b:50\% & ")
+    assert {line.count(" & ") for line in lines if line.endswith(r"\\")} == {9}
+    assert lines[-2] == r"\end{tabular}"
 
 
 def test_a_grid_of_depths_and_lengths_is_a_heat_map(tmp_path: Path) -> None:
