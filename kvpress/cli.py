@@ -5,6 +5,8 @@ Modules that need torch are imported by a command when it runs, so that `kvpress
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -34,6 +36,23 @@ PLANNED = (
     "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
     "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)", "frontier:smaller=10",
 )  # fmt: skip
+
+
+@app.callback()
+def main(
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="A module with presses of your own, here or installed; may be repeated."),
+    ] = None,
+) -> None:
+    """Make presses of the user's own known, before a command asks for them."""
+    if modules:
+        sys.path.insert(0, "")
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever the module does
+            _fail(ValueError(f"--import {module}: {type(error).__name__}: {error}"))
 
 
 @app.command("list")

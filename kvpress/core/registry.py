@@ -1,7 +1,7 @@
 """The names under which presses are found, and what is known of each besides its class.
 
 A method is found because its file is there: every module of `kvpress.presses`, `kvpress.quant` and `kvpress.sparse` is
-looked through.
+looked through. Other packages add theirs by an entry point of the group `kvpress.presses` that names a module.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import difflib
 import functools
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
 Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select"]
@@ -19,6 +21,8 @@ PressT = TypeVar("PressT", bound="type[Any]")
 
 PACKAGES = ("kvpress.presses", "kvpress.quant", "kvpress.sparse")
 ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select")
+GROUP = "kvpress.presses"
+"""The group of entry points by which other packages add presses."""
 EVERY_SUITE = "every suite"
 
 
@@ -107,6 +111,7 @@ def _all() -> dict[str, Entry]:
     """Return all registered presses by their folded names."""
     for package in PACKAGES:
         load(package)
+    load_installed()
     return _entries
 
 
@@ -115,6 +120,19 @@ def load(package: str) -> None:
     """Import every module of a package, once."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")
+
+
+@functools.cache
+def load_installed() -> None:
+    """Import the modules that installed packages name as theirs, once; one that fails costs a warning and its presses."""
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:
+            warnings.warn(
+                f"the presses of {point.value!r} ({GROUP}, entry point {point.name!r}) are missing: {error}",
+                stacklevel=2,
+            )
 
 
 def class_named(name: str, package: str = "kvpress") -> type[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,16 @@ def to_spec(press: BasePress) -> str:
     if inner:
         text += f"({'; '.join(inner)})"
     return text + (":" + ",".join(arguments) if arguments else "")
+
+
+def parts_of(press: BasePress) -> Iterator[BasePress]:
+    """Yield a press and all presses inside it."""
+    yield press
+    for item in dataclasses.fields(press):
+        value = getattr(press, item.name)
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, BasePress):
+                yield from parts_of(inner)
 
 
 def press_to_dict(press: BasePress) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from typing import Any
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.read import Results
+from kvpress_eval.results.store import CODE
 from kvpress_eval.results.summary import BASELINE, PressSummary, summarise
 
 CONDITIONS = (
     "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
 )  # fmt: skip
-"""What cells must have in common to be compared. All else in a spec, but for the press, says which samples were asked."""
+"""What cells must have in common to be compared. All else in a spec, but for the press and its code, says what was asked."""
+_PRESS = ("press", CODE)
 _MACHINE = ("machine", "processor", "device", "threads", "torch")
 """What times depend on, in the record of a run."""
 
@@ -77,7 +79,7 @@ def make_boards(results: Results) -> list[Board]:
     boards = [
         _make_board(coverage, by_press, results.records)
         for cells in groups.values()
-        for by_press in [_by_press(cells)]
+        for by_press in [_by_press(cells, results.records)]
         for coverage in dict.fromkeys(frozenset(cells) for cells in by_press.values())
     ]
     return sorted(boards, key=lambda board: (-len(board.cells), board.name))
@@ -101,11 +103,15 @@ def _make_board(
     return Board(_conditions(cells[0]), cells, before - sum(len(cell.rows) for cell in cells), sorted(machines))
 
 
-def _by_press(cells: Sequence[CellResult]) -> dict[str, dict[str, CellResult]]:
-    """Return the cells by press and place: no press first, then by name."""
+def _by_press(cells: Sequence[CellResult], records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, CellResult]]:
+    """Return the cells by press and place: no press first, then by name. Of several codes of a press, the newest counts."""
+
+    def measured(cell: CellResult) -> str:
+        return max((records.get(row["measured"]["run"], {}).get("date", "") for row in cell.rows), default="")
+
     found: dict[str, dict[str, CellResult]] = {}
-    for cell in sorted(cells, key=_order):
-        asked = {key: value for key, value in cell.spec.items() if key != "press" and key not in CONDITIONS}
+    for cell in sorted(cells, key=lambda cell: (*_order(cell), measured(cell))):
+        asked = {key: value for key, value in cell.spec.items() if key not in (*_PRESS, *CONDITIONS)}
         found.setdefault(cell.press, {})[hash_json(asked)] = cell
     return found
 
@@ -126,7 +132,7 @@ def _with_variants(cells: Sequence[CellResult]) -> list[CellResult]:
     """Return the cells; where a task was asked in several ways, its name says in which."""
     values: dict[tuple[str, str], set[str]] = {}
     for cell in cells:
-        for key in cell.spec.keys() - {"press", "task", "length", "depth"}:
+        for key in cell.spec.keys() - {*_PRESS, "task", "length", "depth"}:
             values.setdefault((cell.task, key), set()).add(str(cell.spec[key]))
     varying: dict[str, list[str]] = {}
     for (task, key), found in sorted(values.items()):

@@ -27,6 +27,8 @@ Row = dict[str, Any]
 
 SCHEMA = 3
 """Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
+CODE = "code"
+"""What a cell is also named by, if its press is not one of ours: a hash of where it is defined."""
 
 
 @dataclass(frozen=True)

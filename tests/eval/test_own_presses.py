@@ -1,0 +1,81 @@
+"""Presses of the user's own: from a module that the command line imports, or from an installed package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvpress_eval.results.boards import make_boards
+from kvpress_eval.results.read import read_run
+
+SOURCE = """
+from dataclasses import dataclass
+from kvpress import ScorerPress, register
+
+@register("value_norm", "evict")
+@dataclass
+class ValueNormPress(ScorerPress):
+    \"\"\"Keep the pairs with the longest values.\"\"\"
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return values.norm(dim=-1)
+"""
+
+
+def kvpress(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kvpress_eval.console import app; app()", *words]
+    return subprocess.run(  # noqa: S603 - our own text
+        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_edited_code_is_measured_again_and_the_newest_counts(folder: Path) -> None:
+    words = [
+        "--import", "mine", "eval", "--press", "none", "--press", "adakv(value_norm:0.9)", "--tasks", "niah_single",
+        "--lengths", "128", "--samples", "2", "--out", "run",
+    ]  # fmt: skip
+    assert kvpress(folder, *words).returncode == 0
+    (folder / "mine.py").write_text(SOURCE.replace("return values", "return -values"))
+    done = kvpress(folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert "adakv(value_norm:0.9) on niah_single at 128: 2 samples" in done.stdout
+    results = read_run(folder / "run")
+    codes = {cell.spec.get("code"): cell for cell in results.cells}
+    assert len(results.cells) == len(codes) == 3
+    (board,) = make_boards(results)
+    assert [summary.press for summary in board.summaries] == ["none", "adakv(value_norm:0.9)"]
+    newest = max(results.records, key=lambda run: str(results.records[run]["date"]))
+    assert {row["measured"]["run"] for cell in board.cells if cell.press != "none" for row in cell.rows} == {newest}
+
+
+def test_a_module_that_cannot_be_imported_is_named(folder: Path) -> None:
+    (folder / "mine.py").write_text("1 / 0")
+    for module, said in (("mine", "ZeroDivisionError: division by zero"), ("other", "No module named 'other'")):
+        done = kvpress(folder, "--import", module, "list")
+        assert done.returncode == 2
+        assert f"error: --import {module}: " in done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_installed_packages_add_presses_and_a_broken_one_costs_only_its_own(folder: Path) -> None:
+    about = folder / "own-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[kvpress.presses]\nmine = mine\nbroken = not_there\n")
+    code = "import kvpress; print(kvpress.get_press('value_norm:0.5'), kvpress.ScorerPress)"
+    done = subprocess.run(  # noqa: S603 - our own text
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ValueNormPress(")
+    assert "the presses of 'not_there' (kvpress.presses, entry point 'broken') are missing" in done.stderr
