@@ -77,7 +77,7 @@ def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, d
 
 
 def code_of(press: BasePress) -> dict[str, str]:
-    """Return a hash of the modules that define parts of a press of the user's own, which have no version; nothing without any."""
+    """Return a hash of the modules that define the user's own parts of a press, which have no version."""
     kinds = {type(part) for part in parts_of(press)}
     modules = sorted({kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "kvpress"})
     return {CODE: hash_json([_text(module) for module in modules])[:16]} if modules else {}
