@@ -22,6 +22,7 @@ from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
+from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
 
 HIDDEN_STATES = 256
@@ -256,13 +257,20 @@ class Weights:
 class Refit:
     """What is solved for once an eviction has chosen, and from which queries.
 
-    `queries` are a wish for `SampledQueries`. `ridge` times the mean diagonal of the Gram matrix draws values to those that the
-    pairs had; 0 solves in float64. `weights` says how logit weights are solved for before values, None that they stay.
+    Each query head gives at most `tokens` queries: of the prompt, or those of the prompt `repeated` behind it. `ridge` times
+    the mean diagonal of the Gram matrix draws values to those that the pairs had; 0 solves in float64. `weights` says how
+    logit weights are solved for before values, None that they stay.
     """
 
-    queries: Wanted
+    tokens: int
+    repeated: bool
     ridge: float
     weights: Weights | None = None
+
+    @property
+    def queries(self) -> Wanted:
+        """The observer that holds the queries."""
+        return Wanted(SampledQueries, self.tokens, self.repeated)
 
 
 @dataclass(frozen=True)

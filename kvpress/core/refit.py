@@ -103,7 +103,9 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
     own = codec(call.layer)
     store = call.store
     if own is not None:
-        store = copy.deepcopy(store)
+        bare = copy.copy(store)
+        bare.observers = {}
+        store = copy.deepcopy(bare)
         store.settle(own, replace(call.sealing, shared=dict(call.shared)))
     return lambda n: torch.cat([part.read(part.layout.rows(n))[0] for part in store.sealed]).float()
 
@@ -166,8 +168,7 @@ def _stored_weights(store: KVStore, stream: int) -> Tensor | None:
 
 def refitting(step: Eviction, how: Refit) -> Eviction:
     """Return an eviction that refits what stays; where its queries are those of a `repeated` prompt, it is read again first."""
-    (_, repeated) = how.queries.arguments
-    if not repeated:
+    if not how.repeated:
         return replace(step, refit=how)
     earlier = step.prepare
 

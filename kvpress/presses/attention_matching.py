@@ -17,7 +17,6 @@ from kvpress.core.recipe import Recipe, Refit, Scored, Weights, top
 from kvpress.core.refit import asked, refitting
 from kvpress.core.registry import Exemption, register
 from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
 
 AT_ONCE, EVERY = 4, 2
@@ -79,18 +78,17 @@ class AttentionMatchingPress(ScorerPress):
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (self.asking,)
+        return (self.solved.queries,)
 
     @property
-    def asking(self) -> Wanted:
-        """The queries that pairs have to answer."""
-        return Wanted(SampledQueries, self.tokens, self.queries == "repeat")
+    def solved(self) -> Refit:
+        """What is solved for once keys are chosen."""
+        down, up, steps = (3, 3, 2) if self.keys == "attention" else (7, 7, 0)
+        return Refit(self.tokens, self.queries == "repeat", self.ridge, Weights(down, up, steps, self.ridge))
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         found = super().recipe(model)
-        bounds = Weights(3, 3, steps=2) if self.keys == "attention" else Weights(7, 7)
-        how = Refit(self.asking, self.ridge, replace(bounds, ridge=self.ridge))
-        return replace(found, evictions=tuple(refitting(step, how) for step in found.evictions))
+        return replace(found, evictions=tuple(refitting(step, self.solved) for step in found.evictions))
 
     def scores(self, view: View) -> Tensor:
         """Return the root mean square of the attention that every pair gets, `[b, h, n]`."""
@@ -113,7 +111,7 @@ class AttentionMatchingPress(ScorerPress):
         weight, logits = view.side.get(LOG_WEIGHT), view.call.logits
         weights = None if weight is None else weight.flatten(0, 1)
         found = []
-        for n, (queries, _) in enumerate(asked(view, self.asking)):
+        for n, (queries, _) in enumerate(asked(view, *self.wants)):
             keys, own = view.keys.flatten(0, 1)[n].float(), None if weights is None else weights[n]
             _, lse = attend(
                 queries[None], keys[None], keys[None, :, :1], logits, log_weight=None if own is None else own[None]

@@ -11,8 +11,6 @@ from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Eviction, Refit, Weights
 from kvpress.core.refit import refitting
 from kvpress.core.registry import Exemption, Refusal, register
-from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import SampledQueries
 
 LEAST_RIDGE = 1.0
 """Less draws values to the noise of the queries at hand; measured in docs/frontier.md."""
@@ -91,6 +89,5 @@ class RefitPress(WrapperPress):
             raise TypeError(
                 f"{type(self).__name__} and {type(self.inner).__name__} would both solve for values; use one"
             )
-        wanted = Wanted(SampledQueries, self.tokens, self.queries == "repeat")
         weights = Weights(BOUND, BOUND, ridge=self.ridge) if self.weights else None
-        return refitting(step, Refit(wanted, self.ridge, weights))
+        return refitting(step, Refit(self.tokens, self.queries == "repeat", self.ridge, weights))
