@@ -22,6 +22,7 @@ _ONCE = "values are refitted once, after a whole prompt"
 @register(
     "refit",
     "evict",
+    "after Zweiger et al., 2026, arXiv:2602.16284",
     example="refit(leverage_score:0.75)",
     cases=(
         "refit(knorm:0.5)",
@@ -34,6 +35,9 @@ _ONCE = "values are refitted once, after a whole prompt"
         Refusal("refit(bounded(knorm:0.5))", _ONCE),
         Refusal("refit(knorm:0.5) + tova:0.5", "a later eviction would take refitted pairs apart"),
         Refusal("refit(kivi)", "a codec evicts nothing"),
+        Refusal(
+            "refit(frontier:smaller=20)", "the size says how pairs are stored too: `budgeted(refit(x)):smaller=20`"
+        ),
     ),
     exempt=(
         Exemption(
@@ -52,8 +56,8 @@ class RefitPress(WrapperPress):
 
     V are the values before, g is the mean diagonal of X^T X, and k' are keys as they will be read: where a codec follows,
     what it makes of them, so its error is made up for as well; then the values W are encoded. Every row and kv head is solved
-    for alone, with learned sinks and logit weights in the softmax. `press` chooses what stays. No matrix of queries x pairs is
-    held: its products are added up block by block.
+    for alone, with learned sinks and logit weights in the softmax. `press` chooses what stays; what evicts nothing is not
+    refitted. No matrix of queries x pairs is held: its products are added up block by block.
 
     `queries` says whose q_i are taken: of the prompt itself (`prefill`), turned to the 32 positions that come next, or those
     with which the model reads its prompt a second time, behind the first (`repeat`). `tokens` is how many of them each query
