@@ -153,7 +153,7 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream
     def index_bytes(pairs: float) -> float:
         return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
 
-    weight = WEIGHT if any(step.scorer.weighs for step in recipe.evictions) else 0
+    weight = WEIGHT if any(step.weighs for step in recipe.evictions) else 0
     sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
     return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 

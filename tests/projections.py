@@ -5,18 +5,27 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 HEADS, KV_HEADS = 4, 2
 
 
-def projected(model: Any, ids: Tensor, layer: int) -> dict[str, Tensor]:
-    """Queries and keys of a layer `[S, heads, T, D]` from its own projections, before and after rotation."""
+def attention_of(model: Any, ids: Tensor, layer: int) -> dict[str, Any]:
+    """The keyword arguments that an attention module is called with."""
     caught: dict[str, Any] = {}
     module = model.get_decoder().layers[layer].self_attn
     hook = module.register_forward_pre_hook(lambda m, args, kwargs: caught.update(kwargs), with_kwargs=True)
-    model(ids)
+    with torch.no_grad():
+        model(ids)
     hook.remove()
+    return caught
+
+
+def projected(model: Any, ids: Tensor, layer: int) -> dict[str, Tensor]:
+    """Queries and keys of a layer `[S, heads, T, D]` from its own projections, before and after rotation."""
+    module = model.get_decoder().layers[layer].self_attn
+    caught = attention_of(model, ids, layer)
     hidden = caught["hidden_states"]
     if hasattr(module, "qkv_proj"):
         size = module.head_dim

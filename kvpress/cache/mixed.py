@@ -69,11 +69,12 @@ class MixedSegment(Segment):
 
     @property
     def log_weight(self) -> Tensor | None:
-        if self.one.log_weight is None and self.other.log_weight is None:
+        like = next((held.log_weight for held in self.parts if held.log_weight is not None), None)
+        if like is None:
             return None
-        joined = torch.zeros(self.layout.total, device=self.device)
+        joined = like.new_zeros(self.layout.total)
         for mine, held in self._halves():
-            joined[mine] = 0.0 if held.log_weight is None else held.log_weight
+            joined[mine] = 0.0 if held.log_weight is None else held.log_weight.to(like.dtype)
         return joined
 
     @log_weight.setter

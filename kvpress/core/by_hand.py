@@ -53,6 +53,8 @@ def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
 def _evicted(step: Eviction, view: View, module: Any) -> View:
     if step.prepare is not None or step.hook is not None:
         raise ValueError("this press looks at the whole model: use it inside `with press(model)`")
+    if step.refit is not None:
+        raise ValueError("this press solves for what a cache will hold: use it inside `with press(model)`")
     if step.compress is not None:
         keys, values = step.compress(*score_arguments(view))
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])

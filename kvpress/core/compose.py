@@ -29,6 +29,14 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
             f"{type(generated[0]).__name__} and {type(sealing[0]).__name__} cannot be composed: pairs that are rewritten while "
             "tokens are generated must not be sealed"
         )
+    steps = [(press, step) for press, r in recipes for step in r.acting("prefill")]
+    refitted = next((place for place, (_, step) in enumerate(steps) if step.refit is not None), len(steps))
+    for press, _ in steps[refitted + 1 :]:
+        first = type(steps[refitted][0]).__name__
+        raise ValueError(
+            f"{first} and {type(press).__name__} cannot be composed in this order: what is evicted from refitted pairs takes "
+            f"others along with it; put {first} last, or around {type(press).__name__}"
+        )
     parts = [recipe for _, recipe in recipes]
     return Recipe(
         evictions=tuple(eviction for part in parts for eviction in part.evictions),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvpress.cache.replaced import positions_of, seal_streams
 from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
+from kvpress.core.refit import CodecAt, Target, refit, targets
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
@@ -137,7 +138,7 @@ class Executor:
             for call in calls:
                 replace_pairs(call, step.compress)
             return
-        evict(calls, step, partial(self._mean, step, phase))
+        evict(calls, step, partial(self._mean, step, phase), self.recipe.codec_at)
 
     def _mean(self, step: Eviction, phase: Phase, view: View) -> tuple[int, int]:
         """Return how many pairs per head a view is to keep on average, and of how many that earlier evictions left."""
@@ -176,14 +177,17 @@ def _prepares(step: Eviction, phase: Phase) -> bool:
     return step.prepare is not None and phase in step.prepare.phases
 
 
-def evict(calls: Sequence[LayerCall], step: Eviction, mean: Callable[[View], tuple[int, int]]) -> None:
-    """Cut layers down: `mean(view)` says to how many pairs per head, on average over heads that share it, and of how many."""
+def evict(calls: Sequence[LayerCall], step: Eviction, mean: Callable[[View], tuple[int, int]], codec: CodecAt) -> None:
+    """Cut layers down: `mean(view)` says to how many pairs per head, on average over heads that share it, and of how many.
+
+    `codec` is what seals the pairs of a layer afterwards.
+    """
     apart = step.allocator.scope == "cache"
     cuts = [Cut(call, step, mean, apart) for call in calls]
     for groups in zip(*(cut.groups for cut in cuts), strict=True):
         _share_out(cuts, groups, step, apart)
     for cut in cuts:
-        cut.apply()
+        cut.apply(codec)
 
 
 def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction, apart: bool) -> None:
@@ -246,6 +250,7 @@ class Cut:
         self.groups = [Group(views, *mean(views[0]), step) for views in view_groups(call, self.opened, apart)]
         self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
+        self.refitted: dict[int, Target] = {}
         self.everything = True
         self.targets = [0] * self.store.batch
         for group in self.groups:
@@ -260,11 +265,13 @@ class Cut:
             rewritten = self.step.rewritten(view, mask, older.log_weight)
             if rewritten is not None:
                 self.rewritten.append((view, mask, rewritten))
+            if self.step.refit is not None:
+                self.refitted.update(zip(view.streams, targets(view, self.step.refit.queries), strict=True))
         for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
             self.masks[stream] = marked
 
-    def apply(self) -> None:
-        """Free what was not marked."""
+    def apply(self, codec: CodecAt) -> None:
+        """Free what was not marked, and change what stays."""
         self._count()
         self.store.targets = self.targets
         self.store.since_eviction = 0
@@ -272,6 +279,8 @@ class Cut:
             self.store.evict(self.masks, self.call.mask, self.opened)
         if self.rewritten:
             self._rewrite()
+        if self.step.refit is not None and self.refitted:
+            refit(self.call, self.step.refit, self.refitted, codec)
 
     def _count(self) -> None:
         """Say what the ratio of a next eviction is of: what this one was told to keep, or what it decided to."""

@@ -94,7 +94,7 @@ def recipe_of_overrides(press: Any, model: ModelFacts | None = None) -> Recipe:
         steps = (
             replace(
                 first, compress=press.compress, reads_hidden_states=True,
-                allocator=Allocator(), rewrite=None, prepare=None, recent=0.0,
+                allocator=Allocator(), rewrite=None, prepare=None, recent=0.0, refit=None,
             ),
         )  # fmt: skip
     if _is_overridden(press, "forward_hook"):

@@ -22,6 +22,7 @@ from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
+from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
 
 HIDDEN_STATES = 256
@@ -240,6 +241,39 @@ class PassHook:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """How logit weights are solved for, by least squares of the mass that queries see.
+
+    They move by at most `down` and `up`, after which `steps` of projected gradient descent follow. `ridge` is as for values.
+    """
+
+    down: float
+    up: float
+    steps: int = 0
+    ridge: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refit:
+    """What is solved for once an eviction has chosen, and from which queries.
+
+    Each query head gives at most `tokens` queries: of the prompt, or those of the prompt `repeated` behind it. `ridge` times
+    the mean diagonal of the Gram matrix draws values to those that the pairs had; 0 solves in float64. `weights` says how
+    logit weights are solved for before values, None that they stay.
+    """
+
+    tokens: int
+    repeated: bool
+    ridge: float
+    weights: Weights | None = None
+
+    @property
+    def queries(self) -> Wanted:
+        """The observer that holds the queries."""
+        return Wanted(SampledQueries, self.tokens, self.repeated)
+
+
+@dataclass(frozen=True)
 class Eviction:
     """One way to evict: by whose scores, how many pairs, when, and what becomes of them.
 
@@ -247,7 +281,7 @@ class Eviction:
     whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule; a
     `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
     `fixed` evictions do not choose by scores, so no wrapper can change their choice. `watches` are observers that the rewriting
-    reads.
+    reads. What stays is refitted last, as `refit` says.
     """
 
     scorer: Scorer
@@ -263,11 +297,25 @@ class Eviction:
     reads_hidden_states: bool = False
     fixed: bool = False
     watches: tuple[Wanted, ...] = ()
+    refit: Refit | None = None
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        if self.refit is not None and not (schedule.prompt and schedule.every is schedule.chunk is None):
+            raise TypeError(
+                "values are refitted once, after a whole prompt: not while tokens are generated (h2o, decoding) and not after "
+                "parts of a prompt (bounded); prefill_decoding takes a press that refits, for the prompt"
+            )
 
     @property
     def rewrites(self) -> bool:
         """Whether kept pairs are changed or weighed."""
-        return self.rewrite is not None or self.scorer.weighs
+        return self.rewrite is not None or self.weighs or self.refit is not None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether kept pairs get logit weights."""
+        return self.scorer.weighs or (self.refit is not None and self.refit.weights is not None)
 
     def rewritten(self, view: View, mask: Tensor, log_weight: Tensor | None) -> Rewritten | None:
         """Return what takes the place of the marked pairs of a view, the oldest of which the choice gave a `log_weight`."""
@@ -289,7 +337,9 @@ class Eviction:
     @property
     def wants(self) -> tuple[Wanted, ...]:
         """What has to be watched."""
-        return (*self.scorer.wants, *self.watches, *((self.hidden_states,) if self.reads_hidden_states else ()))
+        refitted = () if self.refit is None else (self.refit.queries,)
+        hidden = (self.hidden_states,) if self.reads_hidden_states else ()
+        return (*self.scorer.wants, *self.watches, *refitted, *hidden)
 
     @property
     def is_identity(self) -> bool:

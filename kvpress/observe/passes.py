@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvpress.cache.streams import real_slots
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.observer import Observer, Wanted
 
@@ -66,6 +67,15 @@ TOKENS = Wanted(ReadTokens)
 """The observer, in the store of a cache's first layer, that remembers what was read."""
 
 
+@dataclass
+class ReadRow:
+    """One row of the batch: the slots of its real tokens, and the ids and slots of those of the newest prompt."""
+
+    real: Tensor
+    tokens: list[int]
+    slots: Tensor
+
+
 class PassReader(Protocol):
     """Runs the decoder behind a cache without anything else happening (`kvpress.hf.Session`)."""
 
@@ -112,6 +122,22 @@ class Pass:
     def seen(self) -> int:
         """Tokens that the cache has seen, padding included."""
         return self.calls[0].store.seen
+
+    def rows(self) -> list[ReadRow]:
+        """Return what each row has read of this prompt, on the host.
+
+        Raises:
+            ValueError: it was given as embeddings, so that there is nothing to read again.
+        """
+        if self.ids is None:
+            raise ValueError(
+                "this press reads the prompt again, so it must be given as input_ids, not as inputs_embeds"
+            )
+        first, rows = self.seen - self.ids.shape[1], []
+        for ids, at in zip(self.ids.cpu(), real_slots(self.calls[0].store, self.mask), strict=True):
+            read = at[at >= first]
+            rows.append(ReadRow(at, ids[read - first].tolist(), read))
+        return rows
 
     @property
     def rereadable_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Observers of queries: the newest ones, and their moments."""
+"""Observers of queries: the newest ones, an even sample of them, and their moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress.cache import attention
 from kvpress.observe.call import LayerCall
-from kvpress.observe.observer import Observer
+from kvpress.observe.observer import Observer, hashed
 
 
 class RecentQueries(Observer):
@@ -32,6 +32,55 @@ class RecentQueries(Observer):
     def crop(self, tokens: int) -> None:
         if tokens and self.queries is not None:
             self.queries = self.queries[:, :, : max(0, self.queries.shape[2] - tokens)]
+
+
+class SampledQueries(Observer):
+    """At most `size` queries of every row, spread evenly over what was read: `queries [B, Hq, <= size, D]`.
+
+    Those with the smallest `order [B, <= size]`, a hash of their place among the real tokens of the row, infinite where a row
+    had fewer; so neither padding nor the chunks of a prompt change which they are. They are held as they were before rotation;
+    those of tokens that are `repeated` behind the cache, which a press hands over, are held as they asked.
+    """
+
+    held = ("queries", "order")
+
+    def __init__(self, size: int, repeated: bool = False) -> None:
+        self.size, self.repeated = size, repeated
+        self.queries: Tensor | None = None
+        self.order: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        if self.repeated:
+            return
+        length = call.queries.shape[2]
+        if call.mask is None:
+            place = torch.arange(call.seen_before, call.seen_before + length).expand(call.store.batch, -1)
+        else:
+            place = torch.where(call.mask, call.mask.cumsum(dim=1) - 1, -1)[:, -length:]
+        self.add(call, place)
+
+    def add(self, call: LayerCall, place: Tensor) -> None:
+        """Take in the queries of a pass; `place [B, n]` is where their tokens stand in their row, negative for padding."""
+        place = place.to(call.queries.device)
+        order = torch.where(place >= 0, hashed(place.clamp_min(0)), torch.inf)
+        order, chosen = order.topk(min(self.size, order.shape[1]), largest=False)
+        queries = call.queries.gather(2, _wide(chosen[:, None], call.queries))
+        given = None if self.repeated else call.position_embeddings
+        if given is not None and call.rotates:
+            cos, sin = (part[torch.arange(len(part), device=part.device)[:, None], chosen] for part in given)
+            queries = call.unrotate(queries, cos, sin).to(call.queries.dtype)
+        if self.queries is not None and self.order is not None:
+            order, best = torch.cat([self.order, order], dim=1).topk(
+                min(self.size, self.order.shape[1] + order.shape[1]), largest=False
+            )
+            queries = torch.cat([self.queries, queries], dim=2)
+            queries = queries.gather(2, _wide(best[:, None], queries))
+        self.queries, self.order = queries, order
+
+
+def _wide(index: Tensor, like: Tensor) -> Tensor:
+    """Return an index over the last but one axis of `like`, for all of its last axis."""
+    return index[..., None].expand(*like.shape[:-2], -1, like.shape[-1])
 
 
 class QueryStats(Observer):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
-from kvpress.cache.streams import Stored, real_slots
+from kvpress.cache.streams import Stored
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
@@ -19,7 +19,7 @@ from kvpress.core.recipe import ByScore, Eviction, PassHook, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
-from kvpress.observe.passes import Pass
+from kvpress.observe.passes import Pass, ReadRow
 from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
 from kvpress.presses.criticalkv import check_outputs, output_weight
@@ -95,7 +95,7 @@ class KVzipPress(BudgetPress):
 
     def _repeat(self, asked: _Questions, done: Pass) -> None:
         """Read the prompt again and leave what its pairs are worth with the observers of their layers."""
-        rows = _Row.all(done)
+        rows = done.rows()
         scores = _Scores(done, rows, self.n_sink, self.kvzip_plus_normalization)
         first, later, suffix = asked.ids()
         for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
@@ -195,31 +195,10 @@ def _answer_header(tokenizer: Any) -> str:
     return str(chat.partition(mark)[2])
 
 
-@dataclass
-class _Row:
-    """One row of the batch: the slots of its real tokens, and the ids and slots of those to be read again."""
-
-    real: Tensor
-    tokens: list[int]
-    slots: Tensor
-
-    @classmethod
-    def all(cls, done: Pass) -> list[_Row]:
-        if done.ids is None:
-            raise ValueError(
-                "KVzipPress reads the prompt again, so it must be given as input_ids, not as inputs_embeds"
-            )
-        first, rows = done.seen - done.ids.shape[1], []
-        for ids, at in zip(done.ids.cpu(), real_slots(done.calls[0].store, done.mask), strict=True):
-            read = at[at >= first]
-            rows.append(cls(at, ids[read - first].tolist(), read))
-        return rows
-
-
 class _Scores:
     """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for what was not read again."""
 
-    def __init__(self, done: Pass, rows: list[_Row], n_sink: int, plus: bool) -> None:
+    def __init__(self, done: Pass, rows: list[ReadRow], n_sink: int, plus: bool) -> None:
         self.rows, self.n_sink, self.plus = rows, n_sink, plus
         self.values: dict[int, list[Tensor]] = {}
         for call in done.calls:

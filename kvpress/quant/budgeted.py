@@ -72,7 +72,7 @@ class OfSize(Wrapping):
             )
         allocator = ByError(inner, scope="cache")
         return replace(
-            step, amount=self.sized(model, step.scorer.weighs), allocator=allocator, watches=(*step.watches, QUERIES)
+            step, amount=self.sized(model, step.weighs), allocator=allocator, watches=(*step.watches, QUERIES)
         )
 
     def sized(self, model: ModelFacts | None, weighs: bool) -> Sized:

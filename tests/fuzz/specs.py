@@ -89,6 +89,10 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
+    ("refit", "ridge"): (1.0, 4.0),
+    ("refit", "tokens"): (4, 32),
+    ("attention_matching", "ridge"): (1.0,),
+    ("attention_matching", "tokens"): (32,),
     ("mix", "other"): ({"name": "keydiff"}, {"name": "tova"}),
     ("duo_attention", "on_the_fly_scoring"): (True,),
 }
