@@ -29,10 +29,6 @@ class RecentQueries(Observer):
         # A copy of the tail: a view would keep the queries of the whole prompt alive.
         self.queries = new.clone(memory_format=torch.contiguous_format)
 
-    def crop(self, tokens: int) -> None:
-        if tokens and self.queries is not None:
-            self.queries = self.queries[:, :, : max(0, self.queries.shape[2] - tokens)]
-
 
 class QueryStats(Observer):
     """Mean and covariance of the queries before rotation, per query head, over all real tokens but the first `skip`.
