@@ -292,3 +292,12 @@ def test_rows_that_are_chosen_go_on(storage: str) -> None:
     talk.steps(tokens(1, 9, seed=2))
     talk.take_back(9)
     same(talk, never)
+
+
+def test_a_crop_that_only_some_layers_could_follow_is_not_read_on() -> None:
+    talk = Conversation("kivi:bits=4,group_size=2,residual_length=2", "gemma3_text", lengths=(4,))
+    talk.steps(tokens(1, 2))
+    with pytest.raises(ValueError, match=r"cannot take back 3 tokens.*this cache cannot be read on"):
+        talk.cache.crop(-3)  # the sliding layer, which comes first, is not full yet
+    with talk.press(talk.model), pytest.raises(RuntimeError, match="or a crop that some layers refused"):
+        talk.model(tokens(1, 1), past_key_values=talk.cache)

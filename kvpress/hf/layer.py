@@ -116,8 +116,8 @@ class PressLayer(CacheLayerMixin):
             return
         if self.get_seq_length() > self.interrupted or len({store.seen for store in self.stores}) > 1:
             raise RuntimeError(
-                "a forward pass that failed has left this cache with tokens in some of its layers only; go on with a copy "
-                "that was made before that pass (copy.deepcopy(cache)), or with a new cache"
+                "a forward pass that failed, or a crop that some layers refused, has left this cache with tokens in some of "
+                "its layers only; go on with a copy that was made before (copy.deepcopy(cache)), or with a new cache"
             )
         self.interrupted = None
 
@@ -254,7 +254,10 @@ class PressLayer(CacheLayerMixin):
                 self.store.crop(-tokens_to_remove)
 
     def _check_crop(self, cache: Cache | None, tokens: int) -> None:
-        """Refuse to take back tokens where this layer or one behind it cannot."""
+        """Refuse to take back tokens where this layer cannot, or one behind it that has seen as many.
+
+        The first layer asks for all. Layers are cropped one by one, each by what it has too many, after a pass that failed.
+        """
         layers = [self] if cache is None else list(cache.layers)
         ours = [layer for layer in layers if isinstance(layer, PressLayer)]
         if any(layer.call is not None for layer in ours):
@@ -262,17 +265,21 @@ class PressLayer(CacheLayerMixin):
         if not tokens or (self.store is None and cache is None):
             return
         place = next(i for i, layer in enumerate(layers) if layer is self)
+        alike = len({layer.get_seq_length() for layer in ours}) == 1
         try:
-            for index, layer in enumerate(layers[place:], start=place):
+            for index, layer in enumerate(layers[place : None if alike else place + 1], start=place):
                 if not isinstance(layer, PressLayer) or isinstance(layer, LinearAttentionLayer):
                     check_others(layer, index, tokens)
                 if isinstance(layer, PressLayer) and layer.store is not None:
                     layer.store.check_crop(tokens)
-        except (ValueError, NotImplementedError):
-            if any(layer.get_seq_length() < self.get_seq_length() for layer in layers[:place] if has_pairs(layer)):
-                for layer in ours:
-                    layer.interrupted = self.get_seq_length() - tokens  # others, which are asked first, have lost them
-            raise
+        except (ValueError, NotImplementedError) as error:
+            if not any(layer.get_seq_length() < self.get_seq_length() for layer in layers[:place] if has_pairs(layer)):
+                raise
+            for layer in ours:
+                layer.interrupted = self.get_seq_length() - tokens
+            raise type(error)(
+                f"{error}; layers of transformers that come first have dropped them already, so this cache cannot be read on"
+            ) from error
 
     def activate_past_recording(self) -> None:
         """Keep what happens to the layer from now on, so that `crop` can undo it.
