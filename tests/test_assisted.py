@@ -35,7 +35,7 @@ SPECS = {
 OTHERS = ("window", "composed", "decoding", "h2o now and then")
 KINDS = ("lookup", "stranger", "twin")
 PROMPT = torch.cat([tokens(1, 40), tokens(1, 20)], dim=1)  # what follows the repeated part is a guess at what comes
-NEW = 18
+NEW = 16
 
 
 def generate(model: Any, ids: Tensor, **settings: Any) -> Any:
@@ -63,7 +63,7 @@ def alike(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "kind"),
     [("llama", name, KINDS[i % 3]) for i, name in enumerate(SPECS)]
-    + [(family, OTHERS[i], KINDS[(i + j) % 3]) for j, family in enumerate(FAMILIES) for i in range(len(OTHERS))],
+    + [(family, OTHERS[(i + j) % 4], KINDS[(i + j) % 3]) for j, family in enumerate(FAMILIES) for i in range(2)],
 )
 def test_the_same_tokens_and_the_same_cache(family: str, name: str, kind: str) -> None:
     model, press = model_of(family, "float32"), kvpress.get_press(SPECS[name])

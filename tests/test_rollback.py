@@ -301,3 +301,38 @@ def test_a_crop_that_only_some_layers_could_follow_is_not_read_on() -> None:
         talk.cache.crop(-3)  # the sliding layer, which comes first, is not full yet
     with talk.press(talk.model), pytest.raises(RuntimeError, match="or a crop that some layers refused"):
         talk.model(tokens(1, 1), past_key_values=talk.cache)
+
+
+def test_a_turn_of_embeddings_on_a_cache_that_records_is_a_turn() -> None:
+    model = tiny_model("llama")
+    press, ids, found = kvpress.get_press("knorm:0.5"), tokens(1, 60), []
+    embeds = model.get_input_embeddings()(ids).detach()
+    for recording in (False, True):
+        with press(model) as session:
+            model.generate(inputs_embeds=embeds[:, :40], max_new_tokens=1, do_sample=False)
+            if recording:
+                session.cache.activate_past_recording()
+            out = model.generate(inputs_embeds=embeds, past_key_values=session.cache, max_new_tokens=4, do_sample=False)
+        session.cache.crop(0)
+        found.append((out, state_of(session.cache)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not differences(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", ["kivi", "decoding h2o", "all"])
+def test_a_copy_of_a_cache_that_records_can_be_taken_back_too(name: str) -> None:
+    talk = Conversation(SPECS[name])
+    talk.cache.activate_past_recording()
+    never = talk.copy()
+    talk.steps(batch(talk, 9, seed=2))
+    for layer in talk.cache.layers:
+        layer.offload()
+        layer.prefetch()
+    twin = talk.copy()
+    for one in (twin, talk):
+        one.take_back(9)
+        same(one, never)
+    then = batch(talk, 4, seed=3)
+    expected = never.steps(then)
+    assert torch.equal(twin.steps(then), expected)
+    assert torch.equal(talk.steps(then), expected)

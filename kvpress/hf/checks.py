@@ -89,8 +89,11 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
             f"cache_implementation={implementation!r} is not supported inside a press, which stores pairs in its own way; "
             "leave it out to use the dynamic cache"
         )
+    recording = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     if ids is None:
-        return 0
+        embeds = kwargs.get("inputs_embeds")
+        whole = mask if isinstance(mask, Tensor) else embeds
+        return int(whole.shape[1]) if recording and isinstance(embeds, Tensor) and isinstance(whole, Tensor) else 0
     check_ids(ids)
     check_cache_kind(cache)
     seen = 0 if cache is None else int(cache.get_seq_length())
@@ -102,7 +105,6 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     if is_assistant(generation_config):
         # Of the prompt, the last token may be taken back; what was read behind it before are candidates.
         return 0 if seen else length - 1
-    recording = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     if setting("prefill_chunk_size", kwargs, settings) or recording or takes_back(model, generation_config, kwargs):
         return length
     return 0
