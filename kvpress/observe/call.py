@@ -22,18 +22,18 @@ Phase = Literal["prefill", "decode"]
 class LayerCall:
     """One forward pass of one attention layer.
 
-    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens, None where
-    nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention ran. `read` is what
-    each new token read of the sealed segments (`kvpress.cache.chosen`), None for all of them. `layer` counts attention
-    layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state that all layers
-    of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows that earlier
-    ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in chunks is
-    read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that the
-    layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
-    into its cache, `output` is what it returned, once it has. With `candidates`, tokens behind the prompt count as
-    generated ones though several come at once, because they may be taken back. With `reads_itself`, nothing but its pairs
-    is known of the module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys
-    and values. `axes [n, B, Q]` are the positions of the new tokens where a model counts them in several axes.
+    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens,
+    None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
+    ran. `read` is what each new token read of the sealed segments (`kvpress.cache.chosen`), None for all of them. `layer`
+    counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
+    that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
+    that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
+    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
+    the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
+    into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
+    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
+    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
+    `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
     """
 
     module: nn.Module
