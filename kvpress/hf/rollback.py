@@ -38,7 +38,8 @@ def read_in_parts(
     A prompt and the candidates behind it are two passes. Candidates are read as many at once as give what they would have
     given one by one: up to where the next eviction or sealing is due, and one at a time where each is observed.
     """
-    arguments = {**dict(zip(inspect.signature(decode).parameters, args, strict=False)), **kwargs}
+    names = inspect.signature(decode).parameters if args else ()
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = cache_among(arguments.values())
     if length_of(arguments) < 2 or cache is None or not records(cache, forward.request):
         return None
