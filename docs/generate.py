@@ -42,7 +42,6 @@ EXAMPLES = {
 ALL_REFUSE = (
     "caches of a fixed size (`StaticCache`): storage has to shrink; caches that store pairs in a way of their own "
     "(`QuantizedCache`)",
-    "assisted decoding, which takes back tokens that a press has already consumed",
     "attention masks of 4 dimensions; padding is a 2-dimensional mask of real tokens",
     "models that do not call the attention interface of transformers, or pass it arguments that change the attention in a way "
     "compressed attention does not know",

@@ -22,6 +22,7 @@ from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import moved, tensors_in
 from kvpress.cache.layout import interleave
+from kvpress.cache.savepoint import Savepoint
 from kvpress.cache.segment import DenseSegment, Segment, survivors
 from kvpress.cache.window import Cursor, RealTokens, Window
 
@@ -33,6 +34,8 @@ class Observing(Protocol):
     """What watches a layer and hangs on its store (`kvpress.observe.observer`)."""
 
     sides: tuple[str, ...]
+    by_token: bool
+    end: int
 
     def observe(self, call: Any) -> None:
         """Take in one forward pass."""
@@ -44,7 +47,7 @@ class Observing(Protocol):
         """Keep the given batch rows, in that order."""
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest tokens."""
+        """Forget the newest tokens, where what was seen is held token by token."""
 
     def to(self, device: torch.device | str) -> None:
         """Move to a device."""
@@ -54,12 +57,16 @@ class KVStore:
     """Pairs of `B` rows and `H` kv heads.
 
     `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
-    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
-    `settled_at` the tokens seen when `settle` last looked for full tiles without waiting, None where it never did;
+    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens, up
+    to the `counted`-th token; `settled` are the tokens seen when `settle` looked for full tiles without waiting;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
     the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
     `tensors`, `moved` and, where they differ from row to row, `select_rows`. `index` caches what selectors derived from all
     encoded pairs; it is forgotten when these change in any other way than by further ones.
+
+    The newest tokens are *open* as long as nothing but their pairs came to the store: then `crop` takes them back by dropping
+    these. `fixed_at` is how many tokens had been seen when something else last happened. While the store records, it keeps
+    what it was right before (`journal`, else None), so that all tokens since then stay open.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -69,13 +76,24 @@ class KVStore:
         self.dense: DenseSegment | None = None
         self.window = Window.empty_like(keys, values)
         self.seen = 0
-        self.since_eviction = 0
-        self.settled_at: int | None = None
+        self.since_eviction = self.counted = 0
+        self.settled: list[int] = []
         self.targets: list[int] | None = None
         self.sealed_tokens: list[int] | None = None
         self.observers: dict[Any, Any] = {}
         self.codec_state: dict[str, Any] = {}
         self.index: dict[str, Any] = {}
+        self.fixed_at = 0
+        self.journal: list[Savepoint] | None = None
+
+    @property
+    def settled_at(self) -> int | None:
+        """Tokens seen when `settle` last looked for full tiles without waiting, None where it never did."""
+        return self.settled[-1] if self.settled else None
+
+    @settled_at.setter
+    def settled_at(self, seen: int | None) -> None:
+        self.settled = [] if seen is None else [seen]
 
     @property
     def sealed(self) -> list[Segment]:
@@ -167,7 +185,7 @@ class KVStore:
     def seal(self, dense: DenseSegment | None, mask: Tensor | None) -> None:
         """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
         self.dense = dense if dense is not None and dense.layout.total else None
-        self.window.clear(self.seen)
+        self.window = self.window.emptied(self.seen)
         self.sealed_tokens = [self.seen] * self.batch if mask is None else mask.sum(dim=1).tolist()
 
     def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
@@ -253,7 +271,7 @@ class KVStore:
         if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.group:
             return
         if not wait or self.settled_at is None:
-            self.settled_at = self.seen
+            self.settled.append(self.seen)
         held = 0 if self.dense is None else self.dense.layout.longest
         if held + self.window.length < codec.residual + codec.tile_size(not self.segments):
             return
@@ -262,6 +280,7 @@ class KVStore:
         sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun)
         if not any(ends):
             return
+        self.save()
         first, old, rest = opened.cut(sinks, ends)
         self.seal(rest, sealing.mask)
         if first.layout.total:
@@ -299,6 +318,8 @@ class KVStore:
             self.dense = dense if dense.layout.total else None
         self.window.select_rows(rows)
         self.batch = len(order)
+        if self.journal is not None:
+            self.journal = []
         self.targets = None if self.targets is None else [self.targets[row] for row in order]
         if self.sealed_tokens is not None:
             self.sealed_tokens = [self.sealed_tokens[row] for row in order]
@@ -306,12 +327,79 @@ class KVStore:
             if hasattr(held, "select_rows"):
                 held.select_rows(rows)
 
+    # -- taking back -----------------------------------------------------------------------------------------
+
+    def record(self, recording: bool) -> None:
+        """Keep what changes from now on, so that every token that follows can be taken back, or stop doing so."""
+        if recording != (self.journal is not None):
+            self.journal = [] if recording else None
+
+    def save(self, unit: int | None = None) -> None:
+        """Note that something but new pairs is about to come to the store; keep what it is now, while it records.
+
+        Of the tokens that came after the first `unit`, all are taken back or none.
+        """
+        if self.journal is not None and not (self.journal and self.journal[-1].seen == self.seen):
+            self.journal.append(Savepoint(self, unit))
+        self.fixed_at = self.seen
+
+    def fix(self) -> None:
+        """Make all tokens ones that cannot be taken back, and let go of what was kept for that."""
+        self.fixed_at = self.seen
+        if self.journal is not None:
+            self.journal = []
+
     @property
     def open_tokens(self) -> int:
-        """How many of the newest tokens can be taken back: those in the window, and those left dense behind it."""
-        if self.dense is None or self.dense.side:
-            return self.window.length
-        return self.window.length + max(0, min(self.since_eviction - self.window.length, self._dense_tail()))
+        """How many of the newest tokens can be taken back."""
+        if self.journal:
+            return self.seen - self.journal[0].oldest
+        return min(self.window.length, self.seen - self.fixed_at)
+
+    def check_crop(self, tokens: int) -> None:
+        """Refuse to take back tokens that are not open.
+
+        Raises:
+            ValueError: there are not so many, or something happened to the cache since that cannot be undone.
+        """
+        if tokens > self.seen:
+            raise ValueError(f"cannot take back {tokens} tokens: the cache has seen {self.seen}")
+        if tokens > self.open_tokens:
+            raise ValueError(
+                f"cannot take back {tokens} tokens, only the newest {self.open_tokens}: before them, pairs were evicted, "
+                "encoded or observed; call cache.activate_past_recording() after the prompt, before what may be taken back is "
+                "read, or copy the cache (copy.deepcopy) before"
+            )
+        point, target = self._point(tokens), self.seen - tokens
+        if point is not None and point.unit is not None and point.unit < target:
+            raise ValueError(
+                f"cannot take back {tokens} tokens: those from {point.unit} to {point.seen} were observed as one turn; take "
+                f"back {self.seen - point.seen} or {self.seen - point.unit}"
+            )
+
+    def _point(self, tokens: int) -> Savepoint | None:
+        """Return what was kept before the first thing that happened after the tokens that stay."""
+        return next((point for point in self.journal or () if point.seen > self.seen - tokens), None)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens, which must be open: the store is then as if they had never come.
+
+        The tokens that stay count as accepted, so that what was kept to take them back is let go.
+        """
+        self.check_crop(tokens)
+        target, point, latest = self.seen - tokens, self._point(tokens), dict(self.observers)
+        if point is not None:
+            point.restore(self)
+        for wanted, observer in [item for item in self.observers.items() if item[1].by_token]:
+            found = observer if observer.end >= target else latest.get(wanted, observer)
+            found.crop(max(0, found.end - target))
+            self.observers[wanted] = found
+        self.window.crop(self.seen - target)
+        self.since_eviction = max(0, self.since_eviction - max(0, self.counted - target))
+        self.seen, self.counted = target, min(self.counted, target)
+        self.settled = [seen for seen in self.settled if seen <= target]
+        if self.journal is not None:
+            self.journal = []
 
     @property
     def rereadable_tokens(self) -> int:
@@ -345,27 +433,18 @@ class KVStore:
             found[name] = torch.cat([older, fresh], dim=-1)
         return found
 
-    def crop(self, tokens: int) -> None:
-        """Forget the newest `tokens` tokens, of which nothing may have been evicted or encoded."""
-        if tokens > self.window.length and tokens > self.open_tokens:
-            raise ValueError(
-                f"cannot remove {tokens} tokens: only the newest {self.open_tokens} are still open, older ones were "
-                "evicted from or encoded; copy the cache (copy.deepcopy) before the tokens that you want to take back"
-            )
-        for observer in self.observers.values():
-            observer.crop(tokens)
-        self.take_back(tokens)
-
     def take_back(self, tokens: int) -> None:
         """Drop the pairs of the newest `tokens` tokens, at most `rereadable_tokens`; what observers saw stays."""
         sealed = max(0, tokens - self.window.length)
+        if self.journal:
+            self.window = copy.deepcopy(self.window)  # what is read again must not be written over what was kept
         self.window.crop(tokens - sealed)
         self.seen -= tokens
         self.since_eviction = max(0, self.since_eviction - tokens)
         if sealed and self.dense is not None:
             held, _ = self.dense.cut([length - sealed for length in self.dense.layout.lengths])
             self.dense = held if held.layout.total else None
-            self.window.clear(self.seen)
+            self.window = self.window.emptied(self.seen)
             self.sealed_tokens = [count - sealed for count in self.sealed_tokens or []]
 
     def forget(self, needed: Collection[Any]) -> None:
@@ -383,6 +462,8 @@ class KVStore:
             segment.to(device, memo)
         self.index = {}
         self.codec_state = moved(self.codec_state, device, memo)
+        for point in self.journal or ():
+            point.to(device, memo)
         self.window.to(device)
         for observer in self.observers.values():
             observer.to(device)
@@ -408,13 +489,15 @@ class KVStore:
         for segment in self.sealed:
             for name, tensors in segment.tensors().items():
                 held.setdefault(name, []).extend(tensors)
+        if self.journal:
+            held["rollback"] = [tensor for point in self.journal for tensor in point.tensors()]
         return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
         """Copy what changes; sealed segments copy themselves without their tensors."""
         twin = copy.copy(self)
         memo[id(self)] = twin
-        for name in ("segments", "dense", "window", "observers", "codec_state"):
+        for name in ("segments", "dense", "window", "observers", "codec_state", "settled", "journal"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.index = dict(self.index)
         return twin

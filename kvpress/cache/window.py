@@ -161,11 +161,11 @@ class Window:
             spare = (0, capacity - self.log_weight.shape[2])
             self.log_weight = torch.nn.functional.pad(self.log_weight, spare)
 
-    def clear(self, first: int) -> None:
-        """Forget all tokens; the next one is in slot `first`. Buffers are released: sealed pairs may be views of them."""
-        self.keys, self.values = _empty(self.keys, 0), _empty(self.values, 0)
-        self.length, self.first, self.cursor, self.log_weight = 0, first, None, None
-        self.side = {name: array[..., :0].clone() for name, array in self.side.items()}
+    def emptied(self, first: int) -> Window:
+        """Return a window like this one without tokens and buffers, of which the next token is in slot `first`."""
+        window = Window.empty_like(self.keys, self.values, first)
+        window.side = {name: array[..., :0].clone() for name, array in self.side.items()}
+        return window
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens."""

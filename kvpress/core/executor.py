@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpress.cache.codec import Codec
 from kvpress.cache.replaced import positions_of, seal_streams
+from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe, Rewritten, Scored
 from kvpress.core.refit import CodecAt, Target, refit, targets
@@ -77,8 +79,13 @@ class Executor:
 
     def after_layer(self, call: LayerCall) -> None:
         """Evict from one layer that has been read."""
-        if call.phase == "decode" or _is_later_turn(call):
-            call.store.since_eviction += 1
+        store = call.store
+        if call.phase == "decode":
+            store.since_eviction, store.counted = store.since_eviction + store.seen - call.seen_before, store.seen
+        elif _is_later_turn(call):
+            if self.steps["decode"]:
+                call.keep_store(call.seen_before)
+            store.since_eviction, store.counted = store.since_eviction + 1, store.seen
         for place in range(self.waiting[call.phase]):
             self._evict([call], place)
 
@@ -95,9 +102,28 @@ class Executor:
             if step.schedule.chunk is not None:
                 self._evict([call], place)
 
+    def tokens_until_it_acts(self, store: KVStore, codec: Codec | None) -> int | None:
+        """Return after how many more generated tokens something happens to a layer, None for never.
+
+        So many can be read at once as if they had come one by one. It is one token where each is watched, and what was seen
+        is not held token by token.
+        """
+        steps = self.steps["decode"]
+        watched = any(not wanted.by_token for wanted in self.watched["decode"])
+        if watched or self.hooks["decode"] or any(step.hook is not None for step in steps):
+            return 1
+        found = [max(1, (step.schedule.every or 1) - store.since_eviction) for step in steps]
+        if codec is not None:
+            at = store.settled_at
+            found.append(1 if at is None else codec.group - (store.seen - at) % codec.group)
+        return min(found, default=None)
+
     def after_pass(self, done: Pass) -> None:
         """Act on all layers of a pass of a phase that is followed."""
         hooks = self.hooks[done.phase]
+        if hooks:
+            for call in done.calls:
+                call.keep_store(call.seen_before)
         for hook in (hook for hook in hooks if hook.first):
             hook.act(done)
         for place in range(self.waiting[done.phase], len(self.steps[done.phase])):
@@ -120,6 +146,7 @@ class Executor:
             self._run(calls, step)
             return
         for call in calls:
+            call.keep_store(call.seen_before)
             follow = partial(self._follow, call, step.inside)
             vars(call.module).pop(MASKED, None)
             call.output = step.hook(call.module, (), {**hook_arguments(call), FOLLOW: follow}, call.output)
@@ -134,6 +161,8 @@ class Executor:
         phase: Phase = calls[0].phase if step.schedule.prompt else "decode"
         if phase == "decode" and not _is_due(calls[0], step):
             return
+        for call in calls:
+            call.keep_store()
         if step.compress is not None:
             for call in calls:
                 replace_pairs(call, step.compress)
@@ -274,7 +303,7 @@ class Cut:
         """Free what was not marked, and change what stays."""
         self._count()
         self.store.targets = self.targets
-        self.store.since_eviction = 0
+        self.store.since_eviction, self.store.counted = 0, self.store.seen
         if not self.everything:
             self.store.evict(self.masks, self.call.mask, self.opened)
         if self.rewritten:

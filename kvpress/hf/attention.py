@@ -169,7 +169,7 @@ def attention(
     if own:
         out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
-    elif plan.pattern is not None and length > 1:
+    elif plan.pattern is not None and call.phase == "prefill":
         out, lse = plan.pattern.attend(call, store.window.filled_keys, store.window.filled_values)
         result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
         result = _out_of_order(result, key, plan.tiles)

@@ -65,13 +65,14 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
 
 
 def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
-    """Check the arguments of `generate`; return the prompt length if the prefill will come in chunks, else 0."""
+    """Check the arguments of `generate`; return the prompt length if that cannot be seen from the first pass, else 0.
+
+    That is where the prompt comes in chunks, or with candidates behind it.
+    """
     settings = (generation_config, model.generation_config)
     ids = kwargs.get("input_ids", inputs)
-    if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens", kwargs, settings):
-        raise NotImplementedError(
-            "assisted decoding is not supported: it takes back tokens that a press has already consumed"
-        )
+    if takes_back(model, generation_config, kwargs) and not is_assistant(generation_config):
+        check_assisted(model, ids, kwargs, settings)
     if setting("output_attentions", kwargs, settings):
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     if setting("use_cache", kwargs, settings) is False:
@@ -88,8 +89,11 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
             f"cache_implementation={implementation!r} is not supported inside a press, which stores pairs in its own way; "
             "leave it out to use the dynamic cache"
         )
+    recording = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     if ids is None:
-        return 0
+        embeds = kwargs.get("inputs_embeds")
+        whole = mask if isinstance(mask, Tensor) else embeds
+        return int(whole.shape[1]) if recording and isinstance(embeds, Tensor) and isinstance(whole, Tensor) else 0
     check_ids(ids)
     check_cache_kind(cache)
     seen = 0 if cache is None else int(cache.get_seq_length())
@@ -97,9 +101,68 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
         check_turn(ids, mask, seen)
     if mask is not None:
         check_padding(mask)
-    if not setting("prefill_chunk_size", kwargs, settings):
-        return 0
-    return ids.shape[1] if mask is None else mask.shape[1]
+    length = int(ids.shape[1] if mask is None else mask.shape[1])
+    if is_assistant(generation_config):
+        # Of the prompt, the last token may be taken back; what was read behind it before are candidates.
+        return 0 if seen else length - 1
+    if setting("prefill_chunk_size", kwargs, settings) or recording or takes_back(model, generation_config, kwargs):
+        return length
+    return 0
+
+
+ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+"""Settings of `generate`, beside `assistant_model`, by which candidates are read and some of them taken back."""
+
+
+def takes_back(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `generate` may take back tokens: it verifies candidates, or makes them for another model."""
+    settings = (generation_config, model.generation_config)
+    return (
+        kwargs.get("assistant_model") is not None
+        or is_assistant(generation_config)
+        or any(setting(name, kwargs, settings) for name in ASSISTED)
+    )
+
+
+def is_assistant(generation_config: Any) -> bool:
+    """Whether a call of `generate` makes candidates for another model."""
+    return bool(getattr(generation_config, "is_assistant", False))
+
+
+def check_assisted(model: Any, ids: Tensor | None, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> None:
+    """Refuse ways of assisted decoding that cannot work under a press."""
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False):
+        raise NotImplementedError(
+            f"assisted decoding takes back rejected tokens, but {name} has recurrent layers, whose state is a sum over all "
+            "tokens, from which none can be taken out; generate without an assistant or prompt lookup"
+        )
+    for other in ASSISTED[1:]:
+        if setting(other, kwargs, settings):
+            raise NotImplementedError(
+                f"{other} makes candidates from inside the model itself, which is not supported inside a press; use "
+                "assistant_model= or prompt_lookup_num_tokens="
+            )
+    if ids is None:
+        raise NotImplementedError("assisted decoding needs input_ids: candidates are compared with them")
+    if ids.shape[0] > 1:
+        raise ValueError(f"assisted decoding is for one sequence at a time, got a batch of {ids.shape[0]}")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape[1] != ids.shape[1]:
+        raise ValueError(
+            f"assisted decoding needs the whole sequence as input_ids, got {ids.shape[1]} tokens and a mask of {mask.shape[1]}"
+        )
+    assistant = kwargs.get("assistant_model")
+    if assistant is None:
+        return
+    if not hasattr(assistant, "generate"):
+        raise TypeError(f"assistant_model must be a model that can generate, got {type(assistant).__name__}")
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, assistant)]
+    if sizes[0] != sizes[1] and kwargs.get("assistant_tokenizer") is None:
+        raise ValueError(
+            f"assistant_model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: its candidates would mean "
+            "other words; use an assistant with the same tokenizer, or pass tokenizer= and assistant_tokenizer="
+        )
 
 
 def setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:

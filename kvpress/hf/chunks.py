@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpress.hf.checks import check_ids, check_mask, check_padding
 from kvpress.hf.models import new_cache
 from kvpress.hf.requests import Request, here
+from kvpress.hf.rollback import records, without_repeats
 from kvpress.hf.running import Running
 
 PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
@@ -39,13 +40,20 @@ class ChunkedForward:
             return self.forward(**arguments)
         cache, request = arguments.get("past_key_values"), here.request
         assert request is not None  # noqa: S101 - for type checkers; every call of the model is one
+        arguments = without_repeats(self.session, arguments, cache, request)
+        given = arguments["input_ids"] if arguments.get("input_ids") is not None else given
         seen = 0 if cache is None else int(cache.get_seq_length())
         if not request.is_of(cache):
             request = Request(self.session.model, self.session, False, cache, prompt_start=seen)
-        before, until = request.prompt_end, max(request.prompt_end, seen + given.shape[1])
+        before, end, candidates = request.prompt_end, seen + given.shape[1], records(cache, request)
+        if candidates and seen >= max(before, 1):
+            return self.forward(**arguments)
+        until = before if candidates and before else max(before, end)
         # Counted from the end, so that neither padding nor `prefill_chunk_size` changes where a prompt is cut.
         first = seen + (until - seen) % self.chunk
-        cuts = [cut - seen for cut in range(first, seen + given.shape[1], self.chunk) if cut > seen]
+        cuts = [cut - seen for cut in range(first, min(until, end), self.chunk) if cut > seen]
+        if seen < until < end:
+            cuts.append(until - seen)  # candidates follow
         if not cuts:
             return self.forward(**arguments)
         self._check(arguments, given, before)

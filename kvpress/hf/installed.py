@@ -23,8 +23,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
-from kvpress.hf.checks import check_generate
+from kvpress.hf.checks import check_generate, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
+from kvpress.hf.layer import PressLayer
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
@@ -262,8 +263,14 @@ class Installation:
                 if isinstance(cache, Cache):
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
+                given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+                here.request.takes_back = takes_back(self.model, given, kwargs)
+                if here.request.takes_back:
+                    here.request.prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
                 if session.captured is not None:
                     check_captured_generate(self.model, *args, **kwargs)
+                if here.request.takes_back and not is_assistant(given):
+                    return _recording(here.request, lambda: generate(*args, **kwargs))
             elif not self.sessions and self._was_open_to_all:
                 raise RuntimeError(
                     "this `generate` was taken from the model inside a `with press(model):` block that has been left since; "
@@ -302,6 +309,20 @@ class Installation:
             return _run(Forward.of(session, None, owns_cache), decode, args, kwargs)
         finally:
             self._end()
+
+
+def _recording(request: Request, generate: Callable[[], Any]) -> Any:
+    """Generate on a cache that records what happens to it, and let it be afterwards as it was before."""
+    given = request.cache
+    before = {id(layer) for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)}
+    try:
+        return generate()
+    finally:
+        for layer in getattr(request.cache, "layers", ()):
+            if getattr(layer, "record_past", False) and id(layer) not in before:
+                layer.record_past = False
+                if isinstance(layer, PressLayer) and layer.store is not None:
+                    layer.store.record(False)
 
 
 def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:

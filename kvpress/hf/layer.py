@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
@@ -34,7 +35,8 @@ class PressLayer(CacheLayerMixin):
     `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
     dense and even. `interrupted` is how many tokens had been seen before a pass that failed between two layers of the cache,
     `padded` says that rows of the last pass began with padding. With `columns`, the model reads its pairs by itself, each in
-    its column; `latent` says that what it caches are latents.
+    its column; `latent` says that what it caches are latents. With `record_past`, whose name and meaning are those of
+    transformers, tokens that come from now on may be taken back by `crop`, whatever happens to the store meanwhile.
     """
 
     is_sliding = False
@@ -48,6 +50,7 @@ class PressLayer(CacheLayerMixin):
         self.interrupted: int | None = None
         self.padded = False
         self.columns = self.latent = False
+        self.record_past = False
         self.assigned: dict[int, Tensor] = {}
         self.is_initialized = False
 
@@ -93,6 +96,7 @@ class PressLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
             return self.update(key_states, value_states)
+        self.store.record(self.record_past)
         if self.assigned:
             raise ValueError("keys and values of different lengths were assigned to a layer of the cache; assign both")
         if self.call is None:
@@ -112,8 +116,8 @@ class PressLayer(CacheLayerMixin):
             return
         if self.get_seq_length() > self.interrupted or len({store.seen for store in self.stores}) > 1:
             raise RuntimeError(
-                "a forward pass that failed has left this cache with tokens in some of its layers only; go on with a copy "
-                "that was made before that pass (copy.deepcopy(cache)), or with a new cache"
+                "a forward pass that failed, or a crop that some layers refused, has left this cache with tokens in some of "
+                "its layers only; go on with a copy that was made before (copy.deepcopy(cache)), or with a new cache"
             )
         self.interrupted = None
 
@@ -134,7 +138,7 @@ class PressLayer(CacheLayerMixin):
             )
         self.store.append(key_states, value_states)
         if key_states.shape[2] == 1:
-            self.store.since_eviction += 1
+            self.store.since_eviction, self.store.counted = self.store.since_eviction + 1, self.store.seen
         return dense_pairs(self.store)
 
     def empty_twin(self) -> PressLayer:
@@ -213,7 +217,9 @@ class PressLayer(CacheLayerMixin):
         return stored + query_length, self.store.seen - stored
 
     def reset(self) -> None:
+        recording = self.record_past
         PressLayer.__init__(self, None if self._cache is None else self._cache())
+        self.record_past = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -229,13 +235,71 @@ class PressLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens: the layer is then as if they had never come.
+
+        The tokens that stay count as accepted: what was kept to take them back is let go. Nothing changes in any layer of ours
+        where one of them, or a layer behind them, cannot follow.
+
+        Raises:
+            ValueError: the number is positive, or so many tokens are not open (`KVStore.check_crop`).
+            NotImplementedError: a layer of the cache cannot take back tokens.
+            RuntimeError: a forward pass is reading the cache.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as 0 or negative, got {tokens_to_remove}")
-        if tokens_to_remove and self.store is not None:
-            self.store.crop(-tokens_to_remove)
+        cache = None if self._cache is None else self._cache()
+        with nullcontext() if cache is None else between_passes(cache):
+            self._check_crop(cache, -tokens_to_remove)
+            if self.store is not None:
+                self.store.crop(-tokens_to_remove)
+
+    def _check_crop(self, cache: Cache | None, tokens: int) -> None:
+        """Refuse to take back tokens where this layer cannot, or one behind it that has seen as many.
+
+        The first layer asks for all. Layers are cropped one by one, each by what it has too many, after a pass that failed.
+        """
+        layers = [self] if cache is None else list(cache.layers)
+        ours = [layer for layer in layers if isinstance(layer, PressLayer)]
+        if any(layer.call is not None for layer in ours):
+            raise RuntimeError("this cache is in a forward pass: take tokens back once that has ended")
+        if not tokens or (self.store is None and cache is None):
+            return
+        place = next(i for i, layer in enumerate(layers) if layer is self)
+        alike = len({layer.get_seq_length() for layer in ours}) == 1
+        try:
+            for index, layer in enumerate(layers[place : None if alike else place + 1], start=place):
+                if not isinstance(layer, PressLayer) or isinstance(layer, LinearAttentionLayer):
+                    check_others(layer, index, tokens)
+                if isinstance(layer, PressLayer) and layer.store is not None:
+                    layer.store.check_crop(tokens)
+        except (ValueError, NotImplementedError) as error:
+            if not any(layer.get_seq_length() < self.get_seq_length() for layer in layers[:place] if has_pairs(layer)):
+                raise
+            for layer in ours:
+                layer.interrupted = self.get_seq_length() - tokens
+            raise type(error)(
+                f"{error}; layers of transformers that come first have dropped them already, so this cache cannot be read on"
+            ) from error
 
     def activate_past_recording(self) -> None:
-        raise NotImplementedError("assisted decoding is not supported: it takes back tokens that a press has consumed")
+        """Keep what happens to the layer from now on, so that `crop` can undo it.
+
+        Raises:
+            NotImplementedError: a layer of the cache holds a state from which no token can be taken back.
+        """
+        cache = None if self._cache is None else self._cache()
+        layers = [self] if cache is None else list(cache.layers)
+        try:
+            for index, layer in enumerate(layers):
+                check_others(layer, index, 0)
+        except NotImplementedError:
+            for layer in layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
+            raise
+        self.record_past = True
+        if self.store is not None:
+            self.store.record(True)
 
     def offload(self) -> None:
         if self.store is not None:
@@ -279,8 +343,9 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
         self.batch_select_indices(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
         PressLayer.crop(self, tokens_to_remove)
+        if self.record_past:
+            LinearAttentionLayer.crop(self, tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         PressLayer.activate_past_recording(self)
@@ -292,6 +357,29 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
     def prefetch(self) -> None:
         LinearAttentionLayer.prefetch(self)
         PressLayer.prefetch(self)
+
+
+def has_pairs(layer: Any) -> bool:
+    """Whether a cache layer counts tokens."""
+    return isinstance(layer, (PressLayer, DynamicLayer)) and bool(layer.is_initialized)
+
+
+def check_others(layer: Any, index: int, tokens: int) -> None:
+    """Refuse to take back `tokens` tokens, 0 for to begin to record, from what a layer of a cache holds beside our stores."""
+    reason, advice = "", "call cache.activate_past_recording() before they are read"
+    if isinstance(layer, LinearAttentionLayer):
+        if any(layer.is_recurrent_states_initialized.values()):
+            reason = "its recurrent state is a sum over all tokens, from which none can be taken out"
+            advice = "copy the cache (copy.deepcopy) before the tokens that you want to take back"
+        elif tokens and not layer.record_past and any(layer.is_conv_states_initialized.values()):
+            reason = "it keeps only the newest inputs of its convolution"
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        short = tokens and not layer.record_past and layer.get_seq_length() >= layer.sliding_window
+        reason = f"it keeps only the newest {layer.sliding_window - 1} pairs" if short else ""
+    if reason:
+        raise NotImplementedError(
+            f"no tokens can be taken back from layer {index} of this cache, because {reason}; {advice}"
+        )
 
 
 ADOPTED: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, LinearAttentionAndFullAttentionLayer)

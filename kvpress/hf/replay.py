@@ -18,7 +18,7 @@ from kvpress.cache.guard import lock_of
 from kvpress.cache.store import KVStore
 from kvpress.cache.window import Cursor, RealTokens
 from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
-from kvpress.hf.checks import setting
+from kvpress.hf.checks import setting, takes_back
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.requests import Forward, Request, as_pass, here, leave_inference_mode
 from kvpress.hf.running import Running
@@ -170,6 +170,10 @@ def check_capture(session: Running) -> None:
 
 def check_captured_generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> None:
     """Refuse ways of generating that rearrange the cache at every token."""
+    if takes_back(model, generation_config, kwargs):
+        raise ValueError(
+            "assisted decoding reads several tokens at a time, so its steps cannot be replayed; use capture=False"
+        )
     del inputs
     beams = setting("num_beams", kwargs, (generation_config, model.generation_config))
     if beams is not None and beams > 1:

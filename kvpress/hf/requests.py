@@ -34,8 +34,8 @@ class Request:
     """A call of `generate`, of the first `cache` that it uses: others, such as that of a negative prompt, only help it.
 
     `prompt_end` is the length of its prompt where that comes in chunks, else 0, and `prompt_start` how much of it the cache had
-    seen before. Without a `session` it is none of a press, and
-    without `owns_cache` no block can say that the cache is its own.
+    seen before. Without a `session` it is none of a press, and without `owns_cache` no block can say that the cache is its own.
+    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it.
     """
 
     model: Any
@@ -44,6 +44,8 @@ class Request:
     cache: Cache | None = None
     prompt_end: int = 0
     prompt_start: int = 0
+    takes_back: bool = False
+    prompt: Tensor | None = None
 
     def is_of(self, cache: Any) -> bool:
         """Whether a cache is the one that the call is about."""

@@ -46,7 +46,13 @@ class Running(Protocol):
         """Stand in for the model's own `forward`."""
 
     def run(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the decoder as a pass of this session."""
+        """Run the decoder as a pass of this session, or as several where candidates have to be read in parts."""
+
+    def run_whole(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the decoder as one pass."""
+
+    def check(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a pass that this session cannot run."""
 
     def before(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare an attention module's part of a pass."""

@@ -33,6 +33,7 @@ from kvpress.hf.models import attention_modules, cache_among, cache_place, cache
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
+from kvpress.hf.rollback import read_in_parts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 
@@ -158,11 +159,20 @@ class Session:
     # -- passes ----------------------------------------------------------------------------------------------
 
     def run(self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the decoder as a pass of this session."""
+        """Run the decoder as a pass of this session, or as several where candidates have to be read in parts."""
+        found = None
+        if forward.watch is None and forward.static is None:
+            found = read_in_parts(self, forward, decode, args, kwargs)
+        return self.run_whole(forward, decode, args, kwargs) if found is None else found
+
+    def run_whole(
+        self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the decoder as one pass."""
         forward.modules_left = len(self.modules)
         outer, here.forward = here.forward, forward
         try:
-            self._check(forward, args, kwargs)
+            self.check(forward, args, kwargs)
             forward.note(kwargs)
             output = decode(*args, **kwargs)
             self._pass_over(forward, args, kwargs)
@@ -174,7 +184,8 @@ class Session:
             forward.end()
         return output
 
-    def _check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a pass that this session cannot run."""
         if not self.reads_itself and self.decoder.config._attn_implementation != NAME:
             raise RuntimeError(
                 f"the attention implementation was set to {self.decoder.config._attn_implementation!r} inside the block of a "
@@ -204,6 +215,8 @@ class Session:
             return
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         length = hidden.shape[1] if hidden is not None else 1
+        if forward.request is not None and forward.request.takes_back and forward.request.is_of(cache):
+            layer.record_past = True
         layer.static = forward.static is not None
         layer.columns, layer.latent = self.reads_itself, own_attention.caches_latents(module)
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
@@ -232,9 +245,10 @@ class Session:
         )
         if call.rotates and not self.recipe.is_identity:
             call.rotates = rotates(module, call)
+        call.candidates = layer.record_past and seen_before > 0
         call.count(length)
         layer.call = forward.call = call
-        if plan.following is not None and call.phase == "decode" and forward.watch is None:
+        if plan.following is not None and call.phase == "decode" and length == 1 and forward.watch is None:
             self._look_ahead(plan.following, call)
 
     def _look_ahead(self, following: nn.Module, call: LayerCall) -> None:
@@ -248,6 +262,8 @@ class Session:
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass, where something later needs it."""
+        if any(not wanted.by_token for wanted in self.executor.watched[call.phase]):
+            call.keep_store(call.seen_before)
         for wanted in self.executor.watched[call.phase]:
             if wanted not in call.store.observers:
                 call.store.observers[wanted] = wanted.make()
@@ -306,6 +322,8 @@ class Session:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
             store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
+            if call.is_first_prompt:
+                store.fix()
         if plan.selector is not None:
             plan.selector.prepare(store)
 

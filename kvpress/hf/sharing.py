@@ -98,7 +98,7 @@ class SharedSession(Session):
         for branch in self.branches:
             branch.prepare()
 
-    def _check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del forward
         for branch in self.branches:
             check_forward(branch.recipe, args, kwargs, self.model.config, 0, self.cached)

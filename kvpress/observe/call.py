@@ -32,7 +32,8 @@ class LayerCall:
     the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
     into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
     module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
-    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes.
+    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
+    `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
     """
 
     module: nn.Module
@@ -64,12 +65,25 @@ class LayerCall:
     written: tuple[Tensor, Tensor] | None = None
     reads_itself: bool = False
     axes: Tensor | None = None
+    candidates: bool = False
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def count(self, tokens: int) -> None:
         """Work out the phase of a pass of so many new tokens."""
-        fresh = self.seen_before == 0 or tokens > 1 or self.seen_before < self.prompt_end
-        self.phase = "prefill" if fresh else "decode"
+        fresh = self.seen_before == 0 or self.seen_before < self.prompt_end
+        self.phase = "prefill" if fresh or (tokens > 1 and not self.candidates) else "decode"
+
+    @property
+    def is_first_prompt(self) -> bool:
+        """Whether the pass reads the prompt that a cache begins with: there is nothing before it to go back to."""
+        return self.phase == "prefill" and self.prompt_start == 0
+
+    def keep_store(self, unit: int | None = None) -> None:
+        """Note that something but new pairs is about to come to the store; see `KVStore.save`."""
+        if self.is_first_prompt:
+            self.store.fix()
+        else:
+            self.store.save(unit)
 
     @property
     def follows_eviction(self) -> bool:

@@ -133,8 +133,9 @@ class ProbeAttention(Observer):
         if end != self.end:
             self.start, self.end = call.seen_before, end
         for name in self.sides:
-            if name not in window.side:
-                window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=window.keys.device)
+            held = window.side.get(name)
+            shape, device = window.filled_keys.shape[:3], window.keys.device
+            window.side[name] = torch.zeros(*shape, device=device) if held is None else held.clone()
         asking = torch.zeros(call.store.batch, length, dtype=torch.bool)
         for rows, probes in self._rows(call):
             self._add(call, rows, probes)

@@ -36,6 +36,11 @@ class Wanted:
         """Return a new observer."""
         return self.kind(*self.arguments)
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the observer holds what it saw token by token."""
+        return bool(getattr(self.kind, "by_token", False))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Wanted:
         """A wish says what is wanted, and nothing of a request."""
         return self
@@ -45,11 +50,15 @@ class Observer(ABC):
     """State of one layer that grows with every forward pass.
 
     `sides` names the per-pair arrays that it records, which move with the pairs: two observers of different arguments have
-    different names. `held` are its own tensors `[B, ...]`, None while there is nothing to hold.
+    different names. `held` are its own tensors `[B, ...]`, None while there is nothing to hold. A tensor that is held, or that
+    is a per-pair array, is replaced and never written to: what was kept to take tokens back (`KVStore.save`) shares it.
+    `by_token` says that what was seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly.
     """
 
     sides: tuple[str, ...] = ()
     held: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
+    end: int = 0
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:
@@ -74,9 +83,8 @@ class Observer(ABC):
                 setattr(self, name, change(tensor))
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest tokens; refused where that cannot be undone."""
-        if tokens:
-            raise NotImplementedError(f"{type(self).__name__} cannot take back tokens; copy the cache before them")
+        """Forget the newest tokens, of one that holds what it saw `by_token`."""
+        raise NotImplementedError(f"{type(self).__name__} does not hold tokens apart")
 
 
 def hashed(numbers: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ Watch = Callable[[LayerCall], None]
 class ReadTokens(Observer):
     """Ids of the newest tokens that a cache has read, `[B, n]` in parts; the first of them is column `end - n`."""
 
+    by_token = True
+
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
         self.end = 0

@@ -29,10 +29,6 @@ class RecentQueries(Observer):
         # A copy of the tail: a view would keep the queries of the whole prompt alive.
         self.queries = new.clone(memory_format=torch.contiguous_format)
 
-    def crop(self, tokens: int) -> None:
-        if tokens and self.queries is not None:
-            self.queries = self.queries[:, :, : max(0, self.queries.shape[2] - tokens)]
-
 
 class SampledQueries(Observer):
     """At most `size` queries of every row, spread evenly over what was read: `queries [B, Hq, <= size, D]`.

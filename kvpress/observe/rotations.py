@@ -18,9 +18,16 @@ class Rotations(Observer):
     model are handed the same tensors, so that those of all layers take the memory of one.
     """
 
+    by_token = True
+
     def __init__(self) -> None:
         self.first = 0
         self.parts: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def end(self) -> int:  # type: ignore[override]
+        """Columns up to which embeddings are held."""
+        return self.first + sum(cos.shape[1] for cos, _ in self.parts)
 
     def observe(self, call: LayerCall) -> None:
         given = call.position_embeddings

@@ -153,6 +153,7 @@ class OutsideMass(Observer):
         if self.total is None or self.count is None:
             self.total = torch.zeros(store.batch, store.heads, device=device)
             self.count = torch.zeros(store.batch, device=device)
+        self.total, self.count = self.total.clone(), self.count.clone()
         if call.mask is None:
             groups = [slice(0, store.batch)]
             real = torch.ones(1, store.seen, dtype=torch.bool, device=device)

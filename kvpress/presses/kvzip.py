@@ -130,10 +130,6 @@ class Worth(Observer):
     def to(self, device: torch.device | str) -> None:
         self.values = [value.to(device) for value in self.values]
 
-    def crop(self, tokens: int) -> None:
-        """As for `select_rows`."""
-        self.values = []
-
 
 @dataclass(frozen=True)
 class Repetition(ByScore):

@@ -113,8 +113,8 @@ class ChunkMass(Observer):
         for row, (before, now) in enumerate(zip(*counts, strict=True)):
             groups.setdefault(before % self.size + now - before, []).append(row)
         (name,) = self.sides
-        if name not in window.side:
-            window.side[name] = torch.zeros(*window.filled_keys.shape[:3], device=queries.device)
+        held, shape = window.side.get(name), window.filled_keys.shape[:3]
+        window.side[name] = torch.zeros(*shape, device=queries.device) if held is None else held.clone()
         for tokens, rows in groups.items():
             if tokens:
                 window.side[name][rows, :, -tokens:] = self._mass(call, queries, rows, tokens)

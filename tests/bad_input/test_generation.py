@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.bad_input.refusals import forward, generate, read_first, refused
+from tests.bad_input.refusals import forward, generate, refused
 from tests.models import padded_batch, tiny_model, tokens
 
 
@@ -31,21 +34,42 @@ def test_36_attention_matrices_by_configuration() -> None:
         model.config.output_attentions = False
 
 
-def test_38_assisted_decoding() -> None:
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"assistant_early_exit": 1}, NotImplementedError, ["assistant_early_exit", "use assistant_model="]),
+        ({"generation_config": GenerationConfig(use_mtp=True)}, NotImplementedError, ["use_mtp", "inside the model"]),
+        ({"assistant_model": "llama"}, TypeError, ["assistant_model must be a model", "got str"]),
+    ],
+)
+def test_38_assisted_decoding(settings: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    model = tiny_model("llama")
+    refused(model, lambda: generate(model, "knorm:0.5", tokens(1, 10), **settings), error, *words)
+
+
+def test_38_assisted_decoding_of_a_batch() -> None:
     model = tiny_model("llama")
     for settings in (
         {"prompt_lookup_num_tokens": 3},
         {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
         {"assistant_model": tiny_model("llama", seed=1)},
     ):
-        run = lambda s=settings: generate(model, "knorm:0.5", tokens(1, 10), **s)  # noqa: E731
-        refused(model, run, NotImplementedError, "assisted decoding", "not supported")
+        run = lambda s=settings: generate(model, "knorm:0.5", tokens(2, 10), **s)  # noqa: E731
+        refused(model, run, ValueError, "one sequence at a time", "batch of 2")
 
 
-def test_38_assisted_decoding_of_a_cache_is_refused_without_generate() -> None:
-    cache = read_first(tiny_model("llama"))
-    with pytest.raises(NotImplementedError, match="assisted decoding"):
-        cache.layers[0].activate_past_recording()
+def test_38_an_assistant_of_another_vocabulary() -> None:
+    model, config = tiny_model("llama"), copy.deepcopy(tiny_model("llama").config)
+    config.vocab_size = 50
+    assistant = type(model)(config)
+    run = lambda: generate(model, "knorm:0.5", tokens(1, 10), assistant_model=assistant)  # noqa: E731
+    refused(model, run, ValueError, "vocabulary of 50", "97", "same tokenizer")
+
+
+def test_38_assisted_decoding_with_recurrent_layers() -> None:
+    model = tiny_model("qwen3_next")
+    run = lambda: generate(model, "knorm:0.5", tokens(1, 10), prompt_lookup_num_tokens=3)  # noqa: E731
+    refused(model, run, NotImplementedError, "recurrent layers", "sum over all tokens")
 
 
 @pytest.mark.parametrize("spec", ["snapkv:0.5,window_size=4", "adakv(snapkv:0.5,window_size=4)"])
