@@ -49,7 +49,7 @@ def seal_streams(
     sealed = DenseSegment(torch.cat(keys), torch.cat(values), Layout(len(stream) for stream in keys))
     sealed._set_slots(torch.cat(slots))
     store.seal(sealed, mask)
-    store.since_eviction = 0
+    store.since_eviction = store.since_scheduled = 0
 
 
 def replace_all(store: KVStore, new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> None:

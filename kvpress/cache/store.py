@@ -54,7 +54,8 @@ class KVStore:
     """Pairs of `B` rows and `H` kv heads.
 
     `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
-    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens;
+    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens, and
+    `since_scheduled` those since the last eviction that comes after so many of them;
     `settled_at` the tokens seen when `settle` last looked for full tiles without waiting, None where it never did;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
     the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
@@ -70,6 +71,7 @@ class KVStore:
         self.window = Window.empty_like(keys, values)
         self.seen = 0
         self.since_eviction = 0
+        self.since_scheduled = 0
         self.settled_at: int | None = None
         self.targets: list[int] | None = None
         self.sealed_tokens: list[int] | None = None
@@ -362,6 +364,7 @@ class KVStore:
         self.window.crop(tokens - sealed)
         self.seen -= tokens
         self.since_eviction = max(0, self.since_eviction - tokens)
+        self.since_scheduled = max(0, self.since_scheduled - tokens)
         if sealed and self.dense is not None:
             held, _ = self.dense.cut([length - sealed for length in self.dense.layout.lengths])
             self.dense = held if held.layout.total else None

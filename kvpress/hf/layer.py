@@ -135,6 +135,7 @@ class PressLayer(CacheLayerMixin):
         self.store.append(key_states, value_states)
         if key_states.shape[2] == 1:
             self.store.since_eviction += 1
+            self.store.since_scheduled += 1
         return dense_pairs(self.store)
 
     def empty_twin(self) -> PressLayer:

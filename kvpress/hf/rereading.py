@@ -48,14 +48,14 @@ class DecoderReader:
                 f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so none can be read again"
             )
         sides = [store.newest_side(tokens) for store in stores]
-        since = [store.since_eviction for store in stores]
+        since = [(store.since_eviction, store.since_scheduled) for store in stores]
         for store in stores:
             store.take_back(tokens)
         self._run(
             done, done.ids[:, -tokens:], done.position + torch.arange(-tokens, 0, device=done.position.device), None
         )
         for store, side, generated in zip(stores, sides, since, strict=True):
-            store.since_eviction = generated
+            store.since_eviction, store.since_scheduled = generated
             for name, newest in side.items():
                 held = store.window.side.get(name, newest[..., :0])
                 older = held[..., : store.window.length - tokens]

@@ -32,7 +32,8 @@ class LayerCall:
     the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
     into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
     module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
-    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes.
+    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. `ids [B, Q]` are their ids, None
+    where they came as embeddings, and `tracker` returns what has found spans in those of all tokens (`kvpress.observe.spans`).
     """
 
     module: nn.Module
@@ -64,6 +65,8 @@ class LayerCall:
     written: tuple[Tensor, Tensor] | None = None
     reads_itself: bool = False
     axes: Tensor | None = None
+    ids: Tensor | None = None
+    tracker: Callable[[], Any] | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def count(self, tokens: int) -> None:
@@ -87,6 +90,7 @@ class LayerCall:
             kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
             axes=None if self.axes is None else self.axes[..., -1:].clone(),
             hidden_states=empty[:, :0],
+            ids=None,
             queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
             lse=None,
             attentions=None,
