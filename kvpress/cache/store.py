@@ -172,6 +172,12 @@ class KVStore:
         self.window.clear(self.seen)
         self.sealed_tokens = [self.seen] * self.batch if mask is None else mask.sum(dim=1).tolist()
 
+    def close(self, mask: Tensor | None) -> None:
+        """Seal the window as it is, so that copies share it; what could be taken back still can, where nothing was recorded."""
+        opened = self.open_tokens
+        self.seal(self.open_segment(mask), mask)
+        self.since_eviction = max(self.since_eviction, opened)
+
     def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
 
