@@ -406,7 +406,9 @@ class Recipe:
         return tokens
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of which nothing would stay."""
+        """Refuse a prompt of which nothing would stay, or that protected ranges do not lie in."""
+        for rule in self.protected:
+            rule.check(tokens)
         for eviction in self.acting("prefill"):
             eviction.amount.check(tokens)
             tokens = eviction.amount.of(tokens)

@@ -8,13 +8,14 @@ from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Amount, Eviction, Schedule
-from kvpress.core.registry import Refusal, register
+from kvpress.core.registry import Exemption, Refusal, register
 
 
 @register(
     "conversation",
     "schedule",
     example="conversation(snapkv):budget=256",
+    exempt=(Exemption("fuzz", "its schedule is that of `prefill_decoding` with one budget, which is drawn"),),
     refuses=(
         Refusal(
             "conversation(snapkv:0.5):budget=1024", "the budget says how much stays, so a ratio would have no effect"
