@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
 from kvpress.core.vocabulary import headers_of
 from kvpress.observe.spans import Mark, Turns
 from tests.bad_input.refusals import refused
 from tests.caches import CODEC, generate, positions, prefill
-from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.models import FAMILIES, full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.oracle import decode_both
 from tests.presses.evicting import EVICTING
 from tests.words import Words, batch_of, ids_of
@@ -24,6 +25,28 @@ from tests.words import Words, batch_of, ids_of
 RANGES = [(3, 7), (10, 12)]
 SPARED = {*range(3, 7), *range(10, 12)}
 SELECTOR = "quest:budget=16,page_size=4,skip_layers=0"
+
+
+SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+READ_THEMSELVES: dict[str, dict[str, Any]] = {
+    "falcon": SHAPE,
+    "deepseek_v3": {
+        **SHAPE,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+}
 
 
 def turn(role: str, *parts: str | int) -> tuple[str | int, ...]:
@@ -220,6 +243,31 @@ def test_one_reading_for_several_presses_protects_what_each_would_alone() -> Non
         with press(model):
             at = position_ids(grow(mask, 3), 3)
             model(tokens(2, 3), attention_mask=grow(mask, 3), past_key_values=cache, position_ids=at)
+
+
+@pytest.mark.parametrize("spec", ["knorm:0.5", "kvzip:0.6,repeat_prompt="])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "falcon", "deepseek_v3"])
+def test_tags_are_found_on_models_of_several_kinds_of_layers(family: str, spec: str) -> None:
+    """Sliding and recurrent layers before the first one that grows, and modules that read their cache by themselves."""
+    if family in FAMILIES:
+        model, layers = tiny_model(family), full_layers(tiny_model(family))
+    elif "kvzip" in spec:
+        pytest.skip("a module that reads its cache by itself cannot be asked for its queries")
+    else:
+        model, layers = (
+            AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**READ_THEMSELVES[family])).eval(),
+            [0, 1],
+        )
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    ids, mask = batch_of(ids_of(5, "<docs>", 6, "</docs>", 30), ids_of(3, "<docs>", 4, "</docs>", 20))
+    with kvpress.get_press(spec).protect(tags=[("<docs>", "</docs>")], tokenizer=Words())(model):
+        cache = generate(model, ids, mask, max_new_tokens=4).past_key_values
+    found = kept(cache, mask)
+    for layer in layers:
+        for heads, spared in zip(found[layer], (range(5, 17), range(3, 13)), strict=True):
+            assert all(set(spared) <= head for head in heads)
+    report = kvpress.memory_report(cache)
+    assert report.kept < report.seen
 
 
 def test_a_spec_and_the_method_are_the_same_press() -> None:
