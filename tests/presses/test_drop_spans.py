@@ -148,6 +148,14 @@ def test_schedules_beside_it_go_on_as_they_were() -> None:
     assert max(held[12:]) < 10 + 12
 
 
+@pytest.mark.parametrize("which", ["prefilling_press", "decoding_press"])
+def test_it_acts_in_both_phases_wherever_it_is_put(which: str) -> None:
+    other = {"decoding_press": kvpress.H2OPress(budget=100)} if which == "prefilling_press" else {}
+    press = kvpress.PrefillDecodingPress(**{which: drop() + kvpress.H2OPress(budget=100), **other})
+    cache = prefill(tiny_model("llama"), press, ROWS[0])
+    assert all(head == set(range(ROWS[0].shape[1])) - INSIDE[0] for layer in kept(cache) for head in layer[0])
+
+
 def test_a_ratio_behind_it_is_of_what_is_left() -> None:
     model, ids = tiny_model("llama"), ROWS[0]
     cache = prefill(model, drop() + kvpress.KnormPress(0.5), ids)
