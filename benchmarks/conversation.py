@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def run(turns: int) -> dict[str, Any]:
     made, runs = model(), {}
     for spec in SPECS:
         records = talk(made, spec, turns)
-        runs[spec] = {"growth": round(growth(records), 3), "turns": records}
+        columns = {name: [record[name] for record in records] for name in records[0]}
+        runs[spec] = {"growth": round(growth(records), 3), **columns}
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__.partition("+")[0],
@@ -88,6 +90,12 @@ def run(turns: int) -> dict[str, Any]:
         "answer": ANSWER,
         "presses": runs,
     }
+
+
+def to_text(record: dict[str, Any]) -> str:
+    """Return the figures as JSON, a line for each list of numbers."""
+    listed = re.compile(r"\[[\d,\s]+\]")
+    return listed.sub(lambda match: " ".join(match[0].split()), json.dumps(record, indent=1)) + "\n"
 
 
 def main() -> None:
@@ -101,9 +109,9 @@ def main() -> None:
     print("| press | " + " | ".join(f"turn {turn}: KiB" for turn in marks) + " | second half over first |")
     print("|---|" + "---:|" * (len(marks) + 1))
     for spec, found in record["presses"].items():
-        held = " | ".join(f"{found['turns'][turn - 1]['held'] / 1024:.0f}" for turn in marks)
+        held = " | ".join(f"{found['held'][turn - 1] / 1024:.0f}" for turn in marks)
         print(f"| `{spec}` | {held} | {found['growth']:.2f} |")
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    options.out.write_text(to_text(record))
 
 
 if __name__ == "__main__":
