@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
-from transformers import DynamicCache, pipeline
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 
 import kvpress
 
@@ -95,3 +96,172 @@ def test_threads_that_ask_under_different_presses() -> None:
     expected = [ask(spec) for spec in specs]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(ask, specs * 3)) == expected * 3
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for each in messages %} {{ each.role }} : {{ each.content }} .{% endfor %}"
+    "{% for tool in tools or [] %} tool {{ tool.name }}{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
+)
+
+
+@cache
+def chat() -> Any:
+    """The pipeline with a chat template."""
+    model, tokenizer = kvpress.load_model("reference")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def read(context: Any, **asked: Any) -> str:
+    """The text that the pipeline reads and is asked, as the model gets it."""
+    cache = DynamicCache(config=chat().model.config)
+    seen: list[Any] = []
+    handle = chat().model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("input_ids", args[0] if args else None)), with_kwargs=True
+    )
+    try:
+        chat()(context, cache=cache, max_new_tokens=1, **asked)
+    finally:
+        handle.remove()
+    return "".join(chat().tokenizer.decode(ids[0]) for ids in seen)
+
+
+def rendered(*messages: dict[str, str], **kwargs: Any) -> str:
+    text = chat().tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=False, **kwargs
+    )
+    return str(chat().tokenizer.decode(chat().tokenizer.encode(text, add_special_tokens=False)))
+
+
+def test_messages_are_read_as_the_chat_template_writes_them() -> None:
+    system, answer = (
+        {"role": "system", "content": "The king sings."},
+        {"role": "assistant", "content": "The river runs."},
+    )
+    talk = [system, user("The moon hides."), answer, user("The sun sings.")]
+    assert read(talk) == rendered(*talk)
+    assert read(talk, question=" The king ?") == rendered(*talk[:3], user("The sun sings. The king ?"))
+    assert read(talk[:3], question="The king ?") == rendered(*talk[:3], user("The king ?"))
+    assert read(talk[:3]) == rendered(*talk[:3])
+    assert read("The moon hides.", system="The king sings.") == rendered(system, user("The moon hides."))
+    tools = [{"name": "river"}]
+    assert read([user("The moon hides.")], tools=tools) == rendered(user("The moon hides."), tools=tools)
+
+
+def test_a_text_and_its_message_are_the_same_context() -> None:
+    asked = {**ASKED, "max_new_tokens": 4, "press": kvpress.KnormPress(0.2)}
+    assert chat()([user(CONTEXTS[0])], **asked) == chat()(CONTEXTS[0], **asked)
+
+
+def test_a_batch_of_conversations_and_texts() -> None:
+    asked = {"question": " What is the code for camel ?", "max_new_tokens": 5}
+    batch = [[user(CONTEXTS[0]), {"role": "assistant", "content": "The sun sings."}], CONTEXTS[1]]
+    together = chat()(batch, **asked, press=kvpress.SnapKVPress(0.3, window_size=4))
+    assert together == [chat()(each, **asked, press=kvpress.SnapKVPress(0.3, window_size=4)) for each in batch]
+
+
+@pytest.mark.parametrize("spec", ["none", "snapkv:0.3,window_size=4 + kivi:bits=4,residual_length=32"])
+def test_every_context_has_its_own_questions(spec: str) -> None:
+    """Questions of different lengths and numbers are answered as they are alone."""
+    questions = [
+        ["\nWhat is the code for tiger?\nThe code for tiger is", "\nThe code"],
+        ["\nThe price for lamp is"],
+    ]
+    press, asked = kvpress.get_press(spec), {"max_new_tokens": 5}
+    together = pipe()(CONTEXTS, questions=questions, press=press, **asked)
+    alone = [
+        pipe()(context, questions=own, press=press, **asked) for context, own in zip(CONTEXTS, questions, strict=True)
+    ]
+    assert together == alone
+    assert [len(each["answers"]) for each in together] == [2, 1]
+    assert len({answer for each in together for answer in each["answers"]}) == 3
+
+
+def test_a_filled_cache_is_asked_without_a_context() -> None:
+    cache = DynamicCache(config=pipe().model.config)
+    pipe()(CONTEXTS[0], cache=cache, max_new_tokens=1, press=kvpress.KIVIPress(4))
+    seen = cache.get_seq_length()
+    for _ in range(2):
+        assert pipe()(None, **ASKED, cache=cache, press=kvpress.KIVIPress(4), max_new_tokens=4) == {"answer": " 4837."}
+        assert cache.get_seq_length() == seen
+
+
+def test_answers_are_streamed_as_they_come() -> None:
+    streamer = TextIteratorStreamer(pipe().tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            pipe(), CONTEXTS[0], **ASKED, streamer=streamer, max_new_tokens=4, press=kvpress.KnormPress(0.1)
+        )
+        assert "".join(streamer) == answer.result()["answer"]
+    several = [
+        TextIteratorStreamer(pipe().tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60) for _ in range(2)
+    ]
+    answers = pipe()(CONTEXTS[0], questions=["\nThe code", "\nThe king"], streamer=several, max_new_tokens=4)["answers"]
+    assert ["".join(each) for each in several] == answers
+
+
+def test_a_streamer_ends_where_the_answer_fails() -> None:
+    streamer = TextIteratorStreamer(pipe().tokenizer, timeout=5)
+    with pytest.raises(ValueError, match="tempratur"):
+        pipe()(CONTEXTS[0], **ASKED, streamer=streamer, tempratur=0.5)
+    assert "".join(streamer) == ""
+
+
+def test_several_sequences_are_all_returned() -> None:
+    found = pipe()(CONTEXTS, **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
+    assert [len(each["answer"]) for each in found] == [2, 2]
+    one = pipe()(CONTEXTS[0], **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
+    assert one == found[0]
+
+
+def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
+    press = kvpress.StreamingLLMPress(0.6, n_sink=0).protect(roles=["system"])
+    cache = DynamicCache(config=chat().model.config)
+    chat()(CONTEXTS[0], system="The king sings.", press=press, cache=cache, max_new_tokens=2)
+    pieces = [chat().tokenizer.decode([token]) for token in chat().tokenizer.encode(" system : The king sings. . ")]
+    turn = range(2, len(pieces))  # behind the first token and a space
+    for layer in kvpress.kept_positions(cache):
+        for head in layer[0]:
+            assert set(turn) <= set(head.tolist())
+            assert 1 not in head
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "error", "message"),
+    [
+        ([{"role": "user"}], {}, TypeError, "list of messages"),
+        ([user("a"), "b"], {}, TypeError, "list of messages"),
+        (3, {}, TypeError, "got 3 at place 0"),
+        ([user("a")], {"system": "b"}, None, ""),
+        ([{"role": "system", "content": "a"}, user("b")], {"system": "c"}, ValueError, "not both"),
+        (None, {}, ValueError, "that has read one"),
+        ("a", {"questions": "b"}, TypeError, "a list of texts"),
+        ("a", {"questions": [["b"], ["c"]]}, ValueError, "2 lists for 1 contexts"),
+        (["a", "b"], {"questions": [["b"], []]}, ValueError, "about context 1"),
+        (["a", "b"], {"questions": [["b"], "c"]}, TypeError, "for every context"),
+        ("a", {"cache": 3}, TypeError, "got int"),
+        ("a", {"questions": ["b", "c"], "streamer": object()}, ValueError, "got 1 for 2 questions"),
+    ],
+)
+def test_what_does_not_fit_is_refused(context: Any, asked: Any, error: type[Exception] | None, message: str) -> None:
+    if error is None:
+        assert "answer" in chat()(context, max_new_tokens=1, **asked)
+        return
+    with pytest.raises(error, match=message):
+        chat()(context, max_new_tokens=1, **asked)
+
+
+def test_streamers_of_one_text_are_refused_for_a_batch() -> None:
+    with pytest.raises(ValueError, match="shows one text, got 2 contexts"):
+        pipe()(CONTEXTS, **ASKED, streamer=TextStreamer(pipe().tokenizer))
+
+
+def test_messages_need_a_chat_template() -> None:
+    for given in ({"context": [user("a")]}, {"context": "a", "system": "b"}):
+        with pytest.raises(ValueError, match=r"set tokenizer\.chat_template"):
+            pipe()(**given, max_new_tokens=1)

@@ -38,7 +38,8 @@ def test_examples(capsys: Any) -> None:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
-    "page", ["design.md", "eviction.md", "frontier.md", "quantisation.md", "rollback.md", "selection.md"]
+    "page",
+    ["conversations.md", "design.md", "eviction.md", "frontier.md", "quantisation.md", "rollback.md", "selection.md"],
 )
 def test_examples_of_the_pages(page: str, capsys: Any) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / page).read_text(), flags=re.DOTALL)

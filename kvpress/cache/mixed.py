@@ -69,12 +69,13 @@ class MixedSegment(Segment):
 
     @property
     def log_weight(self) -> Tensor | None:
-        like = next((held.log_weight for held in self.parts if held.log_weight is not None), None)
-        if like is None:
+        kinds = [part.log_weight.dtype for part in (self.one, self.other) if part.log_weight is not None]
+        if not kinds:
             return None
-        joined = like.new_zeros(self.layout.total)
+        joined = torch.zeros(self.layout.total, device=self.device, dtype=max(kinds, key=lambda kind: kind.itemsize))
         for mine, held in self._halves():
-            joined[mine] = 0.0 if held.log_weight is None else held.log_weight.to(like.dtype)
+            if held.log_weight is not None:
+                joined[mine] = held.log_weight.to(joined)
         return joined
 
     @log_weight.setter

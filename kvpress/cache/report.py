@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -106,17 +107,47 @@ class MemoryReport:
         return captured.get() + factor
 
 
-def memory_report(cache: Any) -> MemoryReport:
-    """Measure a cache: the bytes of every tensor that it holds, per layer and component."""
-    if cache is None or not hasattr(cache, "layers"):
-        raise TypeError(f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(cache).__name__}")
-    with between_passes(cache):
-        return _measured(cache)
+def memory_report(cache: Any, *others: Any) -> MemoryReport:
+    """Measure a cache: the bytes of every tensor that it holds, per layer and component.
 
-
-def _measured(cache: Any) -> MemoryReport:
-    reports, value_bytes = [], 2
+    Of several caches, such as branches of a conversation, sums are reported, and what they share is counted once.
+    """
     counted: set[int] = set()
+    found = MemoryReport()
+    for each in (cache, *others):
+        if each is None or not hasattr(each, "layers"):
+            raise TypeError(
+                f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(each).__name__}"
+            )
+    for each in (cache, *others):
+        with between_passes(each):
+            found = _added(found, _measured(each, counted))
+    return found
+
+
+def _added(one: MemoryReport, two: MemoryReport) -> MemoryReport:
+    """Return a report of two sets of caches, layer by layer."""
+    layers = []
+    for ours, theirs in zip_longest(one.layers, two.layers):
+        if ours is None or theirs is None:
+            layers.append(ours or theirs)
+            continue
+        names = dict.fromkeys([*ours.components, *theirs.components])
+        layers.append(
+            LayerReport(
+                ours.layer,
+                {name: ours.components.get(name, 0) + theirs.components.get(name, 0) for name in names},
+                ours.uncompressed_bytes + theirs.uncompressed_bytes,
+                ours.kept + theirs.kept,
+                ours.seen + theirs.seen,
+                ours.compressible or theirs.compressible,
+            )
+        )
+    return MemoryReport(layers, two.value_bytes)
+
+
+def _measured(cache: Any, counted: set[int]) -> MemoryReport:
+    reports, value_bytes = [], 2
     for index, layer in enumerate(cache.layers):
         store: KVStore | None = getattr(layer, "store", None)
         if store is not None:
@@ -124,12 +155,14 @@ def _measured(cache: Any) -> MemoryReport:
             reports.append(_measure(index, store, counted))
         elif isinstance(getattr(layer, "keys", None), Tensor):
             value_bytes = layer.keys.element_size()
-            held = storage_bytes([layer.keys, layer.values])
+            held = storage_bytes([layer.keys, layer.values], counted)
             pairs = layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2]
-            reports.append(LayerReport(index, {"dense": held}, held, pairs, pairs, compressible=False))
+            full = storage_bytes([layer.keys, layer.values])
+            reports.append(LayerReport(index, {"dense": held}, full, pairs, pairs, compressible=False))
         else:
-            held = storage_bytes(tensors_in(vars(layer)))
-            reports.append(LayerReport(index, {"states": held}, held, 0, 0, compressible=False))
+            states = tensors_in(vars(layer))
+            held = storage_bytes(states, counted)
+            reports.append(LayerReport(index, {"states": held}, storage_bytes(states), 0, 0, compressible=False))
     # What layers have in common counts in the first of ours, as far as it is not in the components of one.
     common = storage_bytes(tensors_in(getattr(cache, "_kvpress_shared", None)), counted)
     first = next((report for report in reports if report.compressible), None)

@@ -57,8 +57,9 @@ class KVStore:
     """Pairs of `B` rows and `H` kv heads.
 
     `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
-    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts generated tokens, up
-    to the `counted`-th token; `settled` are the tokens seen when `settle` looked for full tiles without waiting;
+    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts the tokens generated
+    since the last eviction that comes after so many of them, up to the `counted`-th token; `settled` are the tokens seen
+    when `settle` looked for full tiles without waiting;
     `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
     the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
     `tensors`, `moved` and, where they differ from row to row, `select_rows`. `index` caches what selectors derived from all
@@ -188,6 +189,10 @@ class KVStore:
         self.window = self.window.emptied(self.seen)
         self.sealed_tokens = [self.seen] * self.batch if mask is None else mask.sum(dim=1).tolist()
 
+    def close(self, mask: Tensor | None) -> None:
+        """Seal the window as it is, so that copies share it; tokens that were open still are."""
+        self.seal(self.open_segment(mask), mask)
+
     def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
 
@@ -204,7 +209,6 @@ class KVStore:
         self.segments = [segment for segment in left if segment.layout.total]
         self.index = {}
         self.seal(survivors(opened, dense), mask)
-        self.since_eviction = 0
 
     def replace_dense(
         self, keys: Tensor | None = None, values: Tensor | None = None, sides: dict[str, Tensor] | None = None
@@ -354,7 +358,8 @@ class KVStore:
         """How many of the newest tokens can be taken back."""
         if self.journal:
             return self.seen - self.journal[0].oldest
-        return min(self.window.length, self.seen - self.fixed_at)
+        fresh = self.seen - self.fixed_at
+        return fresh if fresh <= self.window.length else min(fresh, self.rereadable_tokens)
 
     def check_crop(self, tokens: int) -> None:
         """Refuse to take back tokens that are not open.
@@ -394,7 +399,7 @@ class KVStore:
             found = observer if observer.end >= target else latest.get(wanted, observer)
             found.crop(max(0, found.end - target))
             self.observers[wanted] = found
-        self.window.crop(self.seen - target)
+        self._drop(self.seen - target)
         self.since_eviction = max(0, self.since_eviction - max(0, self.counted - target))
         self.seen, self.counted = target, min(self.counted, target)
         self.settled = [seen for seen in self.settled if seen <= target]
@@ -435,16 +440,20 @@ class KVStore:
 
     def take_back(self, tokens: int) -> None:
         """Drop the pairs of the newest `tokens` tokens, at most `rereadable_tokens`; what observers saw stays."""
-        sealed = max(0, tokens - self.window.length)
         if self.journal:
             self.window = copy.deepcopy(self.window)  # what is read again must not be written over what was kept
-        self.window.crop(tokens - sealed)
+        self._drop(tokens)
         self.seen -= tokens
         self.since_eviction = max(0, self.since_eviction - tokens)
+
+    def _drop(self, tokens: int) -> None:
+        """Drop the pairs of the newest `tokens` tokens, those of the window and then dense ones."""
+        sealed = max(0, tokens - self.window.length)
+        self.window.crop(tokens - sealed)
         if sealed and self.dense is not None:
             held, _ = self.dense.cut([length - sealed for length in self.dense.layout.lengths])
             self.dense = held if held.layout.total else None
-            self.window = self.window.emptied(self.seen)
+            self.window = self.window.emptied(self.seen - tokens)
             self.sealed_tokens = [count - sealed for count in self.sealed_tokens or []]
 
     def forget(self, needed: Collection[Any]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.core.executor import MASKED, Group, chosen
+from kvpress.core.executor import MASKED, Group, chosen, shares
 from kvpress.core.host import host
 from kvpress.core.overrides import described_recipe
-from kvpress.core.recipe import Eviction, Recipe, Scored
+from kvpress.core.recipe import Eviction, Recipe
+from kvpress.core.spared import free_pairs
+from kvpress.observe.spans import Spans
 from kvpress.observe.view import View, score_arguments
 
 
@@ -46,12 +50,12 @@ def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
     """
     steps = [step for step in recipe.evictions if not step.is_identity]
     for step in steps:
-        view = _evicted(step, view, module if step is steps[-1] else None)
+        view = _evicted(step, view, module if step is steps[-1] else None, recipe.protected)
     return view.keys, view.values
 
 
-def _evicted(step: Eviction, view: View, module: Any) -> View:
-    if step.prepare is not None or step.hook is not None:
+def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]) -> View:
+    if step.prepare is not None or step.hook is not None or step.among is not None:
         raise ValueError("this press looks at the whole model: use it inside `with press(model)`")
     if step.refit is not None:
         raise ValueError("this press solves for what a cache will hold: use it inside `with press(model)`")
@@ -60,11 +64,10 @@ def _evicted(step: Eviction, view: View, module: Any) -> View:
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
     amount = step.amount.at(view.call.depth) if step.schedule.target is None else step.schedule.target
     amount.check(view.length)
-    group = Group([view], amount.of(view.length), view.length, step)
-    (view,), (older,) = group.views, group.older
-    scored = Scored(older, step.scorer)
-    everything = step.allocator.keeps_all([view.length], view.target)
-    (counts,) = (None,) if everything else step.allocator.counts([scored], view.target - group.newest)
+    free = partial(free_pairs, step, protected) if protected else None
+    group = Group([view], lambda *_: (amount.of(view.length), view.length), step, free)
+    (view,), (scored,) = group.views, group.scored(step)
+    (counts,) = shares(step, [group], [scored])
     mask = chosen(step, view, scored, counts)
     group.forget()
     length = int(mask[0, 0].sum())
@@ -77,7 +80,7 @@ def _evicted(step: Eviction, view: View, module: Any) -> View:
     if step.allocator.ragged and module is not None and not step.rewrites:
         setattr(module, MASKED, (~mask).nonzero(as_tuple=True))
         return view
-    rewritten = step.rewritten(view, mask, scored.log_weight)
+    rewritten = step.rewritten(view, mask, scored)
     if rewritten is not None:
         if rewritten.log_weight is not None:
             raise ValueError("this press weighs pairs, which only a cache can hold: use it inside `with press(model)`")

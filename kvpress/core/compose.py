@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpress.core.recipe import Recipe
+from kvpress.observe.spans import Spans
 
 
 def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
@@ -46,4 +47,10 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         observers=tuple(wanted for part in parts for wanted in part.observers),
         hooks=tuple(hook for part in parts for hook in part.hooks),
         offloads=any(part.offloads for part in parts),
+        protected=protected_by(parts),
     )
+
+
+def protected_by(recipes: Sequence[Recipe]) -> tuple[Spans, ...]:
+    """Return the spans that any of several recipes protects, each once."""
+    return tuple(dict.fromkeys(rule for recipe in recipes for rule in recipe.protected))

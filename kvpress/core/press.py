@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -29,6 +29,7 @@ from kvpress.core.overrides import (
     own_budget,
 )
 from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer
+from kvpress.core.registry import find
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 
@@ -117,6 +118,25 @@ class BasePress:
         kwargs[FOLLOW]()
         return output
 
+    def protect(
+        self,
+        tokens: Sequence[tuple[int, int]] = (),
+        tags: Sequence[tuple[str, str]] = (),
+        roles: Sequence[str] = (),
+        last: Sequence[str] = (),
+        tokenizer: Any = None,
+    ) -> BasePress:
+        """Return the press with spans that nothing evicts; see `kvpress.ProtectPress`.
+
+        `tokens` are ranges of positions, `tags` pairs of texts, `roles` those whose turns are protected, and `last` those whose
+        newest turn is.
+        """
+        ranges = " ".join(f"{first}:{end}" for first, end in tokens)
+        pairs = " ".join(f"{opening}..{closing}" for opening, closing in tags)
+        protect: Any = find("protect").press
+        protected: BasePress = protect(self, ranges, pairs, _listed(roles), _listed(last), tokenizer=tokenizer)
+        return protected
+
     def __call__(self, model: Any, capture: bool = False) -> AbstractContextManager[Any]:
         """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used.
 
@@ -127,6 +147,10 @@ class BasePress:
 
     def __add__(self, other: BasePress) -> BasePress:
         return ComposedPress([self, other])
+
+
+def _listed(words: str | Sequence[str]) -> str:
+    return words if isinstance(words, str) else " ".join(words)
 
 
 class LastCache:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvpress.cache.codec import Codec
 from kvpress.core.pattern import Pattern
@@ -23,6 +22,7 @@ from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
 from kvpress.observe.queries import SampledQueries
+from kvpress.observe.spans import SPANS, Spans
 from kvpress.observe.view import LOG_WEIGHT, View
 
 HIDDEN_STATES = 256
@@ -70,21 +70,40 @@ class Scorer(Protocol):
 class Scored:
     """A view, and what its pairs are worth, worked out when first asked for.
 
-    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs.
+    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs. Where the view shows
+    some pairs of another one, `among`, they are worth what they are there.
     """
 
     view: View
     scorer: Scorer
     log_weight: Tensor | None = None
+    among: View | None = None
+
+    @property
+    def whole(self) -> View:
+        """All pairs of the heads: what allocators measure."""
+        return self.view if self.among is None else self.among
 
     @cached_property
     def scores(self) -> Tensor:
         """Scores `[b, h, n]`, float32."""
-        scores = self.scorer.scores(self.view)
-        if scores.shape != self.view.shape:
+        scores = self.scorer.scores(self.whole)
+        if scores.shape != self.whole.shape:
             name = type(self.scorer).__name__
-            raise ValueError(f"{name}.score returned {tuple(scores.shape)}, not {tuple(self.view.shape)}")
-        return scores.float()
+            raise ValueError(f"{name}.score returned {tuple(scores.shape)}, not {tuple(self.whole.shape)}")
+        return scores.float() if self.among is None else scores.float().gather(2, self._index)
+
+    def put(self, array: Tensor, whole: Tensor) -> Tensor:
+        """Set those of `whole [b, h, m]` that the view shows, the oldest ones or some `among` all, to `array [b, h, n]`."""
+        if self.among is None:
+            whole[..., : self.view.length] = array
+            return whole
+        return whole.scatter_(2, self._index, array)
+
+    @property
+    def _index(self) -> Tensor:
+        assert self.view.index is not None  # noqa: S101 - a view of some pairs
+        return self.view.index
 
 
 class ByScore:
@@ -153,7 +172,8 @@ class Amount:
 class Schedule:
     """When pairs are evicted: after a `prompt`, and after `every` so many generated tokens, None for never.
 
-    With a `chunk`, prompts are read in chunks of at most so many tokens, and evicted from after each of them.
+    With a `chunk`, prompts are read in chunks of at most so many tokens, and evicted from after each of them. `closing` follows
+    every pass that closes a span instead, of a prompt or generated: see `Eviction.among`.
     While tokens are generated, `target` says how many pairs stay; None keeps as many as stayed of the prompt. `hidden_states`
     bounds those that are held for presses that read them.
     """
@@ -163,10 +183,11 @@ class Schedule:
     target: Amount | None = None
     hidden_states: int = HIDDEN_STATES
     chunk: int | None = None
+    closing: bool = False
 
     def acts_in(self, phase: Phase) -> bool:
         """Whether anything is evicted in a phase."""
-        return self.prompt if phase == "prefill" else self.every is not None
+        return self.prompt if phase == "prefill" else self.every is not None or self.closing
 
 
 @dataclass(frozen=True)
@@ -281,7 +302,8 @@ class Eviction:
     whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule; a
     `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
     `fixed` evictions do not choose by scores, so no wrapper can change their choice. `watches` are observers that the rewriting
-    reads. What stays is refitted last, as `refit` says.
+    reads. An eviction `among` spans takes from their pairs alone, once, of which its amount says how many stay. What stays is
+    refitted last, as `refit` says.
     """
 
     scorer: Scorer
@@ -297,6 +319,7 @@ class Eviction:
     reads_hidden_states: bool = False
     fixed: bool = False
     watches: tuple[Wanted, ...] = ()
+    among: Spans | None = None
     refit: Refit | None = None
 
     def __post_init__(self) -> None:
@@ -317,12 +340,13 @@ class Eviction:
         """Whether kept pairs get logit weights."""
         return self.scorer.weighs or (self.refit is not None and self.refit.weights is not None)
 
-    def rewritten(self, view: View, mask: Tensor, log_weight: Tensor | None) -> Rewritten | None:
-        """Return what takes the place of the marked pairs of a view, the oldest of which the choice gave a `log_weight`."""
+    def rewritten(self, view: View, mask: Tensor, chosen: Scored) -> Rewritten | None:
+        """Return what takes the place of the marked pairs of a view, of which `chosen` are those that there was a choice of."""
         found = None if self.rewrite is None else self.rewrite(view, mask)
-        if log_weight is None:
+        weight = chosen.log_weight
+        if weight is None:
             return found
-        total = pad(log_weight, (0, view.length - log_weight.shape[2])) + view.side.get(LOG_WEIGHT, 0.0)
+        total = chosen.put(weight, weight.new_zeros(view.shape)) + view.side.get(LOG_WEIGHT, 0.0)
         return _joined(Rewritten(log_weight=total), found)
 
     @property
@@ -372,7 +396,7 @@ class Recipe:
     """A press as data: evictions in order, one codec for what stays, one selector for what is read, one pattern for prompts.
 
     `codec`, `selector` and `pattern` give those of an attention layer, None for none. `observers` are watched at all times.
-    `offloads` says that pairs are kept in host memory.
+    `offloads` says that pairs are kept in host memory. Pairs in `protected` spans are taken by no eviction; amounts count them.
     """
 
     evictions: tuple[Eviction, ...] = ()
@@ -382,6 +406,25 @@ class Recipe:
     observers: tuple[Wanted, ...] = ()
     hooks: tuple[PassHook, ...] = ()
     offloads: bool = False
+    protected: tuple[Spans, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = [step for step in self.evictions if step.compress is not None or step.hook is not None]
+        if self.protected and own:
+            raise TypeError(
+                "spans cannot be protected from a press with its own `compress` or `forward_hook`, which chooses among all "
+                "pairs by itself; override `score` instead"
+            )
+
+    @property
+    def spans(self) -> tuple[Spans, ...]:
+        """All spans that have to be found."""
+        return (*self.protected, *(step.among for step in self.evictions if step.among is not None))
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether spans have to be found in token ids."""
+        return any(rule.reads_tokens for rule in self.spans)
 
     @property
     def is_identity(self) -> bool:
@@ -399,7 +442,7 @@ class Recipe:
         """Return what has to be watched in a phase, each wish once."""
         evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
         wants = [wanted for eviction in evictions for wanted in eviction.wants]
-        return tuple(dict.fromkeys([*wants, *self.observers]))
+        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if self.reads_tokens else ())]))
 
     @property
     def chunk(self) -> int | None:
@@ -414,7 +457,9 @@ class Recipe:
         return tokens
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of which nothing would stay."""
+        """Refuse a prompt of which nothing would stay, or that protected ranges do not lie in."""
+        for rule in self.protected:
+            rule.check(tokens)
         for eviction in self.acting("prefill"):
             eviction.amount.check(tokens)
             tokens = eviction.amount.of(tokens)

@@ -97,7 +97,7 @@ def to_spec(press: BasePress) -> str:
             inner.append(f"{item.name}={to_spec(value)}" if skipped else to_spec(value))
         elif _holds_press(item):
             skipped = True
-        elif value != _default(item):
+        elif item.compare and value != _default(item):
             arguments.append(f"{item.name}={_format(value)}")
     text = name_of(type(press))
     if inner:
@@ -124,7 +124,7 @@ def press_to_dict(press: BasePress) -> dict[str, Any]:
             data[item.name] = press_to_dict(value)
         elif isinstance(press, ComposedPress):
             data[item.name] = [press_to_dict(part) for part in value]
-        elif value != _default(item):
+        elif item.compare and value != _default(item):
             data[item.name] = list(value) if isinstance(value, tuple) else value
     return data
 

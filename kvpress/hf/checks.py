@@ -13,6 +13,7 @@ from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import check_adopted
 from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
 from kvpress.kernels.cpu import build
+from kvpress.observe.spans import SPANS
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 """Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
@@ -242,6 +243,11 @@ def check_forward(
     if new is None:
         return
     check_ids(new)
+    if recipe.reads_tokens and ids is None:
+        raise NotImplementedError(
+            "spans of tags and roles are found in token ids, but the tokens come as embeddings: pass input_ids, or protect "
+            "ranges of tokens"
+        )
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     cache = cache_among([kwargs.get("past_key_values")])
@@ -257,6 +263,8 @@ def check_forward(
             )
         if (new.shape[1] > 1 or seen == 0) and not prefill_until:
             check_padding(mask)
+    if recipe.reads_tokens and seen:
+        check_known_tokens(cache, seen)
     check_position_ids(kwargs.get("position_ids"), mask if isinstance(mask, Tensor) else None, new.shape[1])
     if cache is not None:
         _check_cache_shape(cache, layers)
@@ -270,6 +278,17 @@ def check_forward(
         lengths = mask.sum(dim=1).tolist() if whole and isinstance(mask, Tensor) else [length]
         for real in sorted(set(lengths)):
             recipe.check_length(int(real))
+
+
+def check_known_tokens(cache: Any, seen: int) -> None:
+    """Refuse to look for spans in a cache that has read tokens without a press that does."""
+    store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)
+    known = 0 if store is None or SPANS not in store.observers else store.observers[SPANS].known
+    if known != seen:
+        raise ValueError(
+            f"spans of tags and roles are found in token ids, and the cache has seen {seen} tokens of which the ids of "
+            f"{known} are known: read everything under the press (in `with press(model)` or `kvpress.reading(model, press)`)"
+        )
 
 
 def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: int) -> None:

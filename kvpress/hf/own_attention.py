@@ -25,6 +25,7 @@ from kvpress.hf.models import uses_interface
 from kvpress.hf.requests import Forward, here
 from kvpress.observe.call import LayerCall
 from kvpress.observe.hidden import HiddenStates
+from kvpress.observe.spans import SpanTracker
 
 READABLE = ("eager", "sdpa")
 """Attention implementations in which an evicted pair can be hidden."""
@@ -66,7 +67,8 @@ def check_press(model: Any, recipe: Recipe) -> None:
         NotImplementedError: says what the press needs.
     """
     evictions = recipe.evictions
-    watched = sorted({wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted.kind is not HiddenStates})
+    known = (HiddenStates, SpanTracker)  # which look at what goes in, and at no attention
+    watched = sorted({wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted.kind not in known})
     needs = {
         "to read stored pairs in a way of its own (a selector or pattern)": recipe.selector or recipe.pattern,
         "to move or change pairs": [step for step in evictions if step.rewrites],

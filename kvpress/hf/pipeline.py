@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Pipeline
+from transformers import AutoModelForCausalLM, Pipeline, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.pipelines import PIPELINE_REGISTRY
 
@@ -22,6 +23,12 @@ from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
 logger = logging.getLogger(__name__)
+
+
+Messages = list[dict[str, Any]]
+"""A conversation, as chat templates take it: `[{"role": "user", "content": "..."}, ...]`."""
+
+Context = str | Messages | None
 
 
 class KVPressTextGenerationPipeline(Pipeline):
@@ -42,93 +49,195 @@ class KVPressTextGenerationPipeline(Pipeline):
 
     def __call__(
         self,
-        context: str | Sequence[str],
+        context: Context | Sequence[Context],
         question: str | None = None,
-        questions: Sequence[str] | None = None,
+        questions: Sequence[str] | Sequence[Sequence[str]] | None = None,
         answer_prefix: str | None = None,
         press: BasePress | None = None,
         max_new_tokens: int = 50,
         max_context_length: int | None = None,
         enable_thinking: bool = False,
         cache: Cache | None = None,
+        system: str | None = None,
+        tools: Sequence[Any] | None = None,
         **generate: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Return `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
 
-        A list of contexts is read as one batch and returns a list. `cache` is filled with the compressed context and
-        can be passed again with a further context. Contexts longer than `max_context_length` tokens lose their end.
+        A context is a text, or a list of messages: a question goes to the end of the last one if that is the user's, else into
+        a user's turn behind it. A list of contexts is read as one batch and returns a list; `questions` are the same for all of
+        them, or a list of lists, one for each. `system` is a system prompt, and `tools` are those of the chat template. With
+        `num_return_sequences`, every answer is a list.
+
+        `cache` is filled with the compressed context and can be passed again with a further context, or with the context None
+        to ask about what it holds. Contexts longer than `max_context_length` tokens lose their end. A `streamer` gets the
+        tokens of one answer as they come; a list of them, those of each question about one context.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; nothing has been read then.
         """
-        if question is not None and questions is not None:
-            raise ValueError("give either question or questions, not both")
-        asked = list(questions) if questions is not None else [question or ""]
-        contexts = [context] if isinstance(context, str) else list(context)
-        if not contexts or not asked:
-            raise ValueError(f"need at least one context and one question, got {len(contexts)} and {len(asked)}")
+        contexts, single = _contexts(context)
+        asked, many = _questions(question, questions, len(contexts))
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-        inputs = self.preprocess(contexts, asked, answer_prefix or "", max_context_length, enable_thinking)
-        answers = self._forward(inputs, press, cache, max_new_tokens=max_new_tokens, **generate)
-        results = self.postprocess(answers, many=questions is not None)
-        return results[0] if isinstance(context, str) else results
+        streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, asked)))
+        cache = self._cache(cache)
+        if context is None and _rows(cache) != 1:
+            raise ValueError(
+                f"context=None asks about the one context that a cache holds, and this one holds {_rows(cache)}: pass a cache= "
+                "that has read one"
+            )
+        inputs = self.preprocess(
+            contexts, asked, answer_prefix or "", max_context_length, enable_thinking, system=system, tools=tools
+        )
+        answers = self._forward(
+            inputs,
+            press,
+            cache,
+            **({"streamer": streamers} if streamers else {}),
+            max_new_tokens=max_new_tokens,
+            **generate,
+        )
+        results = self.postprocess(answers, many=many, rows=[question["rows"] for question in inputs["questions"]])
+        return results[0] if single else results
+
+    def _cache(self, cache: Any) -> Cache:
+        """Return the cache that is meant: the one place where what is given as `cache` becomes one."""
+        if cache is None:
+            return new_cache(self.model)
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                "cache must be a cache of transformers, such as DynamicCache(config=model.config), got "
+                f"{type(cache).__name__}"
+            )
+        return cache
 
     def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return {}, {}, {}
 
     def preprocess(
         self,
-        contexts: list[str],
-        questions: list[str],
+        contexts: list[Context],
+        questions: list[list[str]],
         answer_prefix: str,
         max_context_length: int | None,
         enable_thinking: bool,
+        **template: Any,
     ) -> dict[str, Any]:
-        """Tokenise: contexts padded on the left to `[B, n]`, and one `[1, m]` tensor of ids per question."""
-        framed = [self._frame(context, enable_thinking) for context in contexts]
-        suffix = framed[0][1]
-        rows = [self.tokenizer.encode(text, add_special_tokens=False)[:max_context_length] for text, _ in framed]
-        longest = max(len(row) for row in rows)
+        """Tokenise: contexts padded on the left to `[B, n]`, and the first, second, ... question of all contexts.
+
+        Each of these has `ids [b, m]`, padded on the left, their `mask`, and the `rows` of the contexts that they are about.
+        """
+        framed = [
+            self._frame(context, any(asked), enable_thinking, **template)
+            for context, asked in zip(contexts, questions, strict=True)
+        ]
+        rows = [self._encode(before)[:max_context_length] for before, _ in framed]
+        ids, mask = self._padded(rows)
+        rounds = []
+        for place in range(max(map(len, questions))):
+            about = [row for row, asked in enumerate(questions) if place < len(asked)]
+            texts = [questions[row][place] + framed[row][1] + answer_prefix for row in about]
+            for row, text in zip(about, texts, strict=True):
+                if not text:
+                    raise ValueError(
+                        f"there is nothing to ask about context {row}: give a question or an answer_prefix"
+                    )
+            asked_ids, asked_mask = self._padded([self._encode(text) for text in texts])
+            rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": about})
+        return {"ids": ids, "mask": mask, "questions": rounds}
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Return rows of ids padded on the left, `[B, n]`, and the mask of real tokens."""
+        longest = max(map(len, rows))
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
-            ids[i, longest - len(row) :] = torch.tensor(row)
+            ids[i, longest - len(row) :] = torch.tensor(row, dtype=torch.long)
             mask[i, longest - len(row) :] = 1
-        asked = [
-            self.tokenizer.encode(
-                question + suffix + answer_prefix, return_tensors="pt", add_special_tokens=False
-            ).long()
-            for question in questions
-        ]
-        return {
-            "ids": ids.to(self.device),
-            "mask": mask.to(self.device),
-            "questions": [q.to(self.device) for q in asked],
-        }
+        return ids.to(self.device), mask.to(self.device)
 
-    def _frame(self, context: str, enable_thinking: bool) -> tuple[str, str]:
+    def _frame(
+        self,
+        context: Context,
+        asks: bool,
+        enable_thinking: bool,
+        system: str | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[str, str]:
         """Split the chat template around the place where the question goes: `(text before, text after)`."""
         if self.tokenizer.chat_template is None:
-            return (self.tokenizer.bos_token or "") + context, "\n"
+            if isinstance(context, list) or system is not None or tools is not None:
+                raise ValueError(
+                    "messages, a system prompt and tools need a chat template, and the tokenizer has none: set "
+                    "tokenizer.chat_template, or pass the context as text"
+                )
+            return ("" if context is None else (self.tokenizer.bos_token or "") + context), "\n"
         mark = "\x00question\x00"
-        chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": context + mark}],
-            add_generation_prompt=True,
+        messages: Messages = (
+            list(context) if isinstance(context, list) else [{"role": "user", "content": context or ""}]
+        )
+        if messages[-1]["role"] == "user":
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
+        elif asks:
+            messages.append({"role": "user", "content": mark})
+        if system is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError("give the system prompt in the messages or as system=, not both")
+            messages.insert(0, {"role": "system", "content": system})
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            tools=None if tools is None else list(tools),
             tokenize=False,
             enable_thinking=enable_thinking,
         )
-        before, _, after = chat.partition(mark)
-        return before, after
+        chat = render(add_generation_prompt=True)
+        before, found, after = chat.partition(mark)
+        if not found:  # nothing is asked: what follows is the turn of the answer
+            before = render(add_generation_prompt=False)
+            after = chat.removeprefix(before)
+        return ("" if context is None else before), after
 
     def _forward(
         self, inputs: dict[str, Any], press: BasePress | None = None, cache: Cache | None = None, **generate: Any
     ) -> list[Tensor]:
-        """Read the contexts under the press, then generate one `[B, new]` tensor of answers per question."""
+        """Read the contexts under the press, then generate a `[b, new]` tensor of answers for each round of questions."""
         ids, mask = inputs["ids"], inputs["mask"]
         cache = new_cache(self.model) if cache is None else cache
         before = cache.get_seq_length()
-        if before and len(ids) > 1 and not bool(mask.all()):
+        if before and ids.shape[1] and len(ids) > 1 and not bool(mask.all()):
             raise ValueError("a cache that already holds tokens can only be continued by contexts of equal length")
-        past = mask.new_ones(len(ids), before)
-        mask = torch.cat([past, mask], dim=1)
+        mask = torch.cat([mask.new_ones(len(ids), before), mask], dim=1)
+        if ids.shape[1]:
+            self._read(ids, mask, press, cache)
+        branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
+        answers, streamers = [], generate.pop("streamer", None)
+        for place, question in enumerate(inputs["questions"]):
+            rows, own = question["rows"], copy.deepcopy(cache)
+            if len(rows) < len(ids):
+                own.batch_select_indices(torch.tensor(rows, device=ids.device))
+            if branches > 1:
+                own.batch_repeat_interleave(branches)
+            streamer = streamers[place] if streamers else None
+            # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
+            with torch.no_grad(), self._open(press, evict=False), _ended(streamer):
+                output = self.model.generate(
+                    question["ids"],
+                    attention_mask=torch.cat([mask[rows], question["mask"]], dim=1),
+                    past_key_values=own,
+                    **{"do_sample": False, **generate, **({"streamer": streamer} if streamer else {})},
+                )
+            answers.append(output[:, question["ids"].shape[1] :])
+        return answers
+
+    def _read(self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache) -> None:
+        """Read the contexts; `mask` covers what the cache already holds too."""
+        before = cache.get_seq_length()
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, before:]
         with torch.no_grad(), self._open(press, evict=press is not None):
             self.model(
@@ -146,34 +255,107 @@ class KVPressTextGenerationPipeline(Pipeline):
             logger.debug(
                 "Compressed Context Length: %d", round(sum(held) / len(held)) if held else before + ids.shape[1]
             )
-        branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
-        answers = []
-        for question in inputs["questions"]:
-            asked = question.expand(len(ids), -1)
-            full = torch.cat([mask, mask.new_ones(asked.shape)], dim=1)
-            own = copy.deepcopy(cache)
-            if branches > 1:
-                own.batch_repeat_interleave(branches)
-            # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
-            with torch.no_grad(), self._open(press, evict=False):
-                output = self.model.generate(
-                    asked,
-                    attention_mask=full,
-                    past_key_values=own,
-                    **{"do_sample": False, **generate},
-                )
-            answers.append(output[:, asked.shape[1] :])
-        return answers
 
     def _open(self, press: BasePress | None, evict: bool) -> AbstractContextManager[Session]:
         """Open a block for this thread alone: others may ask the same pipeline, under other presses."""
-        return session(BasePress() if press is None else press, self.model, evict, private=True)
+        used = BasePress() if press is None else press
+        return session(used, self.model, evict, private=True, tokenizer=self.tokenizer)
 
-    def postprocess(self, answers: list[Tensor], many: bool) -> list[dict[str, Any]]:
-        """Decode: one dictionary per context."""
-        texts = [self.tokenizer.batch_decode(answer, skip_special_tokens=True) for answer in answers]
-        rows = range(len(texts[0]))
-        return [{"answers": [text[i] for text in texts]} if many else {"answer": texts[0][i]} for i in rows]
+    def postprocess(self, answers: list[Tensor], many: bool, rows: list[list[int]]) -> list[dict[str, Any]]:
+        """Decode: one dictionary per context, given which `rows` each tensor of answers is about."""
+        found: list[list[Any]] = [[] for _ in range(1 + max(row for about in rows for row in about))]
+        for answer, about in zip(answers, rows, strict=True):
+            texts = self.tokenizer.batch_decode(answer, skip_special_tokens=True)
+            each = len(texts) // len(about)
+            for place, row in enumerate(about):
+                own = texts[place * each : (place + 1) * each]
+                found[row].append(own if each > 1 else own[0])
+        return [{"answers": own} if many else {"answer": own[0]} for own in found]
+
+
+def _contexts(given: Any) -> tuple[list[Context], bool]:
+    """Return the contexts of a call, and whether it is a single one."""
+    if given is None or isinstance(given, str) or _is_talk(given):
+        return [given], True
+    contexts = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not contexts:
+        raise ValueError("need at least one context and one question, got no context")
+    for place, context in enumerate(contexts):
+        if not isinstance(context, str) and not _is_talk(context):
+            raise TypeError(
+                "a context must be a text or a list of messages such as {'role': 'user', 'content': 'text'}, the last content "
+                f"being text, or a list of contexts; got {context!r:.80} at place {place}"
+            )
+    return contexts, False
+
+
+def _rows(cache: Cache) -> int:
+    """Return how many contexts a cache has read side by side; 0 for an empty one."""
+    for layer in cache.layers:
+        if isinstance(layer, PressLayer):
+            return 0 if layer.store is None else layer.store.batch
+        if isinstance(keys := getattr(layer, "keys", None), Tensor):
+            return keys.shape[0]
+    return 0
+
+
+def _is_talk(given: Any) -> bool:
+    """Whether something is a list of messages."""
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        return False
+    return all("role" in each and "content" in each for each in given) and isinstance(given[-1]["content"], str)
+
+
+def _questions(question: str | None, questions: Any, contexts: int) -> tuple[list[list[str]], bool]:
+    """Return the questions about every context, and whether there may be several."""
+    if question is not None and questions is not None:
+        raise ValueError("give either question or questions, not both")
+    if isinstance(questions, str) or not isinstance(question, (str, type(None))):
+        raise TypeError(f"question is a text and questions a list of texts, got {question!r:.60} and {questions!r:.60}")
+    if questions is None:
+        return [[question or ""]] * contexts, False
+    asked = list(questions)
+    if not asked or (contexts == 1 and asked == [[]]):
+        raise ValueError("need at least one context and one question, got no question")
+    if all(isinstance(each, str) for each in asked):
+        return [asked] * contexts, True
+    if not all(isinstance(each, (list, tuple)) and all(isinstance(text, str) for text in each) for each in asked):
+        raise TypeError("questions must be texts, or a list of texts for every context")
+    if len(asked) != contexts:
+        raise ValueError(f"questions has {len(asked)} lists for {contexts} contexts; give a list for each")
+    empty = [place for place, each in enumerate(asked) if not each]
+    if empty:
+        raise ValueError(f"need at least one question about each context, got none about context {empty[0]}")
+    return [list(each) for each in asked], True
+
+
+def _streamers(given: Any, contexts: int, questions: int) -> list[Any]:
+    """Return a streamer for each question; none where none are given."""
+    if given is None:
+        return []
+    streamers = list(given) if isinstance(given, (list, tuple)) else [given]
+    if len(streamers) != questions:
+        raise ValueError(
+            f"a streamer shows the answer to one question: got {len(streamers)} for {questions} questions; pass a list of one "
+            "for each"
+        )
+    if contexts > 1 and any(isinstance(streamer, TextStreamer) for streamer in streamers):
+        raise ValueError(
+            f"{type(streamers[0]).__name__} shows one text, got {contexts} contexts; pass one context, or a streamer that "
+            "takes batches"
+        )
+    return streamers
+
+
+@contextlib.contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """End a streamer where the answer fails, so that nobody waits for the rest of it."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            streamer.end()
+        raise
 
 
 def register_pipeline() -> None:

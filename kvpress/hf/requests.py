@@ -60,8 +60,9 @@ class Forward:
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
     session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
     that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
-    a model counts them in several axes. `guard` is the lock of the cache, which those who look at it from other threads wait
-    for. Without `owns_cache`, no block can say that the cache is its own.
+    a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings. `guard` is the lock of
+    the cache, which those who look at it from other threads wait for. Without `owns_cache`, no block can say
+    that the cache is its own.
     """
 
     session: Running
@@ -77,6 +78,7 @@ class Forward:
     seen_before: int = 0
     mask: Tensor | None = None
     axes: Tensor | None = None
+    ids: Tensor | None = None
     guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
@@ -85,8 +87,9 @@ class Forward:
         """Return a new pass of a session; None where there is none."""
         return None if session is None else cls(session, request, owns_cache=owns_cache)
 
-    def note(self, kwargs: dict[str, Any]) -> None:
-        """Note which tokens are real and where they stand, from the arguments of the decoder."""
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which tokens come, which are real and where they stand, from the arguments of the decoder."""
+        self.ids = kwargs.get("input_ids", args[0] if args else None)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if self.session.reads_itself and isinstance(mask, Tensor) and not bool(mask.all()):
             self.mask = mask.bool()

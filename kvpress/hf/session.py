@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,13 +37,15 @@ from kvpress.hf.rereading import DecoderReader
 from kvpress.hf.rollback import read_in_parts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
+from kvpress.observe.spans import SPANS, SpanTracker
 
 
 class Session:
     """One `with press(model)` block: a press, worked out for a model. It holds nothing of a pass but the last cache.
 
     `evict=False` reads compressed caches without evicting at prefill. With a `recorder`, decode steps are recorded and
-    replayed. A `private` session serves the thread alone that entered its block.
+    replayed. A `private` session serves the thread alone that entered its block. A `tokenizer` is asked instead of that
+    beside the model.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Session:
         evict: bool = True,
         recorder: Recorder | None = None,
         private: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         self.press = press
+        self.tokenizer = tokenizer
         self.given, model = model, original(model)
         self.model = model
         self.evict = evict
@@ -115,6 +120,8 @@ class Session:
             self.modules = []
             return
         facts = facts_of(self.model)
+        if self.tokenizer is not None:
+            facts = replace(facts, tokenizer=lambda: self.tokenizer)
         self.press.post_init_from_model(self.model)
         self.recipe = self.press.recipe(facts)
         if self.reads_itself:
@@ -173,7 +180,7 @@ class Session:
         outer, here.forward = here.forward, forward
         try:
             self.check(forward, args, kwargs)
-            forward.note(kwargs)
+            forward.note(args, kwargs)
             output = decode(*args, **kwargs)
             self._pass_over(forward, args, kwargs)
         except BaseException:
@@ -236,6 +243,8 @@ class Session:
             seen_before=seen_before,
             mask=forward.mask,
             axes=forward.axes,
+            ids=forward.ids,
+            tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
             reads_itself=self.reads_itself,
             rotates=not self.reads_itself,
             expand=own_attention.expanded(module),
@@ -259,6 +268,11 @@ class Session:
             return
         queries = asked(following, call.hidden_states, call.kwargs).queries
         selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
+
+    def tracker(self, cache: Any) -> SpanTracker:
+        """Return what has found spans in the tokens of a cache: it hangs on the first layer."""
+        tracker: SpanTracker = cache.layers[cache_place(self.modules[self.growing[0]])].store.observers[SPANS]
+        return tracker
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass, where something later needs it."""
@@ -385,9 +399,10 @@ def session(
     evict: bool = True,
     recorder: Recorder | None = None,
     private: bool = False,
+    tokenizer: Any = None,
 ) -> Iterator[Session]:
     """Install `press` on `model` for the length of a `with` block; see `Session`."""
-    current = Session(press, model, evict, recorder, private)
+    current = Session(press, model, evict, recorder, private, tokenizer)
     current.enter()
     try:
         yield current

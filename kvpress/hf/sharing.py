@@ -21,6 +21,7 @@ from kvpress.hf.models import cache_place, new_cache
 from kvpress.hf.requests import Forward
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
+from kvpress.observe.spans import SPANS, SpanTracker
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,13 @@ class Branch(Session):
             kwargs={**call.kwargs, "past_key_values": self.cache},
             shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
             left={},
+            tracker=self._own_tracker if self.recipe.reads_tokens else None,
         )
         self.observe(self.call)
+
+    def _own_tracker(self) -> SpanTracker:
+        tracker: SpanTracker = self.own[min(self.own)].store.observers[SPANS]  # type: ignore[union-attr]
+        return tracker
 
     def end(self) -> None:
         """Compress the layer that was begun; what stays open becomes the branch's own."""

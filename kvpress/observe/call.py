@@ -34,6 +34,8 @@ class LayerCall:
     module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
     [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
     `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
+    `ids [B, Q]` are their ids, None where they came as embeddings, and `tracker` returns what has found spans in those of all
+    tokens (`kvpress.observe.spans`).
     """
 
     module: nn.Module
@@ -66,6 +68,8 @@ class LayerCall:
     reads_itself: bool = False
     axes: Tensor | None = None
     candidates: bool = False
+    ids: Tensor | None = None
+    tracker: Callable[[], Any] | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def count(self, tokens: int) -> None:
@@ -101,6 +105,7 @@ class LayerCall:
             kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
             axes=None if self.axes is None else self.axes[..., -1:].clone(),
             hidden_states=empty[:, :0],
+            ids=None,
             queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
             lse=None,
             attentions=None,

@@ -77,7 +77,7 @@ class ByPreference(Allocator):
         windows = [min(self.press.window_size, each.view.length) for each in scored]
         if mean * len(scored) <= sum(windows):
             return [mean] * len(scored)
-        wanted = [self.press.preference(each.view, width).cpu() for each, width in zip(scored, windows, strict=True)]
+        wanted = [self.press.preference(each.whole, width).cpu() for each, width in zip(scored, windows, strict=True)]
         room = [each.view.length - width for each, width in zip(scored, windows, strict=True)]
         shares = share_out(mean * len(scored) - sum(windows), torch.stack(wanted), torch.tensor(room))
         return [width + share for width, share in zip(windows, shares, strict=True)]

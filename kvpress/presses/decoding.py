@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from kvpress.core.checks import Count, Ratio
+from kvpress.core.compose import protected_by
 from kvpress.core.helpers import helper
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
@@ -109,7 +110,8 @@ class PrefillDecodingPress(BasePress):
         parts = [self._part(self.prefilling_press, "prompt", model), self._part(self.decoding_press, "decoding", model)]
         evictions = tuple(step for part in parts for step in part.evictions)
         hooks = tuple(hook for part in parts for hook in part.hooks)
-        return Recipe(evictions, observers=parts[0].observers + parts[1].observers, hooks=hooks)
+        observers = parts[0].observers + parts[1].observers
+        return Recipe(evictions, observers=observers, hooks=hooks, protected=protected_by(parts))
 
     def _part(self, press: BasePress | None, phase: str, model: ModelFacts | None) -> Recipe:
         """Return what a press does in one phase."""
@@ -132,4 +134,5 @@ class PrefillDecodingPress(BasePress):
                     f"decoding_press must act while tokens are generated, got {name}; wrap it: DecodingPress({name}(...))"
                 )
             steps = [replace(step, schedule=replace(step.schedule, prompt=False)) for step in acting]
+        steps += [step for step in recipe.evictions if step.among is not None]  # in whatever phase their spans close
         return replace(recipe, evictions=tuple(steps))

@@ -85,11 +85,15 @@ class LazyLayers(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         near = [each.scores >= each.view.seen - self.recent for each in scored]
         if self.ask is None:
-            paid = [attention_on(each.view, self.queries, inside) for each, inside in zip(scored, near, strict=True)]
+            paid = [attention_on(each.whole, self.queries, self._near(each)) for each in scored]
             lazy = torch.cat(paid, dim=1).mean(dim=1).clamp_max(1) > self.threshold
         else:
-            lazy = torch.tensor([self.ask(*arguments_of(scored[0].view))], device=near[0].device)
+            lazy = torch.tensor([self.ask(*arguments_of(scored[0].whole))], device=near[0].device)
         return [torch.where(lazy[:, None], inside.sum(dim=2), inside.shape[2]) for inside in near]
+
+    def _near(self, scored: Scored) -> Tensor:
+        """Mark sinks and recent tokens among all pairs `[b, h, n]`."""
+        return scored.scorer.scores(scored.whole) >= scored.whole.seen - self.recent
 
 
 def attention_on(view: View, queries: Wanted, inside: Tensor) -> Tensor:

@@ -145,6 +145,12 @@ def streaming_window(tree: Tree) -> tuple[int, int] | None:
     return int(setting(found, "sink_size")) + int(setting(found, "recent_size")), int(setting(found, "interval"))
 
 
+def spared(tree: Tree) -> int:
+    """How many pairs of a head no eviction takes."""
+    ranges = [each for part in inside(tree) if part["name"] == "protect" for each in part["tokens"].split()]
+    return sum(int(end) - int(start) for start, end in (each.split(":") for each in ranges))
+
+
 def between_layers(tree: Tree) -> bool:
     """Whether layers share one budget."""
     return not any(part["name"] == "per_layer_compression" for part in inside(tree)) and any(

@@ -19,6 +19,7 @@ from tests.fuzz.pairs import (
     between_layers,
     counts,
     expected_pairs,
+    spared,
     streaming_window,
 )
 from tests.fuzz.specs import Tree
@@ -146,9 +147,10 @@ def _compare(tree: Tree, events: list[Event], kept: list[list[int]], seen: int, 
     alone = len(specs.parts_of(specs.without(specs.without(tree, "codec"), "selector"))) == 1
     if window is not None:
         least, interval = window
+        most = least + interval + spared(tree) + sum(event.new for event in events[1:])
         for heads in kept if alone else []:
             for count in heads:
-                if count != seen and not min(least, seen) <= count <= least + interval + sum(e.new for e in events[1:]):
+                if count != seen and not min(least, seen) <= count <= most:
                     raise Fault("pairs", f"{where}: a head keeps {count} of {seen}, a window is {least}")
         return
     expected = [expected_pairs(tree, events, layer) for layer in range(len(kept))]

@@ -95,6 +95,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("attention_matching", "tokens"): (32,),
     ("mix", "other"): ({"name": "keydiff"}, {"name": "tova"}),
     ("duo_attention", "on_the_fly_scoring"): (True,),
+    ("protect", "tokens"): ("0:2", "1:3 5:7"),
 }
 """The same where one name means different things, or a method alone needs something."""
 EVERYTHING = 4096

@@ -107,3 +107,17 @@ def test_generated_tokens_keep_the_channel_scales_of_the_prompt() -> None:
     for part in segment.parts:
         torch.testing.assert_close(part.channel_scale, expected)
     assert segment.layout.longest > 30
+
+
+def test_weights_in_16_bits_are_kept_through_turns() -> None:
+    """Classes are split and joined as pairs go; their weights stay what they were given as."""
+    model, cache = tiny_model("llama"), DynamicCache(config=tiny_model("llama").config)
+    press = kvpress.get_press(
+        "sample(knorm:budget=30):share=1.0 + zipcache:bits=2,probe_ratio=0.25,interval=4,residual_length=8"
+    )
+    with press(model):
+        for turn in range(3):
+            model(tokens(2, 40, seed=turn), past_key_values=cache)
+            parts = [part for layer in cache.layers for part in layer.store.sealed if part.log_weight is not None]
+            assert parts
+            assert {part.log_weight.dtype for part in parts} == {torch.float16}

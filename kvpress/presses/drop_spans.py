@@ -1,0 +1,98 @@
+"""What lies between tags goes once it is closed: thoughts, tool outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, Wrapping
+from kvpress.core.recipe import Amount, ByScore, Eviction, Recipe, Schedule
+from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.observe.view import View
+from kvpress.presses.protect import between, vocabulary_of
+
+
+@dataclass(frozen=True)
+class NoneBetter(ByScore):
+    """Prefers no pair to another."""
+
+    def scores(self, view: View) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(view.shape, device=view.positions.device)
+
+
+@register(
+    "drop_spans",
+    "schedule",
+    example="drop_spans:<think>,</think>",
+    exempt=(Exemption("fuzz", "random ids hold no tags; its own tests read spans in prompts, turns and answers"),),
+    refuses=(
+        Refusal("drop_spans:<think>,<think>", "an opening and a closing tag must differ"),
+        Refusal("drop_spans(kvzip:0.5)", "it scores by reading a whole prompt again"),
+        Refusal("drop_spans(snapkv)", "it would keep everything between the tags"),
+        Refusal("decoding(drop_spans)", "it says itself when it acts"),
+        Refusal("drop_spans(kivi)", "a codec stores all pairs; compose it: drop_spans + kivi"),
+    ),
+)
+@dataclass
+class DropSpansPress(Wrapping):
+    """Evict what lies between two tags, such as a thought, in the pass that reads the closing one.
+
+    `opening` and `closing` are the tags, which stay themselves; so do the positions of all other tokens. With a `press`, any
+    scorer, what lies between them is cut down by its ratio or budget instead, spans that close in one pass together. Each span
+    is cut once, in prompts and while tokens are generated. An opening tag inside a span is a part of it, a closing one outside
+    is text, and a span that never closes stays. Tags are found in the ids of all tokens by the `tokenizer`, that beside the
+    model where none is given. Spans that `ProtectPress` names stay.
+
+    Paper: none; a rule about which pairs go.
+    Differs from the paper: nothing.
+    """
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    press: BasePress | None = None
+    tokenizer: Any = field(default=None, kw_only=True, compare=False, repr=False)
+
+    @property
+    def inner(self) -> BasePress:
+        return self if self.press is None else self.press
+
+    def validate(self) -> None:
+        if self.press is not None:
+            super().validate()
+            return
+        self.recipe()
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if self.press is not None:
+            return super().recipe(model)
+        return Recipe((self._closing(Eviction(NoneBetter(), Amount(budget=0)), model),))
+
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        name = type(self.inner).__name__
+        if step.prepare is not None:
+            raise TypeError(f"DropSpansPress cannot cut spans by {name}, which scores by reading a whole prompt again")
+        if step.schedule.target is not None or step.among is not None:
+            raise TypeError(
+                f"DropSpansPress says itself when spans are cut, so {name} cannot: give the press inside it"
+            )
+        if step.is_identity:
+            raise ValueError(
+                f"{name} keeps everything that lies between the tags: give it a ratio or budget, or leave it out to drop all"
+            )
+        return self._closing(step, model)
+
+    def _closing(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        vocabulary = vocabulary_of(self.tokenizer, model, "drop_spans")
+        among = between(self.opening, self.closing, vocabulary, whole=False, closed=True)
+        schedule = Schedule(False, hidden_states=step.schedule.hidden_states, closing=True)
+        amount = replace(step.amount, protected=0)
+        return replace(step, amount=amount, schedule=schedule, among=among, recent=0.0, fixed=True)
+
+    def post_init_from_model(self, model: Any) -> None:
+        if self.press is not None:
+            self.press.post_init_from_model(model)

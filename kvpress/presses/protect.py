@@ -1,0 +1,195 @@
+"""Spans that no press evicts: token ranges, turns of a role, what lies between tags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Refusal, register
+from kvpress.core.vocabulary import Vocabulary, headers_of
+from kvpress.observe.spans import Between, Ranges, Span, Spans, Turns
+
+ROLES = ("system", "user", "assistant", "tool")
+BETWEEN = ".."
+
+
+@register(
+    "protect",
+    "budget",
+    example="protect(snapkv:0.5):tokens=0:16",
+    cases=("protect(knorm:0.5):tokens=2:5", "protect(adakv(snapkv:0.5,window_size=4)):tokens=0:1 3:6"),
+    refuses=(
+        Refusal("protect(snapkv:0.5)", "it protects nothing: name tokens, tags, roles or the last turn of a role"),
+        Refusal("protect(snapkv:0.5):tokens=0:8 4:12", "ranges overlap"),
+        Refusal("protect(snapkv:0.5):tokens=0:100000", "the range ends behind the prompt"),
+        Refusal("protect(snapkv:0.5):roles=narrator", "there is no such role"),
+        Refusal("protect(snapkv:0.5):tags=<tools>", "a pair of tags is written as `<tools>..</tools>`"),
+    ),
+)
+@dataclass
+class ProtectPress(BasePress):
+    """Let no eviction take the pairs of some spans, those of a wrapped press or of one beside it.
+
+    `press` is any press or composition; other parts of a composition are bound as well, for prompts, chunks, later turns and
+    generated tokens. Lists are separated by spaces. `tokens` are ranges of positions in the first prompt, padding not counted:
+    `0:16 40:52`. `tags` are pairs of texts, which are protected with what lies between them: `<tools>..</tools>`. `roles` are
+    those whose turns are protected, `last` those whose newest turn is, until the next one begins. Tags and roles are found in
+    the ids of all tokens by the `tokenizer`, that beside the model where none is given, roles by its chat template. A tag that
+    is not closed yet protects up to the newest token; an opening tag inside a span is a part of it.
+
+    Budgets and ratios count protected pairs. Where these are more than what is to stay, they stay all the same and everything
+    else goes, with a RuntimeWarning. A press that merges or rotates what it keeps does so with protected pairs too.
+
+    Paper: none; a rule about which pairs may go.
+    Differs from the paper: nothing.
+    """
+
+    press: BasePress
+    tokens: str = ""
+    tags: str = ""
+    roles: str = ""
+    last: str = ""
+    tokenizer: Any = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self.press, BasePress):
+            raise TypeError(f"ProtectPress needs a press, such as SnapKVPress(0.5), got {type(self.press).__name__}")
+        self.press.validate()
+        for name in ("tokens", "tags", "roles", "last"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be text such as {_FORMS[name]!r}, got {getattr(self, name)!r}")
+        if not (self.tokens or self.tags or self.roles or self.last):
+            raise ValueError(
+                "protect needs something to protect: tokens='0:16', tags='<tools>..</tools>', roles='system' or last='user'"
+            )
+        self.recipe()
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction of pairs that the inner press removes; can be set."""
+        ratio: float = self.press.compression_ratio  # type: ignore[attr-defined]
+        return ratio
+
+    @compression_ratio.setter
+    def compression_ratio(self, value: float) -> None:
+        self.press.compression_ratio = value  # type: ignore[attr-defined]
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        self.press.post_init_from_model(model)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        inner = self.press.recipe(model)
+        if not inner.evictions:
+            raise TypeError(
+                f"{type(self.press).__name__} evicts nothing, so there is nothing to protect from; put protect(...) around a "
+                "press that evicts, or around the whole composition"
+            )
+        return replace(inner, protected=(*inner.protected, *self._spans(model)))
+
+    def _spans(self, model: ModelFacts | None) -> list[Spans]:
+        found: list[Spans] = [Ranges(ranges)] if (ranges := _ranges(self.tokens)) else []
+        tags, roles, last = _pairs(self.tags), _roles("roles", self.roles), _roles("last", self.last)
+        if not (tags or roles or last):
+            return found
+        vocabulary = vocabulary_of(self.tokenizer, model, "protect")
+        for opening, closing in tags:
+            found.append(between(opening, closing, vocabulary))
+        if roles or last:
+            headers = {} if vocabulary is None else headers_of(vocabulary.tokenizer)
+            for role in (*roles, *last):
+                if vocabulary is not None and role not in headers:
+                    known = ", ".join(headers) or "none"
+                    raise ValueError(
+                        f"the chat template has no turns of its own for the role {role!r}, only for: {known}; protect by "
+                        "tags or token ranges"
+                    )
+            piece = vocabulary or _unknown
+            found += [Turns(role, tuple(headers.items()), piece) for role in roles]
+            found += [Turns(role, tuple(headers.items()), piece, newest=True) for role in last]
+        return found
+
+
+_FORMS = {"tokens": "0:16 40:52", "tags": "<tools>..</tools>", "roles": "system tool", "last": "user"}
+
+
+def vocabulary_of(tokenizer: Any, model: ModelFacts | None, what: str) -> Vocabulary | None:
+    """Return the texts of tokens by a given tokenizer, or that beside a model; None while there is neither.
+
+    Raises:
+        ValueError: there is no tokenizer beside the model.
+    """
+    if tokenizer is not None:
+        return Vocabulary(tokenizer)
+    if model is None:
+        return None
+    try:
+        found = None if model.tokenizer is None else model.tokenizer()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{what} finds tags and roles by the tokenizer, and there is none beside {model.name} ({model.source!r}): give "
+            "tokenizer="
+        ) from error
+    return Vocabulary(found)
+
+
+def between(opening: str, closing: str, vocabulary: Vocabulary | None, **how: bool) -> Between:
+    """Return the rule of what lies between two tags, checked where a tokenizer is known.
+
+    Raises:
+        ValueError: the tags are the same, one is empty, or the tokenizer cannot write one.
+    """
+    if not opening or not closing or opening == closing:
+        raise ValueError(f"an opening and a closing tag must be two different texts, got {opening!r} and {closing!r}")
+    for tag in (opening, closing) if vocabulary is not None else ():
+        vocabulary.check(tag)  # type: ignore[union-attr]
+    return Between(opening, closing, vocabulary or _unknown, **how)
+
+
+def _unknown(token: int) -> str:
+    raise ValueError(f"the text of token {token} is not known without a tokenizer")
+
+
+def _ranges(text: str) -> tuple[Span, ...]:
+    found = []
+    for part in text.split():
+        match = re.fullmatch(r"(\d+):(\d+)", part)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ValueError(
+                f"tokens must be ranges first:end of positions >= 0 with first < end, such as '0:16 40:52', got {part!r}"
+            )
+        found.append((int(match[1]), int(match[2])))
+    found.sort()
+    for (first, end), (start, stop) in pairwise(found):
+        if start < end:
+            raise ValueError(
+                f"ranges of tokens must not overlap, got {first}:{end} and {start}:{stop}; write one range"
+            )
+    return tuple(found)
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for part in text.split():
+        opening, separator, closing = part.partition(BETWEEN)
+        if not separator:
+            raise ValueError(f"tags must be pairs such as '<tools>..</tools>', without spaces in them, got {part!r}")
+        pairs.append((opening, closing))
+    for opening, closing in pairs:
+        between(opening, closing, None)
+    return pairs
+
+
+def _roles(name: str, text: str) -> list[str]:
+    roles = text.split()
+    for role in roles:
+        if role not in ROLES:
+            raise ValueError(f"{name} must be of {', '.join(ROLES)}, got {role!r}")
+    return roles

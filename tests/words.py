@@ -1,0 +1,65 @@
+"""A tokenizer for the ids of the tiny models: a piece of text for each, tags and chat headers in several pieces among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import VOCAB
+
+PIECES = [
+    "<pad>", "<s>", "</s>", "<", "think", "/think", ">", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "tool",
+    "\n", ">\n", "docs", "/docs",
+]  # fmt: skip
+PLAIN = 20
+"""First id of a plain word."""
+
+
+class Words:
+    """Ids are pieces of text, and plain words above; turns are framed as in ChatML, without turns of their own for tools."""
+
+    bos_token = "<s>"  # noqa: S105 - no secret
+    chat_template: str | None = "chatml"
+
+    def decode(self, ids: list[int], **kwargs: Any) -> str:
+        del kwargs
+        return "".join(self.convert_ids_to_tokens(token) for token in ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return PIECES[token] if token < len(PIECES) else f" w{token}"
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        del kwargs
+        known = {self.convert_ids_to_tokens(token): token for token in range(VOCAB)}
+        ids = []
+        while text:
+            piece = max((each for each in known if text.startswith(each)), key=len, default="")
+            ids.append(known[piece] if piece else 0)
+            text = text[max(1, len(piece)) :]
+        return ids
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool = True, **kwargs: Any) -> str:
+        del tokenize, kwargs
+        said = {**{role: role for role in ("system", "user", "assistant")}, "tool": "user"}
+        return "".join(f"<|im_start|>{said[each['role']]}\n{each['content']}<|im_end|>\n" for each in messages)
+
+
+def ids_of(*parts: str | int) -> Tensor:
+    """Ids `[1, n]` of texts and of so many plain words in turn, words of different parts being different ones."""
+    ids: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, str):
+            ids += Words().encode(part)
+        else:
+            ids += (torch.arange(part).add(7 * place) % (VOCAB - PLAIN) + PLAIN).tolist()
+    return torch.tensor([ids])
+
+
+def batch_of(*rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows padded on the left: `(input_ids, attention_mask)`."""
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
+    lengths = torch.tensor([row.shape[1] for row in rows])
+    return ids, (torch.arange(longest) >= longest - lengths[:, None]).long()
