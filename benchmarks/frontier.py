@@ -37,6 +37,8 @@ BITS = {2: 8, 5: 4, 10: 4, 20: 3, 50: 2}
 """Bits of composed presses by size: of those with a kernel the ones that leave a tenth of the pairs or more."""
 GROUP = 32
 GREY, ENDS = "#999999", ("low", "high")
+SHOWN = 6
+"""Presses of each size that the table shows, the best by their mean."""
 NAMED = 5
 """Families that a figure tells apart; the others are grey."""
 
@@ -87,12 +89,19 @@ def row_of(one: Measured, family: str, size: int) -> dict[str, Any]:
 
 
 def table(study: dict[str, Any]) -> str:
-    """Return a study as Markdown."""
+    """Return the best presses of every size of a study as Markdown."""
     lines = [
         "| press | smaller by | mean % | vs full, points | 95% | worst task, points | 95% |",
         "|---|---:|---:|---:|---:|---|---:|",
     ]
-    for row in study["rows"]:
+    best = [
+        row
+        for size in study["smaller"]
+        for row in sorted(
+            (row for row in study["rows"] if row["size"] == size), key=lambda row: -row["accuracy"]["mean"]
+        )[:SHOWN]
+    ]
+    for row in best:
         change, worst = row["difference"], row["worst"]
         cells = [
             row["press"],
@@ -110,6 +119,15 @@ def table(study: dict[str, Any]) -> str:
 def interval(estimate: dict[str, float]) -> str:
     """Return an interval in points."""
     return f"{100 * estimate['low']:+.0f} to {100 * estimate['high']:+.0f}"
+
+
+def to_text(studies: list[dict[str, Any]]) -> str:
+    """Return studies as JSON, a line for each press."""
+    lines = [
+        json.dumps({**study, "rows": []})[: -len("]}")] + "\n " + ",\n ".join(map(json.dumps, study["rows"])) + "]}"
+        for study in studies
+    ]
+    return "[" + ",\n".join(lines) + "]\n"
 
 
 def named(study: dict[str, Any]) -> list[str]:
@@ -184,7 +202,7 @@ def main() -> None:
         }
         studies.append(study)
         print(f"{length} tokens, full cache {100 * full.accuracy.mean:.1f}%\n{table(study)}", flush=True)
-    replace_file(options.out, (json.dumps(studies, indent=1) + "\n").encode())
+    replace_file(options.out, to_text(studies).encode())
     with_style = partial(draw, studies[0])
     write_figure(options.figure, lambda _, figure: with_style(figure), studies[0], 9.0)
 
