@@ -376,9 +376,9 @@ class KVStore:
                 for segment in self.sealed:
                     segment.side.pop(side, None)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device, in place."""
-        memo: dict[int, Any] = {}
+    def to(self, device: torch.device | str, memo: dict[int, Any] | None = None) -> None:
+        """Move everything to a device, in place; stores that are given the same `memo` share there what they share here."""
+        memo = {} if memo is None else memo
         for segment in self.sealed:
             segment.to(device, memo)
         self.index = {}

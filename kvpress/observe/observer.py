@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.cache.files import keep_whole
 from kvpress.observe.call import LayerCall
 
 
+@keep_whole
 @dataclass(frozen=True, init=False)
 class Wanted:
     """A wish for an observer: its class and the arguments that it is made with.
@@ -44,12 +46,17 @@ class Wanted:
 class Observer(ABC):
     """State of one layer that grows with every forward pass.
 
-    `sides` names the per-pair arrays that it records, which move with the pairs: two observers of different arguments have
-    different names. `held` are its own tensors `[B, ...]`, None while there is nothing to hold.
+    Its attributes are written to files: they hold plain data, tensors and containers of these only. `sides` names the per-pair
+    arrays that it records, which move with the pairs: two observers of different arguments have different names. `held` are
+    its own tensors `[B, ...]`, None while there is nothing to hold.
     """
 
     sides: tuple[str, ...] = ()
     held: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        keep_whole(cls)
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:
