@@ -11,6 +11,7 @@ _EXPORTS = {
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
+    "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.models": ["reference_path"],
     "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
     "kvpress.hf.session": ["reading"],
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
+    from kvpress.hf.files import CacheInfo, cache_info, load, save
     from kvpress.hf.models import reference_path
     from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
     from kvpress.hf.session import reading

@@ -4,9 +4,9 @@
     header     JSON as safetensors has it: name, type, shape and place of every tensor; `__metadata__` holds the rest as text
     data       the tensors in the order of the header: blocks, of a layer each, that begin at multiples of 64 bytes
 
-Any safetensors reader reads it. It is not written by the library's own writer, which sorts all tensors by type and holds a second
-copy of them: layers must come in order, so that a transfer can begin with the first. A digest of the header and one of every
-block are compared before anything is used. A stream carries the same bytes, and after every block its digest.
+Any reader of safetensors reads it. It is not written by the library's own writer, which sorts all tensors by type and holds a
+second copy of them: layers must come in order, so that a transfer can begin with the first. A digest of the header and one of
+every block are compared before anything is used. A stream carries the same bytes, and after every block its digest.
 """
 
 from __future__ import annotations
@@ -123,16 +123,17 @@ class Header:
             raise ValueError("is a file of safetensors, but holds no cache of kvpress: its metadata do not say so")
         if not metadata.get("version", "").isdecimal() or int(metadata["version"]) > VERSION:
             raise ValueError(
-                f"has version {metadata.get('version')!r} of the format, and this kvpress reads up to {VERSION}: upgrade kvpress"
+                f"has version {metadata.get('version')!r} of the format, and this kvpress reads up to {VERSION}: upgrade "
+                "kvpress"
             )
         said = metadata.get("sha256", "")
         if hashlib.sha256(text.replace(_digest_field(said), _digest_field(NO_DIGEST), 1)).hexdigest() != said:
             raise ValueError("is damaged: its header is not what was written")
         packed = {n: (TYPES[kind], tuple(shape)) for n, (kind, shape) in json.loads(metadata["packed"]).items()}
-        places = {
-            name: Place(TYPES[said["dtype"]], tuple(said["shape"]), *said["data_offsets"], packed=packed.get(name))
-            for name, said in table.items()
-        }
+        places = {}
+        for name, entry in table.items():
+            start, end = entry["data_offsets"]
+            places[name] = Place(TYPES[entry["dtype"]], tuple(entry["shape"]), start, end, packed.get(name))
         blocks = [(name, start, end) for name, start, end in json.loads(metadata["blocks"])]
         return cls(json.loads(metadata["about"]), places, blocks, json.loads(metadata["digests"]))
 
@@ -184,7 +185,11 @@ class Tensors:
         place = self.header.places[name]
         flat = self._read(place)
         if place.packed is None:
-            return flat.view(place.dtype).view(place.shape) if flat.numel() else torch.empty(place.shape, dtype=place.dtype)
+            return (
+                flat.view(place.dtype).view(place.shape)
+                if flat.numel()
+                else torch.empty(place.shape, dtype=place.dtype)
+            )
         return _unpacked(flat, *place.packed)
 
 
@@ -288,7 +293,7 @@ def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
 def view_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host."""
     flat = tensor.flatten().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def check_compression(compress: str | None) -> None:

@@ -1,8 +1,8 @@
 """Caches taken apart into named tensors and plain data, as files and transfers keep them, and put together again.
 
-What can be written is a closed set, so that no code comes out of a file: plain data, tensors, containers of both, storage formats
-(`kvpress.cache.held`), and objects of the classes in `kept_whole`. What two places have in common, such as a table of all
-layers, is written once and is common again when it is read.
+What can be written is a closed set, so that no code comes out of a file: plain data, tensors, containers of both, storage
+formats (`kvpress.cache.held`), and objects of the classes in `kept_whole`. What two places have in common, such as a table of
+all layers, is written once and is common again when it is read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Packer:
                     for i, (key, held) in pairs
                 ]
             }
-        if isinstance(value, type) and kept_whole.get(value.__name__) is value:
+        if isinstance(value, type):
+            if kept_whole.get(value.__name__) is not value:
+                raise _unknown(value.__name__, name)
             return {"class": value.__name__}
         return self._object(value, name)
 
@@ -88,10 +90,7 @@ class Packer:
         elif kept_whole.get(kind.__name__) is kind:
             said, parts = "object", value.written() if hasattr(kind, "written") else vars(value)
         else:
-            raise TypeError(
-                f"{name or 'a cache'} is a {kind.__name__}, which cannot be written to a file: a class whose objects a cache "
-                "keeps extends Held or Observer, or is marked with kvpress.cache.files.keep_whole"
-            )
+            raise _unknown(kind.__name__, name)
         if id(value) in self._numbers:
             return {"same": self._numbers[id(value)]}
         number = self._numbers[id(value)] = len(self._numbers)
@@ -130,8 +129,8 @@ class Unpacker:
             return [self.unpack(item) for item in plain]
         if not isinstance(plain, dict):
             return plain
-        kind = next(iter(plain), "")
-        content = plain.get(kind)
+        kind: str = next(iter(plain), "")
+        content: Any = plain.get(kind)
         if kind == "tensor":
             if content not in self._loaded:
                 self._loaded[content] = self.tensors[content]
@@ -155,7 +154,7 @@ class Unpacker:
         if kind == "format":
             return self._format(plain)
         if kind == "object":
-            made = object.__new__(_class(content))
+            made: Any = object.__new__(_class(content))
             self._objects[plain["number"]] = made
             vars(made).update({name: self.unpack(held) for name, held in plain["fields"].items()})
             return made
@@ -169,8 +168,8 @@ class Unpacker:
         self._objects[plain["number"]] = made
         said = plain["fields"]
         for own in fields(kind):  # type: ignore[arg-type]
-            value = {} if own.default_factory is dict else None
-            setattr(made, own.name, self.unpack(said[own.name]) if own.name in said else value)
+            missing: Any = {} if own.default_factory is dict else None
+            setattr(made, own.name, self.unpack(said[own.name]) if own.name in said else missing)
         made._place()
         return made
 
@@ -212,6 +211,13 @@ def _parts(held: Held) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None and (name not in derived or isinstance(value, dict))
     }
+
+
+def _unknown(kind: str, name: str) -> TypeError:
+    return TypeError(
+        f"{name or 'a cache'} is of the class {kind}, which cannot be written to a file: a class whose objects a cache keeps "
+        "extends Held or Observer, or is marked with kvpress.cache.files.keep_whole"
+    )
 
 
 def _class(name: str) -> type:

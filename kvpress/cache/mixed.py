@@ -73,7 +73,7 @@ class MixedSegment(Segment):
             return None
         joined = torch.zeros(self.layout.total, device=self.device)
         for mine, held in self._halves():
-            joined[mine] = 0.0 if held.log_weight is None else held.log_weight
+            joined[mine] = 0.0 if held.log_weight is None else held.log_weight.float()
         return joined
 
     @log_weight.setter

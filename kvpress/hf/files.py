@@ -246,13 +246,13 @@ class Arriving:
         self.about, self.model = header.about, model
         self.cache = new_cache(model)
         self._template = list(self.cache.layers)
-        self.cache.layers = [None] * len(self.about["layers"])  # type: ignore[list-item]
+        self.cache.layers = [None] * len(self.about["layers"])
         self._places = _devices(model)
         self._unpacker = Unpacker(tensors, model.device)
         self._memo: dict[int, Any] = {}
         shared = self._unpacker.unpack(self.about["shared"])
         if shared:
-            self.cache.__dict__["_kvpress_shared"] = moved(shared, model.device, self._memo)
+            self.cache.__dict__["_kvpress_shared"] = self._on(model.device, shared)
 
     def take(self, index: int) -> None:
         """Put a layer into the cache; its data and those of all before it are there."""
@@ -261,7 +261,9 @@ class Arriving:
         state = self._unpacker.unpack(said["state"])
         kind: Any = OURS.get(said["kind"]) or STOCK.get(said["kind"])
         if kind is None:
-            raise ValueError(f"layer {index} of the cache is a {said['kind']}, which is not known here: upgrade kvpress")
+            raise ValueError(
+                f"layer {index} of the cache is a {said['kind']}, which is not known here: upgrade kvpress"
+            )
         if kind in OURS.values():
             layer: Any = object.__new__(kind)
             vars(layer).update(state)
@@ -272,8 +274,12 @@ class Arriving:
         else:
             known = self._template[index] if index < len(self._template) else None
             layer = known if type(known) is kind else object.__new__(kind)
-            vars(layer).update(moved(state, device, self._memo))
+            vars(layer).update(self._on(device, state))
         self.cache.layers[index] = layer
+
+    def _on(self, device: torch.device, state: Any) -> Any:
+        """Bring what was read to a device; what is common to several layers stays so."""
+        return state if device.type == "cpu" else moved(state, device, self._memo)
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
@@ -320,7 +326,9 @@ def check_tokenizer(about: dict[str, Any], tokenizer: Any, source: str) -> None:
     """Refuse a tokenizer other than the one that a file was made with, where both are known."""
     made = about["tokenizer"]
     if tokenizer is not None and made is not None and digest_of_tokenizer(tokenizer) != made:
-        raise ValueError(f"{source} was made with another tokenizer: ids of its words differ, so that answers would too")
+        raise ValueError(
+            f"{source} was made with another tokenizer: ids of its words differ, so that answers would too"
+        )
 
 
 def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
@@ -385,7 +393,9 @@ def _plain_press(press: BasePress) -> dict[str, Any]:
     try:
         again = press_from_dict(json.loads(json.dumps(plain)))
     except TypeError as error:
-        raise ValueError(f"{type(press).__name__} cannot be noted in a file, since not all of it is plain data: {error}") from error
+        raise ValueError(
+            f"{type(press).__name__} cannot be noted in a file, since not all of it is plain data: {error}"
+        ) from error
     if again != press:
         raise ValueError(f"{type(press).__name__} cannot be noted in a file: what is read back differs from it")
     return plain
