@@ -14,6 +14,7 @@ _EXPORTS = {
     "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.models": ["reference_path"],
     "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
+    "kvpress.hf.prefixes": ["PrefixStore"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
 }
@@ -47,5 +48,6 @@ if TYPE_CHECKING:
     from kvpress.hf.files import CacheInfo, cache_info, load, save
     from kvpress.hf.models import reference_path
     from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
+    from kvpress.hf.prefixes import PrefixStore
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill

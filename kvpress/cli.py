@@ -221,10 +221,9 @@ def info_command(
 @contextmanager
 def _shown() -> Iterator[None]:
     """Print what goes wrong with files, models and presses in one line, and keep the libraries' own chatter back."""
-    from transformers.utils import logging
+    from kvpress.hf.models import quiet
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    quiet()
     try:
         yield
     except (KeyError, ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:

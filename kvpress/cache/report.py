@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +194,19 @@ def _store_positions(store: KVStore) -> list[list[Tensor]]:
             heads.append(torch.cat([*(at[layout.rows(n)] for layout, at in sealed), fresh]))
         rows.append(heads)
     return rows
+
+
+def parse_bytes(text: str, name: str = "limit") -> int:
+    """Read a size such as 4GB, 512MiB or 1000000, which messages call `name`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMGT])iB)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{name} must be a size such as 4GB, 512MiB or 300000, got {text!r}")
+    unit = (match[2] or match[3] or "").upper()
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(unit or " "))
 
 
 def format_bytes(size: float) -> str:

@@ -35,7 +35,8 @@ class _Spoken(TextStreamer):
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say, self.parts, self.tokens = say, [], 0
+        self.say, self.tokens = say, 0
+        self.parts: list[str] = []
         self.started = self.first = time.perf_counter()
 
     def put(self, value: Tensor) -> None:

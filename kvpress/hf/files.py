@@ -68,6 +68,7 @@ class CacheInfo:
     file_bytes: int
     header_bytes: int
     versions: dict[str, str]
+    notes: dict[str, Any]
     header: Header
 
     @property
@@ -116,6 +117,7 @@ def save(
     tokens: Tensor | None = None,
     mask: Tensor | None = None,
     tokenizer: Any = None,
+    notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> CacheInfo:
     """Write a cache to a file, from which `load` makes one that answers alike; returns what the file says.
@@ -132,6 +134,7 @@ def save(
         tokens: ids `[B, seen]` of what was read, noted in the file.
         mask: which of them are real, `[B, seen]`; needed again to go on where rows are padded.
         tokenizer: noted by its digest, which `load` can compare.
+        notes: plain data of yours, kept as they are (`CacheInfo.notes`).
         compress: "zstd" packs numbers of 16 bits where they get a tenth smaller; such are not mapped when they are read.
 
     Raises:
@@ -140,7 +143,9 @@ def save(
             do not fit.
         OSError: the path is a folder, its folder is missing, or the disk is full; nothing is left behind.
     """
-    writing = written(cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, compress=compress)
+    writing = written(
+        cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, notes=notes, compress=compress
+    )
     with between_passes(cache):
         write(Path(path), writing)
     return cache_info(path)
@@ -184,7 +189,7 @@ def cache_info(path: str | Path) -> CacheInfo:
     return CacheInfo(
         path=Path(path), file_bytes=begin + header.data_bytes, header_bytes=begin, header=header,
         press=None if about["press"] is None else about["spec"],
-        **{name: about[name] for name in ("model", "dtype", "batch", "length", "versions")}, **about["report"],
+        **{name: about[name] for name in ("model", "dtype", "batch", "length", "versions", "notes")}, **about["report"],
     )  # fmt: skip
 
 
@@ -196,6 +201,7 @@ def written(
     tokens: Tensor | None = None,
     mask: Tensor | None = None,
     tokenizer: Any = None,
+    notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> Writing:
     """Return a cache as it is written, layer by layer; its tensors are not copied. See `save`."""
@@ -222,11 +228,12 @@ def written(
         "model": identify(facts_of(model)),
         "configuration": configuration(model),
         "tokenizer": None if tokenizer is None else digest_of_tokenizer(tokenizer),
-        "press": None if press is None else _plain_press(press),
+        "press": None if press is None else plain_press(press),
         "spec": None if press is None else to_spec(press),
         "dtype": str(model.dtype).removeprefix("torch."),
         "batch": batch,
         "length": length,
+        "notes": notes or {},
         "report": {
             "kept": report.kept, "seen": report.seen, "memory_bytes": report.total_bytes,
             "uncompressed_bytes": report.uncompressed_bytes,
@@ -388,7 +395,12 @@ def _per_token(name: str, given: Tensor | None, batch: int, length: int) -> Tens
     return given.to(torch.int32 if name == "tokens" else torch.bool)
 
 
-def _plain_press(press: BasePress) -> dict[str, Any]:
+def plain_press(press: BasePress) -> dict[str, Any]:
+    """Return a press as it is noted in a file.
+
+    Raises:
+        ValueError: not all of it is plain data.
+    """
     plain = press_to_dict(press)
     try:
         again = press_from_dict(json.loads(json.dumps(plain)))

@@ -18,6 +18,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from kvpress.core.press import BasePress
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, reference_path
+from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
@@ -51,12 +52,14 @@ class KVPressTextGenerationPipeline(Pipeline):
         max_context_length: int | None = None,
         enable_thinking: bool = False,
         cache: Cache | None = None,
+        prefix_store: PrefixStore | None = None,
         **generate: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Return `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
 
         A list of contexts is read as one batch and returns a list. `cache` is filled with the compressed context and
         can be passed again with a further context. Contexts longer than `max_context_length` tokens lose their end.
+        Contexts that a `prefix_store` holds are not read again, and those that it does not hold are read into it.
         """
         if question is not None and questions is not None:
             raise ValueError("give either question or questions, not both")
@@ -66,6 +69,8 @@ class KVPressTextGenerationPipeline(Pipeline):
             raise ValueError(f"need at least one context and one question, got {len(contexts)} and {len(asked)}")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+        if prefix_store is not None:
+            generate["prefix_store"] = prefix_store
         inputs = self.preprocess(contexts, asked, answer_prefix or "", max_context_length, enable_thinking)
         answers = self._forward(inputs, press, cache, max_new_tokens=max_new_tokens, **generate)
         results = self.postprocess(answers, many=questions is not None)
@@ -119,10 +124,17 @@ class KVPressTextGenerationPipeline(Pipeline):
         return before, after
 
     def _forward(
-        self, inputs: dict[str, Any], press: BasePress | None = None, cache: Cache | None = None, **generate: Any
+        self,
+        inputs: dict[str, Any],
+        press: BasePress | None = None,
+        cache: Cache | None = None,
+        prefix_store: PrefixStore | None = None,
+        **generate: Any,
     ) -> list[Tensor]:
         """Read the contexts under the press, then generate one `[B, new]` tensor of answers per question."""
         ids, mask = inputs["ids"], inputs["mask"]
+        if prefix_store is not None and cache is not None:
+            raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
         cache = new_cache(self.model) if cache is None else cache
         before = cache.get_seq_length()
         if before and len(ids) > 1 and not bool(mask.all()):
@@ -130,15 +142,18 @@ class KVPressTextGenerationPipeline(Pipeline):
         past = mask.new_ones(len(ids), before)
         mask = torch.cat([past, mask], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, before:]
-        with torch.no_grad(), self._open(press, evict=press is not None):
-            self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        if prefix_store is not None:
+            cache = prefix_store.read(self.model, press, ids, mask)
+        else:
+            with torch.no_grad(), self._open(press, evict=press is not None):
+                self.model(
+                    ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
         logger.debug("Context Length: %d", ids.shape[1])
         if logger.isEnabledFor(logging.DEBUG):
             stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import kvpress
+from kvpress.cache import report
 from kvpress.cache.report import format_bytes
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
@@ -15,8 +15,6 @@ from kvpress.plan import Geometry, plan
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.tuning.space import BUDGET, NOTHING, RATIO, SMALLER, Template
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _HALVINGS = 20
 _FACTOR = 1.02
 """How much smaller a press that sets its size itself is asked to be, until by plan it is small enough."""
@@ -31,10 +29,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: it is none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"memory must be a size such as 4GB, 512MiB or 300000, got {text!r}")
-    return int(float(match.group(1)) * _UNITS[(match.group(2) or "").upper()])
+    try:
+        return report.parse_bytes(text, "memory")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)
