@@ -18,7 +18,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,8 @@ PAYS = 0.9
 SMALL = 4096
 """Bytes below which nothing is packed."""
 NO_DIGEST = "0" * 64
+DIGEST = 32
+"""Bytes of a digest."""
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -176,9 +178,9 @@ class Writing:
 
 
 class Tensors:
-    """The tensors of a file by name, each read when it is asked for: `read(place)` returns its bytes."""
+    """The tensors of a file by name, each read when it is asked for: `read(place)` returns its bytes, uint8."""
 
-    def __init__(self, header: Header, read: Any) -> None:
+    def __init__(self, header: Header, read: Callable[[Place], Tensor]) -> None:
         self.header, self._read = header, read
 
     def __getitem__(self, name: str) -> Tensor:
@@ -288,6 +290,64 @@ def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
         return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=begin + place.start)
 
     return header, Tensors(header, at)
+
+
+def send_blocks(writing: Writing, write: Callable[[memoryview], None]) -> int:
+    """Write the same bytes to a stream, each block followed by its digest, as its bytes; returns how many they are."""
+    head = writing.header.to_bytes()
+    write(memoryview(head))
+    for number in range(len(writing.header.blocks)):
+        digest = hashlib.sha256()
+        for chunk in writing.chunks(number):
+            digest.update(chunk)
+            write(chunk)
+        write(memoryview(digest.digest()))
+    return len(head) + writing.header.data_bytes + DIGEST * len(writing.header.blocks)
+
+
+def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Header:
+    """Read the header of a stream; `fill` reads as many bytes as a view has.
+
+    Raises:
+        ValueError: what comes is no cache, or larger than `limit`.
+    """
+    first = bytearray(8)
+    fill(memoryview(first))
+    length = int.from_bytes(first, "little")
+    if not 2 <= length <= MOST_HEADER:
+        raise ValueError("what was sent is not a cache of kvpress: it has no header of safetensors")
+    if limit is not None and length > limit:
+        raise ValueError(f"the header of the cache alone takes {length} bytes, and at most {limit} are admitted")
+    text = bytearray(length)
+    fill(memoryview(text))
+    try:
+        header = Header.from_bytes(bytes(text))
+    except ValueError as error:
+        raise ValueError(f"what was sent {error}") from error
+    if limit is not None and header.data_bytes > limit:
+        raise ValueError(f"the cache takes {header.data_bytes} bytes, and at most {limit} are admitted (`limit`)")
+    return header
+
+
+def receive_block(header: Header, number: int, fill: Callable[[memoryview], None]) -> dict[int, Tensor]:
+    """Read a block of a stream: the bytes of its tensors, by where these begin.
+
+    Raises:
+        ValueError: it is not what was sent.
+    """
+    name, start, end = header.blocks[number]
+    found, digest = {}, hashlib.sha256()
+    for place in header.places.values():
+        if start <= place.start and place.end <= end and place.start < place.end:
+            found[place.start] = torch.empty(place.end - place.start, dtype=torch.uint8)
+            view = view_of(found[place.start])
+            fill(view)
+            digest.update(view)
+    said = bytearray(DIGEST)
+    fill(memoryview(said))
+    if digest.digest() != said:
+        raise ValueError(f"block {name!r} of the cache was damaged on its way")
+    return found
 
 
 def view_of(tensor: Tensor) -> memoryview:

@@ -261,27 +261,36 @@ class Arriving:
         if shared:
             self.cache.__dict__["_kvpress_shared"] = self._on(model.device, shared)
 
-    def take(self, index: int) -> None:
-        """Put a layer into the cache; its data and those of all before it are there."""
-        said, device = self.about["layers"][index], self._places.get(index, self.model.device)
-        self._unpacker.device = device
-        state = self._unpacker.unpack(said["state"])
-        kind: Any = OURS.get(said["kind"]) or STOCK.get(said["kind"])
+    def kind(self, index: int) -> Any:
+        """Return the class of a layer.
+
+        Raises:
+            ValueError: it is not known here.
+        """
+        name = self.about["layers"][index]["kind"]
+        kind = OURS.get(name) or STOCK.get(name)
         if kind is None:
-            raise ValueError(
-                f"layer {index} of the cache is a {said['kind']}, which is not known here: upgrade kvpress"
-            )
+            raise ValueError(f"layer {index} of the cache is a {name}, which is not known here: upgrade kvpress")
+        return kind
+
+    def take(self, index: int) -> None:
+        """Put a layer into the cache, or its state into the one that stands there; all data up to its own are there."""
+        kind, device = self.kind(index), self._places.get(index, self.model.device)
+        self._unpacker.device = device
+        state = self._unpacker.unpack(self.about["layers"][index]["state"])
         if kind in OURS.values():
-            layer: Any = object.__new__(kind)
-            vars(layer).update(state)
-            layer.call = None
-            layer.belong_to(self.cache)
-            if layer.store is not None and device.type != "cpu":
-                layer.store.to(device, self._memo)
+            state["call"] = None
+            if state["store"] is not None and device.type != "cpu":
+                state["store"].to(device, self._memo)
         else:
             known = self._template[index] if index < len(self._template) else None
-            layer = known if type(known) is kind else object.__new__(kind)
-            vars(layer).update(self._on(device, state))
+            state = {**(vars(known) if type(known) is kind else {}), **self._on(device, state)}
+        layer: Any = self.cache.layers[index]
+        layer = object.__new__(kind) if layer is None else layer
+        vars(layer).update({name: value for name, value in state.items() if name not in vars(layer)})
+        if isinstance(layer, PressLayer):
+            layer.belong_to(self.cache)
+        layer.__class__ = kind
         self.cache.layers[index] = layer
 
     def _on(self, device: torch.device, state: Any) -> Any:
@@ -370,7 +379,14 @@ def _pack_layer(packer: Packer, layer: Any, index: int) -> dict[str, Any]:
             f"layer {index} of the cache is a {kind.__name__}, whose state is not known here; written are {[*OURS, *STOCK]}"
         )
     state = {name: value for name, value in vars(layer).items() if name not in ("_cache", "call")}
-    return {"kind": kind.__name__, "state": packer.pack(state, f"layers.{index}")}
+    store = getattr(layer, "store", None)
+    stored = 0 if store is None else max(store.stored())
+    return {
+        "kind": kind.__name__,
+        "seen": 0 if store is None else store.seen,
+        "stored": stored,
+        "state": packer.pack(state, f"layers.{index}"),
+    }
 
 
 def _batch(cache: DynamicCache) -> int:
