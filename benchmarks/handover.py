@@ -3,8 +3,8 @@
 python benchmarks/handover.py --length 32768 --press none --press frontier:smaller=10
 
 One process reads a random prompt with a random model, compresses it and sends it through a socket; the other one receives it
-and generates. Printed are the bytes on the wire against those of the memory report, and for every press the seconds until all has
-arrived and until the first token, received whole and layer by layer.
+and generates. Printed are, for every press, the bytes on the wire, how many of them the memory report does not count, and the
+seconds until the first token, received whole and layer by layer.
 """
 
 from __future__ import annotations
