@@ -222,6 +222,15 @@ def data(content: bytes) -> bytes:
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
+def test_tensors_are_written_in_pieces_whatever_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "CHUNK", 100)
+    whole = torch.randn(3, 5, 7, 4)
+    for tensor in (whole, whole.transpose(1, 2), whole[:, :, 2:6], whole[..., 1], whole[0, 0, 0, 0], whole[:0]):
+        pieces = [bytes(piece) for piece in container._pieces(tensor)]
+        assert b"".join(pieces) == bytes(container.view_of(tensor.contiguous()))
+        assert all(len(piece) <= 100 for piece in pieces)
+
+
 def test_saving_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:
     model, cache, path = small(tmp_path)
     twin, first = copy.deepcopy(cache), path.read_bytes()
@@ -297,6 +306,13 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         kvpress.load(tmp_path / "cache.kv", model, tokenizer=other)
 
 
+class Unnamed(kvpress.ScorerPress):
+    """A press that a spec cannot name."""
+
+    def scores(self, view: Any) -> Tensor:
+        return view.values.norm(dim=-1)
+
+
 def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path) -> None:
     model, cache, old = small(tmp_path)
     path = tmp_path / "other.kv"
@@ -312,6 +328,10 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path)
         kvpress.save(cache, tmp_path, model)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         kvpress.save(cache, tmp_path / "no" / "cache.kv", model)
+    with pytest.raises(ValueError, match="notes must be plain data"):
+        kvpress.save(cache, path, model, notes={"what": object()})
+    with pytest.raises(ValueError, match=r"Unnamed cannot be noted in a file: Unnamed is not registered"):
+        kvpress.save(cache, path, model, Unnamed(0.5))
     with pytest.raises(KeyError, match="snapvk"):
         kvpress.save(cache, path, model, "snapvk:0.5")
     cache.layers[1].interrupted = 10

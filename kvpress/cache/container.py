@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -172,9 +172,21 @@ class Writing:
     def chunks(self, number: int) -> Iterator[memoryview]:
         """Return the bytes of a block, some megabytes at a time."""
         for part in self._parts[number]:
-            view = memoryview(part) if isinstance(part, bytes) else view_of(part.cpu().contiguous())
-            for start in range(0, len(view), CHUNK):
-                yield view[start : start + CHUNK]
+            yield from [memoryview(part)] if isinstance(part, bytes) else _pieces(part)
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Return the bytes of a tensor in order; of one that lies elsewhere or with gaps, no more than a piece is copied."""
+    if not tensor.numel():
+        return
+    tensor = tensor[None] if tensor.dim() == 0 else tensor
+    rows = CHUNK // tensor[0].nbytes
+    if rows:
+        for piece in tensor.split(rows):
+            yield view_of(piece.cpu().contiguous())
+    else:
+        for row in tensor:
+            yield from _pieces(row)
 
 
 class Tensors:
@@ -238,14 +250,22 @@ def read_header(path: str | Path) -> tuple[Header, int]:
         FileNotFoundError, IsADirectoryError: there is no such file.
         ValueError: it is torn, damaged, of a later version, or no cache.
     """
-    path = Path(path)
+    with _opened(Path(path)) as file:
+        return _header_of(file, Path(path))
+
+
+def _opened(path: Path) -> BinaryIO:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a cache is read from a file, and this is a folder", str(path))
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "there is no such file; kvpress.save writes one", str(path))
-    with path.open("rb") as file:
-        size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
-        text = file.read(length) if 2 <= length <= min(MOST_HEADER, size) else b""
+    return path.open("rb")
+
+
+def _header_of(file: BinaryIO, path: Path) -> tuple[Header, int]:
+    """Read the header of an open file, which another one may take the place of meanwhile."""
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    text = file.read(length) if 2 <= length <= min(MOST_HEADER, size) else b""
     if length < 2 or length > MOST_HEADER:
         raise ValueError(f"{path} is not a file of kvpress: it has no header of safetensors")
     if len(text) < length:
@@ -273,8 +293,8 @@ def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
     Raises:
         OSError, ValueError: as `read_header`, or a digest differs.
     """
-    header, begin = read_header(path)
-    with Path(path).open("rb") as file:
+    with _opened(Path(path)) as file:
+        header, begin = _header_of(file, Path(path))
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if verify:
         view = memoryview(mapped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,11 @@ def save(
             do not fit.
         OSError: the path is a folder, its folder is missing, or the disk is full; nothing is left behind.
     """
-    writing = written(
-        cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, notes=notes, compress=compress
-    )
-    with between_passes(cache):
-        write(Path(path), writing)
+    with as_it_is(cache):
+        write(
+            Path(path),
+            written(cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, notes=notes, compress=compress),
+        )
     return cache_info(path)
 
 
@@ -193,6 +194,19 @@ def cache_info(path: str | Path) -> CacheInfo:
     )  # fmt: skip
 
 
+def as_it_is(cache: Cache) -> AbstractContextManager[None]:
+    """Keep a cache that is to be written as it is inside a block.
+
+    Raises:
+        TypeError: it is not a dynamic cache of transformers.
+    """
+    if not isinstance(cache, DynamicCache):
+        raise TypeError(
+            f"a cache to be written is a DynamicCache, such as `outputs.past_key_values`, got {type(cache).__name__}"
+        )
+    return between_passes(cache)
+
+
 def written(
     cache: Cache,
     model: PreTrainedModel,
@@ -204,13 +218,13 @@ def written(
     notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> Writing:
-    """Return a cache as it is written, layer by layer; its tensors are not copied. See `save`."""
-    if not isinstance(cache, DynamicCache):
-        raise TypeError(
-            f"a cache to be written is a DynamicCache, such as `outputs.past_key_values`, got {type(cache).__name__}"
-        )
+    """Return a cache as it is written, layer by layer, inside a block of `as_it_is`: its tensors are not copied. See `save`."""
     press = get_press(press) if isinstance(press, str) else press
-    with between_passes(cache):
+    try:
+        json.dumps(notes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must be plain data, as JSON knows them: {error}") from error
+    with as_it_is(cache):
         _check_cache(cache, model)
         batch, length, packer = _batch(cache), cache.get_seq_length(), Packer()
         given = {"tokens": _per_token("tokens", tokens, batch, length), "mask": _per_token("mask", mask, batch, length)}
@@ -417,15 +431,16 @@ def plain_press(press: BasePress) -> dict[str, Any]:
     Raises:
         ValueError: not all of it is plain data.
     """
-    plain = press_to_dict(press)
+    name = type(press).__name__
     try:
+        plain = press_to_dict(press)
         again = press_from_dict(json.loads(json.dumps(plain)))
+    except KeyError as error:
+        raise ValueError(f"{name} cannot be noted in a file: {error.args[0]}") from error
     except TypeError as error:
-        raise ValueError(
-            f"{type(press).__name__} cannot be noted in a file, since not all of it is plain data: {error}"
-        ) from error
+        raise ValueError(f"{name} cannot be noted in a file, since not all of it is plain data: {error}") from error
     if again != press:
-        raise ValueError(f"{type(press).__name__} cannot be noted in a file: what is read back differs from it")
+        raise ValueError(f"{name} cannot be noted in a file: what is read back differs from it")
     return plain
 
 

@@ -20,10 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.container import Header, Place, Tensors, receive_block, receive_header, send_blocks
-from kvpress.cache.guard import between_passes
 from kvpress.cache.report import parse_bytes
 from kvpress.core.press import BasePress
-from kvpress.hf.files import Arriving, check_model, check_tokenizer, written
+from kvpress.hf.files import Arriving, as_it_is, check_model, check_tokenizer, written
 from kvpress.hf.layer import ADOPTED, PressLayer
 
 
@@ -47,15 +46,15 @@ def send(
         ConnectionError: whoever receives has gone.
         TypeError, ValueError: as for `kvpress.save`, before anything is sent.
     """
-    writing = written(cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, notes=notes)
     write = _writer(stream)
-    try:
-        with between_passes(cache):
+    with as_it_is(cache):
+        writing = written(cache, model, press, tokens=tokens, mask=mask, tokenizer=tokenizer, notes=notes)
+        try:
             sent = send_blocks(writing, write)
             if hasattr(stream, "flush"):
                 stream.flush()
-    except OSError as error:
-        raise ConnectionError(f"the cache was not sent, since the receiver has gone: {error}") from error
+        except OSError as error:
+            raise ConnectionError(f"the cache was not sent, since the receiver has gone: {error}") from error
     return sent
 
 
@@ -132,6 +131,10 @@ class _Transfer:
             self._bytes = {}
             for event in self.arrived:
                 event.set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Transfer:
+        """Layers that are copied while they arrive are copied once they are there; the transfer is one."""
+        return self
 
     def wait(self, index: int) -> None:
         """Wait for a layer.
