@@ -12,8 +12,11 @@ _EXPORTS = {
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
     "kvpress.hf.branches": ["branch"],
+    "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
+    "kvpress.hf.handover": ["receive", "send"],
     "kvpress.hf.models": ["reference_path"],
     "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
+    "kvpress.hf.prefixes": ["PrefixStore"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
 }
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
     from kvpress.hf.branches import branch
+    from kvpress.hf.files import CacheInfo, cache_info, load, save
+    from kvpress.hf.handover import receive, send
     from kvpress.hf.models import reference_path
     from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
+    from kvpress.hf.prefixes import PrefixStore
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill

@@ -233,7 +233,7 @@ def test_sizes_are_read() -> None:
     assert [parse_bytes(text) for text in ("4GB", "1.5 MiB", "2kb", "300")] == [4 * 10**9, 3 * 2**19, 2000, 300]
     for wrong in ("", "4 G", "-1GB", "much"):
         with pytest.raises(ValueError, match="memory must be a size such as 4GB"):
-            parse_bytes(wrong)
+            parse_bytes(wrong, "memory")
 
 
 @pytest.mark.parametrize("spec", ["none", "knorm:0.75", "kivi:bits=4", "bounded(knorm:0.5)", "frontier:smaller=10"])

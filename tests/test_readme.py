@@ -26,7 +26,8 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-def test_examples(capsys: Any) -> None:
+def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 3
     namespace: dict[str, Any] = {}
@@ -39,9 +40,13 @@ def test_examples(capsys: Any) -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     "page",
-    ["conversations.md", "design.md", "eviction.md", "frontier.md", "quantisation.md", "rollback.md", "selection.md"],
-)
-def test_examples_of_the_pages(page: str, capsys: Any) -> None:
+    [
+        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md",
+        "selection.md",
+    ],
+)  # fmt: skip
+def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / page).read_text(), flags=re.DOTALL)
     assert blocks
     namespace: dict[str, Any] = {}

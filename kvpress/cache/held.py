@@ -5,7 +5,7 @@ A format is a dataclass that extends `Held`. Its fields are annotated with what 
     codes: Annotated[Tensor, per_pair("codes")]                  every pair
     scale: Annotated[Tensor, per_group("scales", axis="runs")]   every group of pairs, which the `Axis` in `runs` numbers
     factor: Annotated[Tensor, per_stream("scales")]              every stream
-    book: Annotated[Tensor, per_layer("tables")]                 the layer: its segments hold the same object
+    book: Annotated[Tensor, per_layer("tables")]                 the layer: all of its segments hold the same
     runs: Annotated[Runs, part("scales")]                        it holds another `Held` about the same pairs, or an `Axis`
     shift: Annotated[Tensor | None, derived("indexes")]          made from the others, and forgotten when they change
 
@@ -248,8 +248,10 @@ class Axis(Held):
 def _alike(declared: Declared, mine: Any, theirs: Any, streams: Sequence[int]) -> bool:
     if declared.kind == "setting":
         return bool(mine == theirs)
-    if declared.kind == "layer" or mine is None or theirs is None:
+    if mine is theirs or mine is None or theirs is None:
         return mine is theirs
+    if declared.kind == "layer":  # what came from a file equals what the codec makes, and is another object
+        return isinstance(mine, Tensor) and isinstance(theirs, Tensor) and torch.equal(mine, theirs)
     if isinstance(mine, Held):
         return mine.joins(theirs, streams)
     if mine.dtype != theirs.dtype or mine.shape[1:] != theirs.shape[1:]:

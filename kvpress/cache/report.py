@@ -229,8 +229,17 @@ def _store_positions(store: KVStore) -> list[list[Tensor]]:
     return rows
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+def parse_bytes(text: str, name: str = "limit") -> int:
+    """Read a size such as 4GB, 512MiB or 1000000, which messages call `name`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMGT])iB)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{name} must be a size such as 4GB, 512MiB or 300000, got {text!r}")
+    unit = (match[2] or match[3] or "").upper()
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(unit or " "))
 
 
 def format_bytes(size: float) -> str:
@@ -240,15 +249,3 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as 4GB, 512MiB or 1000000.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"memory must be a size such as 4GB, 512MiB or 300000, got {text!r}")
-    return int(float(match.group(1)) * _UNITS[(match.group(2) or "B").upper()])

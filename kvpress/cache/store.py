@@ -464,9 +464,9 @@ class KVStore:
                 for segment in self.sealed:
                     segment.side.pop(side, None)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device, in place."""
-        memo: dict[int, Any] = {}
+    def to(self, device: torch.device | str, memo: dict[int, Any] | None = None) -> None:
+        """Move everything to a device, in place; stores that are given the same `memo` share there what they share here."""
+        memo = {} if memo is None else memo
         for segment in self.sealed:
             segment.to(device, memo)
         self.index = {}
@@ -501,6 +501,10 @@ class KVStore:
         if self.journal:
             held["rollback"] = [tensor for point in self.journal for tensor in point.tensors()]
         return held
+
+    def written(self) -> dict[str, Any]:
+        """What a file holds of it: everything but what is kept to take tokens back."""
+        return {**vars(self), "journal": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
         """Copy what changes; sealed segments copy themselves without their tensors."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -250,6 +252,12 @@ class Window:
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         self.side = {name: array.index_select(0, rows.to(array.device)) for name, array in self.side.items()}
         self.log_weight = None if self.log_weight is None else self.log_weight.index_select(0, rows)
+
+    def written(self) -> dict[str, Any]:
+        """Return what is written to a file: the filled part, without the room behind it."""
+        weight = None if self.log_weight is None else self.log_weight[..., : self.length]
+        filled = {"keys": self.filled_keys, "values": self.filled_values, "log_weight": weight, "cursor": None}
+        return {**vars(self), **filled}
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, side arrays aside."""

@@ -19,7 +19,7 @@ WARNED = "protected spans"
 
 def new_spans(rule: Spans, call: LayerCall) -> list[list[Span]]:
     """Return the spans of every row that nothing has been taken from yet."""
-    done = call.store.observers[SPANS].done.get(rule, [0] * call.store.batch)
+    done = call.store.observers[SPANS].done.get(rule.key, [0] * call.store.batch)
     return [
         [span for span in spans if span[1] > known] for spans, known in zip(spans_in(rule, call), done, strict=True)
     ]
@@ -29,7 +29,7 @@ def note_done(rule: Spans, call: LayerCall) -> None:
     """Remember that all spans there are have been taken from."""
     ends = [max((end for _, end in spans), default=0) for spans in spans_in(rule, call)]
     tracker = call.store.observers[SPANS]
-    tracker.done = {**tracker.done, rule: ends}
+    tracker.done = {**tracker.done, rule.key: ends}
 
 
 def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor:

@@ -322,6 +322,8 @@ def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
 
 def _held_keys(layer: Any) -> Tensor | None:
     """Return a tensor `[B, H, n, D]` shaped like the keys of a cache layer, or None while it is empty."""
+    if getattr(type(layer), "on_its_way", False):
+        return None  # its model was checked when it began to arrive
     if hasattr(layer, "store"):
         return None if layer.store is None else layer.store.window.keys
     keys = getattr(layer, "keys", None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.observe.call import rotary_parts
@@ -271,6 +271,12 @@ def load_config(name: str) -> Any:
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a folder or hub name, once."""
     return AutoTokenizer.from_pretrained(path)
+
+
+def quiet() -> None:
+    """Keep transformers from writing to the terminal of a command."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:

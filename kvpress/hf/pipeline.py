@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from transformers.cache_utils import Cache
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from kvpress.core.press import BasePress
+from kvpress.hf.files import load as load_cache
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, reference_path
+from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
@@ -60,6 +63,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         cache: Cache | None = None,
         system: str | None = None,
         tools: Sequence[Any] | None = None,
+        prefix_store: PrefixStore | None = None,
         **generate: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Return `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
@@ -70,8 +74,10 @@ class KVPressTextGenerationPipeline(Pipeline):
         `num_return_sequences`, every answer is a list.
 
         `cache` is filled with the compressed context and can be passed again with a further context, or with the context None
-        to ask about what it holds. Contexts longer than `max_context_length` tokens lose their end. A `streamer` gets the
-        tokens of one answer as they come; a list of them, those of each question about one context.
+        to ask about what it holds; the path of a file that `kvpress.save` wrote stands for what it holds. Contexts that a
+        `prefix_store` holds are not read again, and those that it does not hold are read into it. Contexts longer than
+        `max_context_length` tokens lose their end. A `streamer` gets the tokens of one answer as they come; a list of them,
+        those of each question about one context.
 
         Raises:
             TypeError, ValueError: an argument does not fit; nothing has been read then.
@@ -81,6 +87,8 @@ class KVPressTextGenerationPipeline(Pipeline):
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
         streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, asked)))
+        if prefix_store is not None and cache is not None:
+            raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
         cache = self._cache(cache)
         if context is None and _rows(cache) != 1:
             raise ValueError(
@@ -90,14 +98,11 @@ class KVPressTextGenerationPipeline(Pipeline):
         inputs = self.preprocess(
             contexts, asked, answer_prefix or "", max_context_length, enable_thinking, system=system, tools=tools
         )
-        answers = self._forward(
-            inputs,
-            press,
-            cache,
-            **({"streamer": streamers} if streamers else {}),
-            max_new_tokens=max_new_tokens,
-            **generate,
-        )
+        if streamers:
+            generate["streamer"] = streamers
+        if prefix_store is not None:
+            generate["prefix_store"] = prefix_store
+        answers = self._forward(inputs, press, cache, max_new_tokens=max_new_tokens, **generate)
         results = self.postprocess(answers, many=many, rows=[question["rows"] for question in inputs["questions"]])
         return results[0] if single else results
 
@@ -105,10 +110,12 @@ class KVPressTextGenerationPipeline(Pipeline):
         """Return the cache that is meant: the one place where what is given as `cache` becomes one."""
         if cache is None:
             return new_cache(self.model)
+        if isinstance(cache, (str, Path)):
+            return load_cache(cache, self.model)
         if not isinstance(cache, Cache):
             raise TypeError(
-                "cache must be a cache of transformers, such as DynamicCache(config=model.config), got "
-                f"{type(cache).__name__}"
+                "cache must be a cache of transformers, such as DynamicCache(config=model.config), or the path of a file that "
+                f"kvpress.save wrote, got {type(cache).__name__}"
             )
         return cache
 
@@ -204,7 +211,12 @@ class KVPressTextGenerationPipeline(Pipeline):
         return ("" if context is None else before), after
 
     def _forward(
-        self, inputs: dict[str, Any], press: BasePress | None = None, cache: Cache | None = None, **generate: Any
+        self,
+        inputs: dict[str, Any],
+        press: BasePress | None = None,
+        cache: Cache | None = None,
+        prefix_store: PrefixStore | None = None,
+        **generate: Any,
     ) -> list[Tensor]:
         """Read the contexts under the press, then generate a `[b, new]` tensor of answers for each round of questions."""
         ids, mask = inputs["ids"], inputs["mask"]
@@ -214,7 +226,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             raise ValueError("a cache that already holds tokens can only be continued by contexts of equal length")
         mask = torch.cat([mask.new_ones(len(ids), before), mask], dim=1)
         if ids.shape[1]:
-            self._read(ids, mask, press, cache)
+            cache = self._read(ids, mask, press, cache, prefix_store)
         branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
         answers, streamers = [], generate.pop("streamer", None)
         for place, question in enumerate(inputs["questions"]):
@@ -235,19 +247,24 @@ class KVPressTextGenerationPipeline(Pipeline):
             answers.append(output[:, question["ids"].shape[1] :])
         return answers
 
-    def _read(self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache) -> None:
-        """Read the contexts; `mask` covers what the cache already holds too."""
+    def _read(
+        self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache, prefix_store: PrefixStore | None
+    ) -> Cache:
+        """Return the cache of the contexts, `cache` unless a store has them; `mask` covers what that already holds too."""
         before = cache.get_seq_length()
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, before:]
-        with torch.no_grad(), self._open(press, evict=press is not None):
-            self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        if prefix_store is not None:
+            cache = prefix_store.read(self.model, press, ids, mask)
+        else:
+            with torch.no_grad(), self._open(press, evict=press is not None):
+                self.model(
+                    ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
         logger.debug("Context Length: %d", ids.shape[1])
         if logger.isEnabledFor(logging.DEBUG):
             stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]
@@ -255,6 +272,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             logger.debug(
                 "Compressed Context Length: %d", round(sum(held) / len(held)) if held else before + ids.shape[1]
             )
+        return cache
 
     def _open(self, press: BasePress | None, evict: bool) -> AbstractContextManager[Session]:
         """Open a block for this thread alone: others may ask the same pipeline, under other presses."""

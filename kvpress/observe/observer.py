@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.cache.files import keep_whole
 from kvpress.observe.call import LayerCall
 
 
+@keep_whole
 @dataclass(frozen=True, init=False)
 class Wanted:
     """A wish for an observer: its class and the arguments that it is made with.
@@ -49,16 +51,21 @@ class Wanted:
 class Observer(ABC):
     """State of one layer that grows with every forward pass.
 
-    `sides` names the per-pair arrays that it records, which move with the pairs: two observers of different arguments have
-    different names. `held` are its own tensors `[B, ...]`, None while there is nothing to hold. A tensor that is held, or that
-    is a per-pair array, is replaced and never written to: what was kept to take tokens back (`KVStore.save`) shares it.
-    `by_token` says that what was seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly.
+    Its attributes are written to files: they hold plain data, tensors and containers of these only. `sides` names the per-pair
+    arrays that it records, which move with the pairs: two observers of different arguments have different names. `held` are
+    its own tensors `[B, ...]`, None while there is nothing to hold. A tensor that is held, or that is a per-pair array, is
+    replaced and never written to: what was kept to take tokens back (`KVStore.save`) shares it. `by_token` says that what was
+    seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly.
     """
 
     sides: tuple[str, ...] = ()
     held: ClassVar[tuple[str, ...]] = ()
     by_token: ClassVar[bool] = False
     end: int = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        keep_whole(cls)
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,12 @@ class Spans:
     """Says which tokens of a row belong together; rules derive from it. `texts` are what has to be found in the row."""
 
     reads_tokens: ClassVar[bool] = True
+
+    @property
+    def key(self) -> str:
+        """What equal rules have in common, also after a file was written and read."""
+        told = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
+        return f"{type(self).__name__}{told}"
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -178,7 +184,7 @@ def _marks(text: str, texts: Sequence[str], known: int, ends: list[int], first: 
 
 
 class SpanTracker(Observer):
-    """What a layer knows of spans: `done[rule][row]`, how far those of a rule have been dealt with.
+    """What a layer knows of spans: `done[key][row]`, how far those of a rule have been dealt with.
 
     That of the first layer also holds the ids of all tokens, `ids [B, seen]`, int32 on the host, and what rules found in them.
     """
@@ -189,9 +195,12 @@ class SpanTracker(Observer):
     def __init__(self) -> None:
         self.ids: Tensor | None = None
         self.end = 0
-        self.done: dict[Spans, list[int]] = {}
-        self._marks: dict[Spans, list[Marks]] = {}
-        self._columns: dict[Spans, int] = {}
+        self.done: dict[str, list[int]] = {}
+        self._find_again()
+
+    def written(self) -> dict[str, Any]:
+        """What a file holds of it; marks are found again."""
+        return {"ids": self.ids, "end": self.end, "done": self.done, "_marks": {}, "_columns": {}}
 
     @property
     def known(self) -> int:
@@ -239,7 +248,8 @@ class SpanTracker(Observer):
         self._find_again()
 
     def _find_again(self) -> None:
-        self._marks, self._columns = {}, {}
+        self._marks: dict[Spans, list[Marks]] = {}
+        self._columns: dict[Spans, int] = {}
 
     def to(self, device: torch.device | str) -> None:
         """Ids stay on the host, where texts are found."""

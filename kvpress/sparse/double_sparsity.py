@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpress.cache.attention import Partial
 from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.codec import Codec
+from kvpress.cache.files import keep_whole
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.calibrate import file as calibration
@@ -113,6 +114,7 @@ class DoubleSparsityPress(SelectorPress):
         return DoubleSparsitySelector(self.limits, self.channels, self.label_bits, self.reduce)
 
 
+@keep_whole
 @dataclass
 class Labels:
     """Labels of all pairs of a segment, flat as the pairs are: `[total, r]`, or their codes; `made_by` says how."""

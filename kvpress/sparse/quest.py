@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpress.cache import attention
 from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.codec import DenseCodec
+from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout, spans
 from kvpress.cache.segment import Segment, read_keys
 from kvpress.cache.store import KVStore
@@ -54,6 +55,7 @@ class QuestPress(SelectorPress):
         return QuestSelector(self.limits, self.page_size) if layer >= self.skip_layers else None
 
 
+@keep_whole
 @dataclass
 class PageIndex:
     """Bounds of the keys of each page: `low` and `high [pages, D]`, laid out per stream as `layout`.

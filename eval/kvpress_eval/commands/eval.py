@@ -37,6 +37,9 @@ def command(
     filler: Annotated[str | None, typer.Option(help="What surrounds the answer: noise, repeat or file:PATH.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per task and length.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,
+    prefix_store: Annotated[
+        Path | None, typer.Option(help="Folder of compressed contexts, which no run that names it reads twice.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results; a killed run continues there.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the generated contexts.")] = None,
     language: Annotated[str | None, typer.Option(help="Wording of the tasks: auto, reference or english.")] = None,

@@ -30,7 +30,8 @@ class RunConfig(BaseModel):
     "repeat" or `file:PATH`. `max_new_tokens` None is what the answers of a task may need. `language` "auto" is the
     reference model's own language for the model `reference`, and for others what their tokenizers can spell. `device_map`
     spreads the layers of a model over all devices, as accelerate does. `data_dir` holds the files of published benchmarks,
-    where they do not come from the hub.
+    where they do not come from the hub. `prefix_store` is a folder of compressed contexts: those that it holds
+    are read by no run again, and those that it does not hold are put there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +48,7 @@ class RunConfig(BaseModel):
     depth: Depth | None = None
     depths: tuple[Depth, ...] = ()
     data_dir: Path | None = None
+    prefix_store: Path | None = None
     out: Path = Path("runs/eval")
     batch_size: int = Field(default=1, ge=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

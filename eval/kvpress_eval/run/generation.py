@@ -94,7 +94,7 @@ class Context:
     """Contexts that were read together and compressed under one press: rows of `cache`, all that is measured about them.
 
     `seconds` is what one of them took under this press; `shared_by` presses took part in the same reading, which itself
-    took `reading_seconds` a context.
+    took `reading_seconds` a context. `stored` ones were read by an earlier run, which took these times.
     """
 
     press: Any
@@ -106,12 +106,44 @@ class Context:
     seconds: float
     reading_seconds: float
     shared_by: int
+    stored: bool = False
+
+
+_TIMES = ("seconds", "reading_seconds", "shared_by")
+"""What a prefix store notes of a context."""
 
 
 @torch.inference_mode()
-def read_contexts(engine: Engine, presses: Sequence[Any], contexts: Sequence[list[int]]) -> list[Context]:
-    """Read and compress contexts together, once for all presses if they share it; a press that does not comes alone."""
+def read_contexts(
+    engine: Engine, presses: Sequence[Any], contexts: Sequence[list[int]], store: kvpress.PrefixStore | None = None
+) -> list[Context]:
+    """Read and compress contexts together, once for all presses if they share it; a press that does not comes alone.
+
+    Those that a `store` holds under a press are not read for it; their times are those of the reading that put them there.
+    """
     ids, mask = pad_left(contexts, engine.tokenizer.pad_token_id, engine.model.device)
+    known: list[Context | None] = [
+        None if store is None else _stored(engine, press, ids, mask, store) for press in presses
+    ]
+    missing = [press for press, found in zip(presses, known, strict=True) if found is None]
+    read = _read_contexts(engine, missing, ids, mask) if missing else []
+    if store is not None:
+        for context in read:
+            notes = {name: getattr(context, name) for name in _TIMES}
+            store.keep(engine.model, context.press, ids, context.cache, mask, notes)
+    fresh = iter(read)
+    return [next(fresh) if found is None else found for found in known]
+
+
+def _stored(engine: Engine, press: Any, ids: Tensor, mask: Tensor, store: kvpress.PrefixStore) -> Context | None:
+    """Return what a store holds of contexts under a press."""
+    found = store.find(engine.model, press, ids, mask)
+    if found is None or found.length < ids.shape[1] or any(name not in found.notes for name in _TIMES):
+        return None
+    return _context(press, found.cache, ids, mask, stored=True, **{name: found.notes[name] for name in _TIMES})
+
+
+def _read_contexts(engine: Engine, presses: Sequence[Any], ids: Tensor, mask: Tensor) -> list[Context]:
     if len(presses) > 1 or presses[0].recipe().shares_prefill:
         shared = kvpress.prefill(engine.model, presses, ids, mask)
         logits, caches, reading, own = shared.logits, shared.caches, shared.seconds, shared.press_seconds
@@ -123,20 +155,36 @@ def read_contexts(engine: Engine, presses: Sequence[Any], contexts: Sequence[lis
         reading, own = now(ids.device) - started, [0.0]
     if torch.isnan(logits).any():
         raise FloatingPointError("NaN in the logits of the prefill")
+    rows = len(ids)
     return [
-        Context(
-            press=press,
-            cache=cache,
-            ids=ids,
-            mask=mask,
-            report=kvpress.memory_report(cache),
-            kept=kept_fractions(cache, mask),
-            seconds=(reading + seconds) / len(contexts),
-            reading_seconds=reading / len(contexts),
-            shared_by=len(presses),
-        )
+        _context(press, cache, ids, mask, (reading + seconds) / rows, reading / rows, len(presses))
         for press, cache, seconds in zip(presses, caches, own, strict=True)
     ]
+
+
+def _context(
+    press: Any,
+    cache: DynamicCache,
+    ids: Tensor,
+    mask: Tensor,
+    seconds: float,
+    reading_seconds: float,
+    shared_by: int,
+    *,
+    stored: bool = False,
+) -> Context:
+    return Context(
+        press=press,
+        cache=cache,
+        ids=ids,
+        mask=mask,
+        report=kvpress.memory_report(cache),
+        kept=kept_fractions(cache, mask),
+        seconds=seconds,
+        reading_seconds=reading_seconds,
+        shared_by=shared_by,
+        stored=stored,
+    )
 
 
 @torch.inference_mode()

@@ -74,7 +74,10 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Job:
-    """One process at work on a configuration. `shown` is where the tokens that were kept are recorded, per press once."""
+    """One process at work on a configuration. `shown` is where the tokens that were kept are recorded, per press once.
+
+    `prefixes` holds compressed contexts of other runs.
+    """
 
     config: RunConfig
     engine: Engine
@@ -83,6 +86,7 @@ class Job:
     interrupt: Interrupt
     shown: Source
     savings: Savings = field(default_factory=Savings)
+    prefixes: kvpress.PrefixStore | None = None
 
     def run_source(self, source: Source, cells: Sequence[Cell]) -> list[Cell]:
         """Run cells of one task and length; return those that another process has claimed."""
@@ -153,7 +157,7 @@ class Job:
         failure = None
         try:
             with seeded(batch.samples[0].id):
-                contexts = read_contexts(self.engine, [one.press for one in group], batch.ids)
+                contexts = read_contexts(self.engine, [one.press for one in group], batch.ids, self.prefixes)
         except Exception as error:
             failure = _freed(error)
         if failure is not None:

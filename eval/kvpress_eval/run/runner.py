@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+import kvpress
 from kvpress_eval.common.errors import BusyError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import REFERENCE, RunConfig
@@ -65,6 +66,8 @@ def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig,
     settings = settings or read_settings(config)
     check_lengths(config, settings)
     make_folder(config.out)
+    if config.prefix_store is not None:
+        make_folder(config.prefix_store)
     return config, sources, settings
 
 
@@ -85,7 +88,8 @@ def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, co
     cells = make_cells(config, sources, engine.fingerprint, engine.device, engine.dtype)
     total = sum(cell.weight * len(cell.source.ids) for cell in cells)
     with Interrupt() as interrupt, RunProgress(console, total) as progress:
-        job = Job(config, engine, record["run"], progress, interrupt, shown=sources[0])
+        prefixes = None if config.prefix_store is None else kvpress.PrefixStore(config.prefix_store)
+        job = Job(config, engine, record["run"], progress, interrupt, shown=sources[0], prefixes=prefixes)
         busy = _run_sources(job, sources, cells)
         # Another process may have ended without finishing what it had claimed.
         busy = _run_sources(job, sources, busy) if busy and not interrupt.requested else busy

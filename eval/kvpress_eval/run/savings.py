@@ -17,9 +17,14 @@ class Savings:
     answers: int = 0
     seconds: float = 0.0
     saved_seconds: float = 0.0
+    stored: int = 0
 
     def add(self, contexts: Sequence[Context], rows: int, questions: int) -> None:
         """Count contexts that were read together, `rows` of them under each press, and asked `questions` in all."""
+        self.stored += rows * sum(context.stored for context in contexts)
+        contexts = [context for context in contexts if not context.stored]
+        if not contexts:
+            return
         reading = contexts[0].reading_seconds * rows
         own = [context.seconds * rows - reading for context in contexts]
         self.contexts += rows
@@ -28,12 +33,13 @@ class Savings:
         self.saved_seconds += reading * (questions / rows * len(contexts) - 1) + sum(own) * (questions / rows - 1)
 
     def __bool__(self) -> bool:
-        return self.answers > self.contexts
+        return self.answers > self.contexts or self.stored > 0
 
     def __str__(self) -> str:
+        stored = f"; {self.stored} compressed contexts came from the prefix store" if self.stored else ""
         return (
             f"{self.contexts} contexts read for {self.answers} answers, in {self.seconds:.1f} s; "
-            f"reading one for each answer would have taken {self.saved_seconds:.1f} s more"
+            f"reading one for each answer would have taken {self.saved_seconds:.1f} s more{stored}"
         )
 
     def as_dict(self) -> dict[str, Any]:

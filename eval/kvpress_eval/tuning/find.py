@@ -328,7 +328,7 @@ def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(text)
+        return parse_bytes(text, "memory")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

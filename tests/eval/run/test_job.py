@@ -29,9 +29,9 @@ def count_readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     readings: list[tuple[int, int]] = []
     read = job.read_contexts
 
-    def counted(engine: Any, presses: Sequence[Any], contexts: Sequence[Any]) -> Any:
+    def counted(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
         readings.append((len(presses), len(contexts)))
-        return read(engine, presses, contexts)
+        return read(engine, presses, contexts, *store)
 
     monkeypatch.setattr(job, "read_contexts", counted)
     return readings
@@ -116,10 +116,10 @@ def test_what_was_kept_is_shown_of_the_first_sample_however_batches_are_cut(
 ) -> None:
     read = job.read_contexts
 
-    def limited(engine: Any, presses: Sequence[Any], contexts: Sequence[Any]) -> Any:
+    def limited(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
         if len(contexts) > 1 and presses[0].recipe().codec:
             raise torch.OutOfMemoryError("full")
-        return read(engine, presses, contexts)
+        return read(engine, presses, contexts, *store)
 
     monkeypatch.setattr(job, "read_contexts", limited)
     result = run(small(presses=(SHARING[2], SHARING[0]), samples=4, batch_size=4), quiet)
@@ -132,10 +132,10 @@ def test_a_batch_of_one_that_does_not_fit_fails_its_cell(
 ) -> None:
     read = job.read_contexts
 
-    def limited(engine: Any, presses: Sequence[Any], contexts: Sequence[Any]) -> Any:
+    def limited(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
         if any(press.recipe().codec for press in presses):
             raise torch.OutOfMemoryError("full")
-        return read(engine, presses, contexts)
+        return read(engine, presses, contexts, *store)
 
     monkeypatch.setattr(job, "read_contexts", limited)
     result = run(small(presses=SHARING, samples=3, batch_size=3), quiet)
@@ -148,7 +148,7 @@ def test_failures_hold_no_tensors(small: Small, quiet: Console, monkeypatch: pyt
     held: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def failing(engine: Any, presses: Sequence[Any], contexts: Sequence[Any]) -> Any:
+    def failing(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
         alive.append(sum(one() is not None for one in held))
         block = torch.zeros(1000)
         held.append(weakref.ref(block))

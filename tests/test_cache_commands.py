@@ -1,0 +1,94 @@
+"""The commands that keep a compressed text in a file and answer from it, as a user types them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import kvpress
+from kvpress.cli import app
+from kvpress.hf.asking import ask
+
+FILLER = " The old river runs. The code for otter is 2951. The old house stands."
+TEXT = FILLER * 20 + " The code for tiger is 4837." + FILLER * 10
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_text_is_compressed_once_and_asked_about_later(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.kv"
+    done = run("compress", "--model", "reference", "--press", "frontier:smaller=4", "--text", text, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "press    frontier:smaller=4" in done.stdout
+    questions = ["What is the code for tiger?", "What is the code for otter?"]
+    asked = run("ask", "--model", "reference", "--cache", out, *questions, "--max-new-tokens", 12)
+    assert asked.exit_code == 0, asked.output
+    first, second = (asked.stdout.split(question)[-1] for question in questions)
+    assert "4837" in first.partition(questions[1])[0]
+    assert "2951" in second
+    info = kvpress.cache_info(out)
+    assert f"{info.length} tokens" in asked.stderr
+    assert "loaded in" in asked.stderr
+    assert asked.stderr.count("the first after") == 2
+    model, tokenizer = kvpress.load_model("reference")
+    cache, words = kvpress.load(out, model, tokenizer=tokenizer), []
+    reply = ask(model, tokenizer, cache, questions[0], info.get_press(), max_new_tokens=12, say=words.append)
+    assert "".join(words) == reply.text
+    assert reply.text in asked.stdout
+    assert len(words) > 2
+    assert reply.tokens <= 12
+    assert 0 < reply.first_seconds <= reply.seconds
+    assert cache.get_seq_length() == info.length
+
+
+def test_info_says_what_a_file_holds_and_reads_all_of_it_where_asked(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.kv"
+    assert run("compress", "--model", "reference", "--press", "knorm:0.5", "--text", text, "--out", out).exit_code == 0
+    said = run("info", out, "--verify")
+    assert said.exit_code == 0
+    assert "2.0 times smaller" in said.stdout
+    assert "all data are what was written" in said.stdout
+    content = bytearray(out.read_bytes())
+    content[-100] ^= 1
+    out.write_bytes(bytes(content))
+    assert run("info", out).exit_code == 0
+    damaged = run("info", out, "--verify")
+    assert damaged.exit_code == 2
+    assert "is damaged: block 'layers.3'" in damaged.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compress", "--press", "knorn:0.5", "--text", "{text}", "--out", "{folder}/a.kv"), "did you mean knorm"),
+        (("compress", "--press", "knorm:0.5", "--text", "{folder}/no.txt", "--out", "{folder}/a.kv"), "No such file"),
+        (("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}"), "is a folder"),
+        (("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}/no/a.kv"), "does not exist"),
+        (("compress", "--press", "knorm:0.5", "--text", "{empty}", "--out", "{folder}/a.kv"), "no text to read"),
+        (("ask", "--cache", "{text}", "Why?"), "not a file of kvpress"),
+        (("ask", "--cache", "{folder}/no.kv", "Why?"), "there is no such file"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_sentence(
+    arguments: tuple[str, ...], message: str, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    there = sorted(tmp_path.iterdir())
+    places = {"text": text, "folder": tmp_path, "empty": tmp_path / "empty.txt"}
+    done = run(*(argument.format(**places) for argument in arguments), "--model", "reference")
+    assert done.exit_code == 2
+    assert message in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.output
+    assert sorted(tmp_path.iterdir()) == there
