@@ -48,7 +48,7 @@ def _of_store(store: KVStore, decoded: bool) -> dict[str, Any]:
 
 
 def _of_observer(observer: Observer) -> dict[str, Any]:
-    held = dict(vars(observer))
+    held = dict(observer.written() if hasattr(observer, "written") else vars(observer))
     if isinstance(held.get("parts"), list):  # how tokens are divided among them says nothing
         parts = held.pop("parts")
         pairs = [part if isinstance(part, tuple) else (part,) for part in parts if part is not None]
