@@ -90,7 +90,7 @@ def plan_command(
 
     room = None
     longest: list[int] = []
-    try:
+    with _shown():
         settings = load_config(model)
         geometry = Geometry.of(settings)
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
@@ -100,8 +100,6 @@ def plan_command(
             if room <= 0:
                 raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
             longest = [longest_context(get_press(spec), geometry, room, batch, generated) for spec, _ in rows]
-    except (KeyError, ValueError, TypeError, OSError, NotImplementedError) as error:
-        _fail(error)
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
     table = Table(title=Text(title, style="table.title"))
@@ -176,7 +174,7 @@ def calibrate_command(
     from kvpress.hf.pipeline import load_model
 
     console = Console(stderr=True)
-    try:
+    with _shown():
         given = {
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
@@ -194,8 +192,6 @@ def calibrate_command(
                 progress.update(rows[what], completed=done, total=total)
 
             calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
-    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
-        _fail(error)
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 
@@ -293,7 +289,9 @@ def _shown() -> Iterator[None]:
     quiet()
     try:
         yield
-    except (KeyError, ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+    except (
+        KeyError, ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError,
+    ) as error:  # fmt: skip
         _fail(error)
 
 

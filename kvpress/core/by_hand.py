@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.core.executor import MASKED, Group, chosen, shares
+from kvpress.core.cut import Group, chosen, shares
+from kvpress.core.executor import MASKED
 from kvpress.core.host import host
 from kvpress.core.overrides import described_recipe
 from kvpress.core.recipe import Eviction, Recipe

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -113,6 +116,25 @@ def parts_of(press: BasePress) -> Iterator[BasePress]:
         for inner in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(inner, BasePress):
                 yield from parts_of(inner)
+
+
+def own_code(press: BasePress) -> str:
+    """Return a digest of the modules that define parts of a press outside of this library; empty where there are none.
+
+    Such parts have no version: a result that is kept is of the code that made it.
+    """
+    kinds = {type(part) for part in parts_of(press)}
+    modules = sorted({kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "kvpress"})
+    if not modules:
+        return ""
+    return hashlib.sha256("\0".join(map(_source_of, modules)).encode()).hexdigest()[:16]
+
+
+def _source_of(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # typed into a shell
+        return module
 
 
 def press_to_dict(press: BasePress) -> dict[str, Any]:

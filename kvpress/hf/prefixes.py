@@ -23,7 +23,7 @@ import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.calibrate.file import identify
 from kvpress.core.press import BasePress
-from kvpress.core.spec import get_press
+from kvpress.core.spec import get_press, own_code
 from kvpress.hf.files import cache_info, configuration, load, plain_press, save
 from kvpress.hf.models import facts_of, new_cache
 from kvpress.hf.session import session
@@ -51,9 +51,9 @@ class PrefixStore:
     every pair as it is, or `turns` says that the prefix counts as an earlier turn of a conversation, which is compressed
     before what follows is read. Otherwise all tokens must be the same, padding included.
 
-    The settings, weights and dtype of the model, the press with the contents of files that it names, and the version of this
-    library take part in the name of a file: what was made differently is not found. Presses that draw at random are answered by
-    what was drawn first.
+    The settings, weights and dtype of the model, the press with the contents of files that it names and its code where that is
+    your own, and the version of this library take part in the name of a file: what was made differently is not found. Presses
+    that draw at random are answered by what was drawn first.
 
     Any number of processes and threads may share a folder: files appear whole or not at all, two that ask for the same prefix
     wait for one reading, and one that is removed while it is read stays readable. What is damaged is removed and read again.
@@ -220,8 +220,8 @@ class PrefixStore:
         return found
 
     def _folder(self, model: PreTrainedModel, press: BasePress | None) -> Path:
-        plain = plain_press(_or_none(press))
-        said = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, _files_in(plain)]
+        plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
+        said = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
         text = json.dumps([*said, kvpress.__version__], sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kvpress_eval.results.boards import make_boards
 from kvpress_eval.results.read import read_run
+
+from kvpress import AdaKVPress, KnormPress, get_press
+from kvpress.core import spec
 
 SOURCE = """
 from dataclasses import dataclass
@@ -79,3 +83,15 @@ def test_installed_packages_add_presses_and_a_broken_one_costs_only_its_own(fold
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ValueNormPress(")
     assert "the presses of 'not_there' (kvpress.presses, entry point 'broken') are missing" in done.stderr
+
+
+def test_only_code_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Mine(KnormPress):
+        pass
+
+    assert spec.own_code(get_press("adakv(snapkv:0.5) + kivi:bits=4")) == ""
+    known = spec.own_code(AdaKVPress(Mine(0.5)) + get_press("kivi:bits=4"))
+    assert known == spec.own_code(Mine(0.9))
+    monkeypatch.setattr(spec, "_source_of", lambda module: f"{module}, edited")
+    assert spec.own_code(Mine(0.5)) not in ("", known)

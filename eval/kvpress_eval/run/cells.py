@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import kvpress
-from kvpress.core.press import BasePress
-from kvpress.core.spec import parts_of
+from kvpress.core.spec import own_code
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import CODE, SCHEMA
@@ -68,23 +65,9 @@ def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, d
     }
     cells = []
     for press in config.presses:
-        code = code_of(kvpress.get_press(press))
+        code = own_code(kvpress.get_press(press))
         for source in sources:
-            own = {**source.identity, "max_new_tokens": source.max_new_tokens}
-            spec = {**shared, **own, **code, "press": press, "task": source.task, "length": source.length}
+            own = {**source.identity, "max_new_tokens": source.max_new_tokens, **({CODE: code} if code else {})}
+            spec = {**shared, **own, "press": press, "task": source.task, "length": source.length}
             cells.append(Cell(press, source, spec, hash_json(spec)[:16]))
     return cells
-
-
-def code_of(press: BasePress) -> dict[str, str]:
-    """Return a hash of the modules that define the user's own parts of a press, which have no version."""
-    kinds = {type(part) for part in parts_of(press)}
-    modules = sorted({kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "kvpress"})
-    return {CODE: hash_json([_text(module) for module in modules])[:16]} if modules else {}
-
-
-def _text(module: str) -> str:
-    try:
-        return inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):  # typed into a shell
-        return module
