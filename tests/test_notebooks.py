@@ -57,5 +57,5 @@ def test_stores_nothing_of_the_machine(path: Path) -> None:
 
 def test_are_listed() -> None:
     index = (FOLDER / "README.md").read_text()
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
     assert all(f"({path.name})" in index for path in NOTEBOOKS)

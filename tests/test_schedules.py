@@ -111,3 +111,18 @@ def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None
         with kvpress.get_press(spec)(model):
             alone = generate(model, ids[row : row + 1, -length:], max_new_tokens=16).sequences
         assert torch.equal(together[row, -16:], alone[0, -16:])
+
+
+def test_what_decides_to_keep_everything_delays_no_schedule() -> None:
+    """Turns after which a lazy-layer press finds no lazy layer, beside a cut every three tokens."""
+    model, counts = tiny_model("llama"), []
+    for spec in ("", "simlayerkv:n_recent=12,n_initial=2 + "):
+        press = kvpress.get_press(f"{spec}decoding(keydiff):compression_interval=3,target_size=14")
+        cache = DynamicCache(config=model.config)
+        counts.append([])
+        for turn, (length, steps) in enumerate([(40, 5), (9, 4), (20, 3)]):
+            with press(model):
+                for new in (tokens(1, length, seed=turn), *tokens(1, steps, seed=turn + 5).split(1, dim=1)):
+                    model(new, past_key_values=cache)
+                    counts[-1].append(pairs(cache))
+    assert counts[0] == counts[1]

@@ -30,7 +30,7 @@ def thoughtful(inner: str = "knorm:0.5") -> Any:
 PRESSES = {
     "thoughts": lambda: thoughtful(),
     "thoughts and codes": lambda: thoughtful() + kvpress.get_press("kivi:bits=4,residual_length=8,group_size=8"),
-    "protected": lambda: kvpress.get_press("tova:budget=30").protect(roles="system", tokenizer=Words()),
+    "protected": lambda: kvpress.get_press("tova:budget=36").protect(roles="system", tokenizer=Words()),
     "conversation": lambda: kvpress.get_press("conversation(knorm):budget=14,interval=4"),
     "refitted": lambda: kvpress.get_press("refit(snapkv:0.5,window_size=4) + rotated:bits=4"),
     "matched": lambda: kvpress.get_press("attention_matching:0.5"),

@@ -207,7 +207,7 @@ class KVStore:
         *encoded, dense = marked.split([part.layout.total for part in parts])
         left = [survivors(segment, own) for segment, own in zip(self.segments, encoded, strict=True)]
         self.segments = [segment for segment in left if segment.layout.total]
-        self.index = {}
+        self.index, self.fixed_at = {}, self.seen
         self.seal(survivors(opened, dense), mask)
 
     def replace_dense(

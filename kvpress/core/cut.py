@@ -167,7 +167,8 @@ class Cut:
     def apply(self, codec: CodecAt) -> None:
         """Free what was not marked, and change what stays."""
         self._count()
-        if self.step.among is None:
+        decided_nothing = self.everything and self.step.allocator.decides
+        if self.step.among is None and not decided_nothing:
             self.store.targets = self.targets
             self.store.since_eviction, self.store.counted = 0, self.store.seen
         if not self.everything:

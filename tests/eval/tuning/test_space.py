@@ -103,9 +103,10 @@ def test_a_template_makes_a_press_of_any_size() -> None:
 
 
 def test_points_cover_the_space(space: Space) -> None:
-    points = space.cover(2 * len(space.evict), seed=3)
-    assert points == space.cover(2 * len(space.evict), seed=3)
-    assert points != space.cover(2 * len(space.evict), seed=4)
+    count = 3 * len(space.evict)
+    points = space.cover(count, seed=3)
+    assert points == space.cover(count, seed=3)
+    assert points != space.cover(count, seed=4)
     assert len({tuple(point.values()) for point in points}) == len(points)
     for name, values in space.axes.items():
         assert {point[name] for point in points} == set(values)
