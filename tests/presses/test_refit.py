@@ -111,10 +111,11 @@ def test_a_later_turn_solves_for_its_own_pairs_alone(codec: str) -> None:
     for old, new, other in zip(before, stored(cache, 1), stored(plain, 1), strict=True):
         earlier = {int(slot): (value, weight) for slot, value, weight in zip(old[0], old[2], old[3], strict=True)}
         kept = [at for at, slot in enumerate(new[0].tolist()) if slot < 60]
+        half_a_step = float(old[2].abs().max()) / 15 * 1.01  # of 4 bits, where a group has the largest range
         assert 0 < len(kept) < len(new[0])
         for at in kept:
             value, weight = earlier[int(new[0][at])]
-            assert torch.allclose(new[2][at], value, atol=0.35 if codec else 0)
+            assert torch.allclose(new[2][at], value, rtol=0, atol=half_a_step if codec else 0)
             assert new[3][at] == weight
         fresh = new[0] >= 60
         assert not torch.allclose(new[2][fresh], other[2][other[0] >= 60], atol=0.05)
