@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvpress
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.handover import build
+from benchmarks.kernels_cpu import cpu_model
 
 
 def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float, int]:
@@ -77,7 +77,9 @@ def main() -> None:
                 f"read again {again:.2f} s: {again / checked:.0f} times as long"
             )
     if args.out:
-        args.out.write_text(json.dumps({"settings": vars(args) | {"out": str(args.out)}, "rows": rows}, indent=1))
+        about = {"date": date.today().isoformat(), "machine": cpu_model(), "torch": torch.__version__}
+        record = {**about, "command": shlex.join(["python", *sys.argv]), "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

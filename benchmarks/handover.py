@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import shlex
 import socket
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpress
-
-sys.path.insert(0, str(Path(__file__).parent))
+from benchmarks.kernels_cpu import cpu_model
 
 
 def build(layers: int, hidden: int) -> Any:
@@ -126,7 +127,9 @@ def main() -> None:
             size = f"{own[0]['wire_bytes']:>12,} bytes, {own[0]['wire_bytes'] - held:>8,} beside the cache"
             print(f"{spec:40} {way:15} {size}, first token {first:.3f} s")
     if args.out:
-        args.out.write_text(json.dumps({"settings": vars(args) | {"out": str(args.out)}, "rows": rows}, indent=1))
+        about = {"date": date.today().isoformat(), "machine": cpu_model(), "torch": torch.__version__}
+        record = {**about, "command": shlex.join(["python", *sys.argv]), "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
