@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from kvpress_eval.results.boards import make_boards
 from kvpress_eval.results.read import read_run
 
 from kvpress import AdaKVPress, KnormPress, get_press
-from kvpress.core import spec
+from kvpress.core import registry, spec
+from tests.eval.commands import invoke
 
 SOURCE = """
 from dataclasses import dataclass
@@ -42,16 +46,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_edited_code_is_measured_again_and_the_newest_counts(folder: Path) -> None:
+def test_edited_code_is_measured_again_and_the_newest_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within a second look the same
     words = [
         "--import", "mine", "eval", "--press", "none", "--press", "adakv(value_norm:0.9)", "--tasks", "niah_single",
-        "--lengths", "128", "--samples", "2", "--out", "run",
+        "--lengths", "128", "--samples", "2", "--threads", "1", "--out", "run",
     ]  # fmt: skip
-    assert kvpress(folder, *words).returncode == 0
-    (folder / "mine.py").write_text(SOURCE.replace("return values", "return -values"))
-    done = kvpress(folder, *words)
-    assert done.returncode == 0, done.stderr
-    assert "adakv(value_norm:0.9) on niah_single at 128: 2 samples" in done.stdout
+    known, printed = dict(registry._entries), []
+    for source in (SOURCE, SOURCE.replace("return values", "return -values")):
+        (folder / "mine.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        monkeypatch.setattr(registry, "_entries", dict(known))
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        code, said = invoke(*words)
+        assert code == 0, said
+        printed.append(said)
+        time.sleep(1.0)  # runs note the second
+    assert all("adakv(value_norm:0.9) on niah_single at 128: 2 samples" in said for said in printed)
     results = read_run(folder / "run")
     codes = {cell.spec.get("code"): cell for cell in results.cells}
     assert len(results.cells) == len(codes) == 3
