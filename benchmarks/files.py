@@ -1,9 +1,10 @@
 """Time to the first token of a question: behind a cache that is loaded from a file, and behind one that is read again.
 
 python benchmarks/files.py --length 32768 --press none --press frontier:smaller=10
+python benchmarks/files.py --model reference --length 2048
 
-A random Llama in bfloat16 reads a random prompt under every press and writes its cache; then a short question is asked behind
-the file, with and without a comparison of the digests, and behind a prompt that is read again.
+A random Llama in bfloat16, or a model that is named, reads a random prompt under every press and writes its cache; then a short
+question is asked behind the file, with and without a comparison of the digests, and behind a prompt that is read again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float,
 def main() -> None:
     """Print a line for each press, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="such as reference; a random one by default")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = build(args.layers, args.hidden)
+    model = build(args.layers, args.hidden) if args.model is None else kvpress.load_model(args.model)[0]
     ids = torch.randint(3, 512, (1, args.length), generator=torch.Generator().manual_seed(1))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
