@@ -10,21 +10,16 @@ question is asked behind the file, with and without a comparison of the digests,
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvpress
-from benchmarks.handover import build
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.handover import build, write_rows
 
 
 def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float, int]:
@@ -79,9 +74,7 @@ def main() -> None:
                 f"read again {again:.2f} s: {again / checked:.0f} times as long"
             )
     if args.out:
-        about = {"date": date.today().isoformat(), "machine": cpu_model(), "torch": torch.__version__}
-        record = {**about, "command": shlex.join(["python", *sys.argv]), "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,13 @@ def build(layers: int, hidden: int) -> Any:
     return model
 
 
+def write_rows(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON, with when, where and by which command they were measured."""
+    about = {"date": date.today().isoformat(), "machine": cpu_model(), "torch": torch.__version__}
+    record = {**about, "command": shlex.join(["python", *sys.argv]), "rows": rows}
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def sender(stream: socket.socket, args: argparse.Namespace) -> None:
     """Read the prompt once under every press, and send each cache as often as it is asked for."""
     torch.set_num_threads(args.threads)
@@ -127,9 +134,7 @@ def main() -> None:
             size = f"{own[0]['wire_bytes']:>12,} bytes, {own[0]['wire_bytes'] - held:>8,} beside the cache"
             print(f"{spec:40} {way:15} {size}, first token {first:.3f} s")
     if args.out:
-        about = {"date": date.today().isoformat(), "machine": cpu_model(), "torch": torch.__version__}
-        record = {**about, "command": shlex.join(["python", *sys.argv]), "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def _render(tokenizer: Any, *messages: dict[str, str]) -> str:
     """Return a conversation as the template writes it; nothing where it refuses."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except Exception:
+    except Exception:  # a template raises what it likes; a role without a header is refused by name
         return ""
 
 

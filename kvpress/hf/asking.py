@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvpress.core.press import BasePress
 from kvpress.hf.models import new_cache
 from kvpress.hf.pipeline import KVPressTextGenerationPipeline
-from kvpress.hf.session import session
+from kvpress.hf.prompts import read_prompt
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress, text: st
     before, _ = _framed(model, tokenizer, text)
     ids = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
     cache = new_cache(model)
-    with torch.no_grad(), session(press, model, private=True):
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    read_prompt(model, press, cache, ids, torch.ones_like(ids))
     return cache, ids
 
 

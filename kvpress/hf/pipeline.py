@@ -22,6 +22,7 @@ from kvpress.hf.files import load as load_cache
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, reference_path
 from kvpress.hf.prefixes import PrefixStore
+from kvpress.hf.prompts import read_prompt
 from kvpress.hf.session import Session, session
 
 TASK = "kv-press-text-generation"
@@ -237,7 +238,7 @@ class KVPressTextGenerationPipeline(Pipeline):
                 own.batch_repeat_interleave(branches)
             streamer = streamers[place] if streamers else None
             # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
-            with torch.no_grad(), self._open(press, evict=False), _ended(streamer):
+            with torch.no_grad(), self._asking(press), _ended(streamer):
                 output = self.model.generate(
                     question["ids"],
                     attention_mask=torch.cat([mask[rows], question["mask"]], dim=1),
@@ -252,19 +253,11 @@ class KVPressTextGenerationPipeline(Pipeline):
     ) -> Cache:
         """Return the cache of the contexts, `cache` unless a store has them; `mask` covers what that already holds too."""
         before = cache.get_seq_length()
-        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, before:]
         if prefix_store is not None:
             cache = prefix_store.read(self.model, press, ids, mask)
         else:
-            with torch.no_grad(), self._open(press, evict=press is not None):
-                self.model(
-                    ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+            used, evict = press or BasePress(), press is not None
+            read_prompt(self.model, used, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)
         logger.debug("Context Length: %d", ids.shape[1])
         if logger.isEnabledFor(logging.DEBUG):
             stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]
@@ -274,10 +267,9 @@ class KVPressTextGenerationPipeline(Pipeline):
             )
         return cache
 
-    def _open(self, press: BasePress | None, evict: bool) -> AbstractContextManager[Session]:
+    def _asking(self, press: BasePress | None) -> AbstractContextManager[Session]:
         """Open a block for this thread alone: others may ask the same pipeline, under other presses."""
-        used = BasePress() if press is None else press
-        return session(used, self.model, evict, private=True, tokenizer=self.tokenizer)
+        return session(press or BasePress(), self.model, evict=False, private=True, tokenizer=self.tokenizer)
 
     def postprocess(self, answers: list[Tensor], many: bool, rows: list[list[int]]) -> list[dict[str, Any]]:
         """Decode: one dictionary per context, given which `rows` each tensor of answers is about."""

@@ -26,7 +26,7 @@ from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, own_code
 from kvpress.hf.files import cache_info, configuration, load, plain_press, save
 from kvpress.hf.models import facts_of, new_cache
-from kvpress.hf.session import session
+from kvpress.hf.prompts import read_prompt
 
 ENDING = ".kv"
 ABANDONED = 24 * 3600.0
@@ -101,16 +101,7 @@ class PrefixStore:
             if seen == ids.shape[1]:
                 return cache
             real = torch.ones_like(ids) if mask is None else mask
-            positions = (real.cumsum(dim=1) - 1).clamp_min(0)[:, seen:]
-            with torch.no_grad(), session(_or_none(press), model, private=True):
-                model(
-                    ids[:, seen:],
-                    attention_mask=real,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+            read_prompt(model, _or_none(press), cache, ids[:, seen:], real)
             self.keep(model, press, ids, cache, mask)
             return cache
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress
+from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.vocabulary import Vocabulary, headers_of
@@ -72,15 +72,7 @@ class ProtectPress(BasePress):
             )
         self.recipe()
 
-    @property
-    def compression_ratio(self) -> float:
-        """Fraction of pairs that the inner press removes; can be set."""
-        ratio: float = self.press.compression_ratio  # type: ignore[attr-defined]
-        return ratio
-
-    @compression_ratio.setter
-    def compression_ratio(self, value: float) -> None:
-        self.press.compression_ratio = value  # type: ignore[attr-defined]
+    compression_ratio = WrapperPress.compression_ratio
 
     def post_init_from_model(self, model: nn.Module) -> None:
         self.press.post_init_from_model(model)
