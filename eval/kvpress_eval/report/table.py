@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
+from kvpress_eval.results.pairs import Pair
 from kvpress_eval.results.stats import ALPHA, Estimate
 from kvpress_eval.results.summary import Place, PressSummary
 from kvpress_eval.tasks.longbench.subsets import averages
@@ -182,6 +183,17 @@ def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def pair_record(pair: Pair) -> dict[str, Any]:
+    """Return unrounded numbers of two presses by column name; the difference is that of the first minus the other."""
+    return {
+        "press": pair.press,
+        "other": pair.other,
+        **_ends(pair.difference, "difference", "difference_low", "difference_high"),
+        "p_value": pair.p_value,
+        "p_value_of_all_pairs": pair.adjusted,
+    }
 
 
 def _ends(estimate: Estimate | None, *names: str) -> dict[str, float | None]:
