@@ -41,8 +41,8 @@ def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "page",
     [
-        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md",
-        "selection.md",
+        "conversations.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md", "selection.md",
+        "which.md", *(f"extend/{name}.md" for name in ("scorer", "observer", "budget", "codec", "selector", "pattern")),
     ],
 )  # fmt: skip
 def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
