@@ -79,6 +79,8 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("cq", "coupled"): (2,),
     ("cq", "calibration"): ("{books}",),
     ("adaquant", "bits"): ((4, 2), (8, 4)),
+    ("saw_int4", "block_size"): (None, 4),
+    ("saw_int4", "group_size"): (None, 8),
     ("double_sparsity", "calibration"): ("{channels}",),
     ("double_sparsity", "skip_layers"): (0,),
     ("double_sparsity", "budget"): (12, 0.25),
