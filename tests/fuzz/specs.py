@@ -43,6 +43,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "repeat_prompt": ("",),
     "recent_ratio": (0.25, 0.5),
     "interval": (3, 4),
+    "lag_size": (5, 8),
+    "num_sinks": (2,),
+    "local_window_size": (4, 7),
+    "tau": (5.0, 1.0),
     "decay": (None, 0.9),
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
@@ -72,6 +76,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # Files of `tests.fuzz.models`, written in braces.
     "stats_folder": ("{statistics}",),
     "table": ("{table}",),
+    "filters": ("{filters}",),
 }
 """What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -89,6 +94,8 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
+    ("kvzap", "model_type"): ("linear",),
+    ("kvzap", "weights"): ("{networks}",),
     ("refit", "ridge"): (1.0, 4.0),
     ("refit", "tokens"): (4, 32),
     ("attention_matching", "ridge"): (1.0,),
