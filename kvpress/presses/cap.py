@@ -14,7 +14,7 @@ from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryStats
 from kvpress.observe.view import View
-from kvpress.presses.expected_attention import averaged
+from kvpress.presses.expected_attention import mean_rotation
 
 
 @register(
@@ -55,7 +55,7 @@ class CapPress(ScorerPress):
         """Return `[b, h, n]`, infinite for sinks."""
         mean, _ = view.observer(*self.wants).moments(list(range(view.call.store.batch)))
         mean, future = view.query_heads(mean), view.call.next_positions(view.rows, view.seen, self.n_future_positions)
-        anchors, _ = averaged(view.call, mean, mean[..., None], future)
+        anchors = mean_rotation(view.call, future)(mean[:, :, None])[:, :, 0]
         scores = torch.empty(view.shape, device=anchors.device)
         for h, queries in enumerate(anchors.unflatten(1, (view.shape[1], -1)).unbind(dim=1)):
             sinks = view.positions[:, h] < self.n_sink

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -78,11 +79,20 @@ def _networks(family: str, path: Path) -> None:
     save_file(made, path)
 
 
+def _curve(family: str, path: Path) -> None:
+    needs = torch.rand(
+        COMMON["num_hidden_layers"], COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(5)
+    )
+    ratios = torch.arange(1, 100)[:, None, None] / 100
+    np.save(path, (ratios ** (0.5 + needs)).float().numpy())
+
+
 FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "table": ("heads.tsv", _table),
     "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
     "filters": ("filters.safetensors", _calibration("qfilter")),
+    "curve": ("curve.npy", _curve),
     "networks": ("networks.safetensors", _networks),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),
 }
