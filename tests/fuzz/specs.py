@@ -86,6 +86,11 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("quest", "budget"): (12, 0.25),
     ("sparq", "budget"): (12, 0.25),
     ("sparq", "channels"): (4, 8),
+    ("twilight", "p"): (0.5, 0.9),
+    ("twilight", "press"): (
+        {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
+        {"name": "sparq", "budget": 0.5, "channels": 4, "mean_value": False},
+    ),
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
