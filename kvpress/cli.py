@@ -153,7 +153,7 @@ def calibrate_command(
     ],
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
-        Literal["cq", "double_sparsity", "expected_attention"],
+        Literal["cq", "double_sparsity", "expected_attention", "qfilter"],
         typer.Option(
             help="What to fit: books for coupled quantisation, channels for double sparsity, or query statistics for "
             "expected_attention_stats."
