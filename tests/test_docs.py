@@ -98,13 +98,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_page_is_in_the_index_and_guides_in_the_site() -> None:
-    index = PAGES["README.md"]
-    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+def test_every_page_is_in_the_index() -> None:
     for path in DOCS.rglob("*.md"):
         name = path.relative_to(DOCS).as_posix()
-        assert name == "README.md" or f"({name})" in index, name
-        assert name.startswith(("presses/", "commands/")) or f": {name}\n" in site, name
+        assert name == "README.md" or f"({name})" in PAGES["README.md"], name
 
 
 def test_examples_are_of_commands_that_exist() -> None:
