@@ -56,6 +56,10 @@ def command(
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same fields; options override it.")] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Also, or without --tasks only, tasks of lm-eval such as ruler,gsm8k.")
@@ -68,6 +72,7 @@ def command(
     """Measure accuracy, memory and time of presses on long-context tasks."""
     options = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
     with shared.exit_codes() as console:
+        from kvpress_eval.common.errors import ConfigError
         from kvpress_eval.config.grid import load_grid
         from kvpress_eval.run.estimate import estimate
         from kvpress_eval.run.runner import prepare
@@ -78,6 +83,8 @@ def command(
             for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)
             return
+        if lm_eval is not None and any(one.engine != "local" for one in runs):
+            raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
         # A run checks itself before its model loads; what comes after other work is checked now.
         for one in runs[1:] if lm_eval is None else runs:
             prepare(one)

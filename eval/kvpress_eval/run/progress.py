@@ -7,11 +7,31 @@ from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+
+class JobProgress(Protocol):
+    """Whom a job tells how far it is."""
+
+    def start(self, label: str) -> None:
+        """Name what starts now."""
+
+    def cell(self, label: str) -> None:
+        """Name the cell that is worked on."""
+
+    def advance(self, work: int) -> None:
+        """Count finished work."""
+
+    def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
+        """Say what came of a cell."""
+
+    def problem(self, text: str) -> None:
+        """Say what went wrong."""
 
 
 class RunProgress:
