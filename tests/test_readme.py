@@ -41,7 +41,7 @@ def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "page",
     [
-        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md",
+        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "parallel.md", "quantisation.md", "rollback.md",
         "selection.md",
     ],
 )  # fmt: skip
