@@ -134,7 +134,6 @@ def command(
     """Measure accuracy, memory and time of presses on long-context tasks."""
     options = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
     with shared.exit_codes() as console:
-        from kvpress_eval.common.errors import ConfigError
         from kvpress_eval.config.grid import load_grid
         from kvpress_eval.run.estimate import estimate
         from kvpress_eval.run.runner import prepare

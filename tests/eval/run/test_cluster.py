@@ -108,7 +108,9 @@ def test_an_address_that_does_not_answer_ends_with_a_sentence(small: Small) -> N
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, said = invoke("eval", "--engine", "ray", "--ray-address", address, "--out", small().out)
+        code, said = invoke(
+            "eval", "--press", "none", "--engine", "ray", "--ray-address", address, "--out", small().out
+        )
     assert code == ClusterError.exit_code
     assert f"no cluster answers at {address}" in said
 
