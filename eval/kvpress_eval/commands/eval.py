@@ -118,6 +118,10 @@ def command(
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same fields; options override it.")] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Also, or without --tasks only, tasks of lm-eval such as ruler,gsm8k.")
@@ -142,6 +146,8 @@ def command(
             for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)
             return
+        if lm_eval is not None and any(one.engine != "local" for one in runs):
+            raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
         # A run checks itself before its model loads; what comes after other work is checked now.
         for one in runs[1:] if lm_eval is None else runs:
             prepare(one)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,25 @@ from rich.text import Text
 
 _BAR = 16
 """Columns of the bar; what is worked on has the rest of the line."""
+
+
+class JobProgress(Protocol):
+    """Whom a job tells how far it is."""
+
+    def start(self, label: str) -> None:
+        """Name what starts now."""
+
+    def cell(self, label: str) -> None:
+        """Name the cell that is worked on."""
+
+    def advance(self, work: int) -> None:
+        """Count finished work."""
+
+    def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
+        """Say what came of a cell."""
+
+    def problem(self, text: str) -> None:
+        """Say what went wrong."""
 
 
 class RunProgress:
