@@ -53,6 +53,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "target_compression_ratio": (0.5, 0.25),
     "sink": (2, 4),
     "window": (1, 3),
+    "window_ratio": (0.1, 0.02),
+    "keep_token_lower_bound": (0, 2),
+    "agg_task": ("max", "mean"),
+    "agg_group": ("max", "mean"),
+    "agg_head": ("max", "mean"),
     "decay": (None, 0.9),
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
@@ -84,6 +89,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "table": ("{table}",),
     "filters": ("{filters}",),
     "curve": ("{curve}",),
+    "gates": ("{gates}",),
 }
 """What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
