@@ -89,6 +89,7 @@ SEALING = {
     "turboquant": "turboquant:residual_length=16",
     "rotated": "rotated:residual_length=16",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
+    "think": "think:0.5,window_size=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",

@@ -53,6 +53,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "target_compression_ratio": (0.5, 0.25),
     "sink": (2, 4),
     "window": (1, 3),
+    "key_channel_compression_ratio": (0.5, 0.3),
     "window_ratio": (0.1, 0.02),
     "keep_token_lower_bound": (0, 2),
     "agg_task": ("max", "mean"),
