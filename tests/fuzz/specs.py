@@ -277,7 +277,8 @@ def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> T
 
 def keeps_all(tree: Tree) -> Tree:
     """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
-    return changed(tree, KEEP_ALL)
+    told = any("budget" in part for part in inside(tree))  # a threshold is given instead of a ratio or budget
+    return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
 
 
 def selects_all(tree: Tree) -> Tree:
