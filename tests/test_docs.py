@@ -24,7 +24,7 @@ from tests.models import tiny_model, tokens
 DOCS = Path(__file__).parent.parent / "docs"
 ENTRIES = kvpress.list_presses()
 REFUSALS = [refusal for entry in ENTRIES for refusal in entry.refuses]
-OF_A_MODEL = {"rlkv", "kvzap", "lukv", "fastkvzip"}
+OF_A_MODEL = {"headkv", "rlkv", "kvzap", "lukv", "fastkvzip"}
 """Presses that need what somebody has learned for a model; nothing of the kind ships with the reference model."""
 MEASURABLE = [entry for entry in ENTRIES if entry.name not in OF_A_MODEL]
 

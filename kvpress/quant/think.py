@@ -183,14 +183,18 @@ class ThinnedSegment(Segment):
         served = hidden is None and self.serves(queries, logits)
         return super().attend(self._narrow(queries) if served else queries, logits, hidden)
 
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        asking = self._narrow(queries) if self.serves(queries, logits) else queries
-        return super().attend_rows(asking, logits, rows, counts)
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        asking = self._narrow(queries, streams) if self.serves(queries, logits) else queries
+        return super().attend_rows(asking, logits, rows, counts, streams)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         return super().mass(self._narrow(queries) if kernels.available(self.keys) else queries, logits, lse)
 
-    def _narrow(self, queries: Tensor) -> Tensor:
-        """Return those channels of `queries [q * N, M, D]` that their streams store."""
-        index = self.channels.long().repeat(len(queries) // self.layout.streams, 1)
+    def _narrow(self, queries: Tensor, streams: Tensor | None = None) -> Tensor:
+        """Return those channels of `queries [q * N, M, D]` that `streams` store; in turn where these are None."""
+        if streams is None:
+            streams = torch.arange(len(queries), device=queries.device) % self.layout.streams
+        index = self.channels[streams].long()
         return queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))

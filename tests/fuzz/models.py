@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.folders import new_folder
 from tests.models import ALTERNATING, COMMON, full_layers, tokens
 from tests.models import FAMILIES as SETTINGS
 
@@ -119,7 +119,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
 def path_of(name: str, family: str) -> str:
     """Make a file of `FILES` for a family, once in a process."""
     filename, make = FILES[name]
-    path = Path(mkdtemp()) / filename
+    path = new_folder() / filename
     with torch.random.fork_rng(), torch.enable_grad():
         make(family, path)
     return str(path)
