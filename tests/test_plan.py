@@ -90,6 +90,7 @@ SEALING = {
     "rotated": "rotated:residual_length=16",
     "saw_int4": "saw_int4",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
+    "think": "think:0.5,window_size=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",

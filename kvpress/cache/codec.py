@@ -36,7 +36,8 @@ class Sealing:
     are never rotated, or outside a model.
 
     `state` is what codecs of this layer keep from one sealing to the next (`KVStore.codec_state`), `shared` what all layers of
-    the cache have in common. A copied cache has a `state` and a `shared` of its own.
+    the cache have in common. A copied cache has a `state` and a `shared` of its own. `observers` are those of the
+    layer, by what was wanted.
     """
 
     heads: int
@@ -46,6 +47,7 @@ class Sealing:
     mask: Tensor | None = None
     rotation: Rotation | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    observers: dict[Any, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
 

@@ -314,9 +314,9 @@ class KVStore:
         self.seal(rest, sealing.mask)
         if first.layout.total:
             self._prepend(first)
-        segment = codec.encode(
-            old, replace(sealing, earlier=tuple(part.known() for part in self.segments), state=self.codec_state)
-        )
+        earlier = tuple(part.known() for part in self.segments)
+        own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
+        segment = codec.encode(old, own)
         segment.describe(old, without=codec.reads_side)
         self.segments.append(segment)
         self._join_tail()

@@ -124,10 +124,11 @@ class Along(Allocator):
 
     def _of_view(self, scored: Scored, mean: int) -> Tensor:
         view = scored.view
-        if mean >= view.available:
+        if view.target >= view.available:
             return torch.full(view.shape[:2], view.length, device=view.positions.device)
-        kept = shares(read_curve(self.curve)[:, view.layer], 1 - mean / view.available, view.available)
-        count = kept[view.heads].clamp_min(self.least).clamp_max(view.length)
+        settled = view.target - mean  # pairs that stay in any case, beside those that there is a choice of
+        kept = shares(read_curve(self.curve)[:, view.layer], 1 - view.target / view.available, view.available)
+        count = (kept[view.heads].clamp_min(self.least) - settled).clamp(0, view.length)
         return count.to(view.positions.device).expand(view.shape[:2])
 
 

@@ -11,7 +11,6 @@ from torch.nn.functional import normalize
 
 from kvpress.cache import attention
 from kvpress.core.checks import Range, Share
-from kvpress.core.helpers import helper
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Eviction, Rewritten
@@ -62,7 +61,6 @@ class MergingPress(WrapperPress):
     def _rewrite(self, view: View, mask: Tensor) -> Rewritten:
         return Rewritten(values=merged(view.keys, view.values, mask, self.similarity_threshold, self.merge_fraction))
 
-    @helper
     def merge(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return `keys [B, H, n, D]`, and `values` with all that are not at `indices [B, H, m]` merged into those that are."""
         kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device).scatter_(2, indices, True)

@@ -87,11 +87,27 @@ def _curve(family: str, path: Path) -> None:
     np.save(path, (ratios ** (0.5 + needs)).float().numpy())
 
 
+def _gates(family: str, path: Path) -> None:
+    config = model_of(family, "float32").config
+    heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    shapes = {
+        "q_proj.weight": (heads * 8, hidden), "q_proj.bias": (heads * 8,), "k_proj.weight": (kv_heads * 8, hidden),
+        "q_norm.weight": (8,), "k_norm.weight": (8,), "k_base": (kv_heads, 1, 4, 8), "b": (kv_heads, 1, heads // kv_heads),
+    }  # fmt: skip
+    drawn = torch.Generator().manual_seed(6)
+    layers = [
+        {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+        for _ in range(config.num_hidden_layers)
+    ]
+    torch.save({"module": layers}, path)
+
+
 FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "table": ("heads.tsv", _table),
     "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
     "filters": ("filters.safetensors", _calibration("qfilter")),
+    "gates": ("gates.pt", _gates),
     "curve": ("curve.npy", _curve),
     "networks": ("networks.safetensors", _networks),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),

@@ -13,7 +13,7 @@ from tests.fuzz.specs import Tree, inside, intervals, methods, parts_of, place_o
 
 STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
-BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip"}
+BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose"}
 """Layers share one budget, so only their mean is known."""
 DECIDING = {"simlayerkv", "lukv"}
 """How much they keep depends on what they see, or on a file."""
@@ -154,8 +154,7 @@ def spared(tree: Tree) -> int:
 def between_layers(tree: Tree) -> bool:
     """Whether layers share one budget."""
     return not any(part["name"] == "per_layer_compression" for part in inside(tree)) and any(
-        part["name"] in BETWEEN_LAYERS and not (part["name"] == "kvzip" and setting(part, "layerwise"))
-        for part in inside(tree)
+        part["name"] in BETWEEN_LAYERS and not setting(part, "layerwise") for part in inside(tree)
     )
 
 

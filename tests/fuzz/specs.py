@@ -53,6 +53,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "target_compression_ratio": (0.5, 0.25),
     "sink": (2, 4),
     "window": (1, 3),
+    "key_channel_compression_ratio": (0.5, 0.3),
+    "window_ratio": (0.1, 0.02),
+    "keep_token_lower_bound": (0, 2),
+    "agg_task": ("max", "mean"),
+    "agg_group": ("max", "mean"),
+    "agg_head": ("max", "mean"),
     "decay": (None, 0.9),
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
@@ -84,6 +90,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "table": ("{table}",),
     "filters": ("{filters}",),
     "curve": ("{curve}",),
+    "gates": ("{gates}",),
 }
 """What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -281,7 +288,8 @@ def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> T
 
 def keeps_all(tree: Tree) -> Tree:
     """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
-    return changed(tree, KEEP_ALL)
+    told = any("budget" in part for part in inside(tree))  # a threshold is given instead of a ratio or budget
+    return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
 
 
 def selects_all(tree: Tree) -> Tree:
