@@ -88,6 +88,7 @@ SEALING = {
     "zipcache": "zipcache:interval=16",
     "turboquant": "turboquant:residual_length=16",
     "rotated": "rotated:residual_length=16",
+    "saw_int4": "saw_int4",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
