@@ -15,6 +15,7 @@ from kvpress.calibrate import DuoAttentionSettings, RLKVSettings, calibrate
 from kvpress.calibrate.gates import Gated, frozen
 from kvpress.cli import app
 from kvpress.core.host import Asked, host
+from kvpress.core.registry import find
 from kvpress.presses.head_table import read_head_table
 from tests.caches import prefill
 from tests.models import full_layers, tiny_model, tokens
@@ -153,6 +154,25 @@ def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="needs the full model to be right where one that streams is wrong"):
         calibrate(model, ids, RLKVSettings(SINKS, 20, answer=4, steps=2), tmp_path / "gates.tsv")
     assert not list(tmp_path.glob("*.tsv"))
+
+
+@pytest.mark.parametrize("name", ["duo_attention", "rlkv"])
+def test_shipped_tables_keep_the_heads_that_answer(name: str, tmp_path: Path) -> None:
+    """A fact far before the question: half of the heads do, if they are those of the table, and not if they are the others."""
+    model, tokenizer = kvpress.load_model("reference")
+    press = find(name).press
+    table = read_head_table(str(Path(model.name_or_path) / press.beside))
+    turned = tmp_path / "turned.tsv"
+    turned.write_text("\n".join("\t".join(map(str, row)) for row in (1 - table.values).tolist()))
+    filler = " The old river runs near the green hill." * 25
+    prompt = f"{filler} The code for tiger is 4837.{filler}\nWhat is the code for tiger?\nThe code for tiger is"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    said = []
+    for path in (None, str(turned)):
+        with press(0.5, table=path, sink_size=16, recent_size=64)(model):
+            said.append(tokenizer.decode(model.generate(ids, max_new_tokens=2, do_sample=False)[0, ids.shape[1] :]))
+    assert said[0].strip() == "4837"
+    assert said[1].strip() != "4837"
 
 
 def test_the_command_trains(tmp_path: Path) -> None:
