@@ -153,10 +153,10 @@ def calibrate_command(
     ],
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
-        Literal["cq", "double_sparsity", "expected_attention", "qfilter"],
+        Literal["cq", "double_sparsity", "duo_attention", "expected_attention", "qfilter", "rlkv", "triattention"],
         typer.Option(
-            help="What to fit: books for coupled quantisation, channels for double sparsity, or query statistics for "
-            "expected_attention_stats."
+            help="What to fit: books for coupled quantisation, channels for double sparsity, statistics of queries for "
+            "expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
@@ -165,10 +165,18 @@ def calibrate_command(
         bool | None, typer.Option("--fisher/--no-fisher", help="cq: weigh vectors by their squared gradients (yes).")
     ] = None,
     iterations: Annotated[int | None, typer.Option(help="cq: most rounds of k-means (100).")] = None,
-    seed: Annotated[int | None, typer.Option(help="cq: of the random starts (0).")] = None,
+    seed: Annotated[int | None, typer.Option(help="cq, duo_attention, rlkv: of what is drawn (0).")] = None,
     n_sink: Annotated[
         int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
     ] = None,
+    sink_size: Annotated[int | None, typer.Option(help="Tables: first tokens that a streaming head keeps.")] = None,
+    recent_size: Annotated[int | None, typer.Option(help="Tables: newest tokens that a streaming head keeps.")] = None,
+    answer: Annotated[
+        int | None, typer.Option(help="Tables: last tokens of a sequence, which its prompt is to explain (64).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Tables: updates of the gates (200).")] = None,
+    price: Annotated[float | None, typer.Option(help="Tables: of a gate that is open.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Tables: learning rate.")] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -185,6 +193,7 @@ def calibrate_command(
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
             "fisher": fisher, "iterations": iterations, "seed": seed, "n_sink": n_sink,
+            "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in given.items() if value is not None})
         loaded, tokenizer = load_model(model)

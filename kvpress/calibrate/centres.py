@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import Observed
 from kvpress.core.model import ModelFacts
 from kvpress.observe.centres import QueryCentres
 from kvpress.presses.triattention import METHOD
 
 
 @dataclass(frozen=True)
-class CentreSettings(Settings):
+class CentreSettings(Observed):
     """Means of the queries before their rotary embedding, and of the lengths of their rotary pairs.
 
     A layer gives `mean [Hq, D]` and `size [Hq, D]`, float32, for `triattention`.

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import Observed
 from kvpress.core.model import ModelFacts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
@@ -16,7 +16,7 @@ from kvpress.presses.qfilter import METHOD
 
 
 @dataclass(frozen=True)
-class FilterSettings(Settings):
+class FilterSettings(Observed):
     """Minus the first right singular vector of the rotated queries, as the mean over the query heads of a kv head.
 
     A layer gives `filter [H, D]`, float32, for `qfilter`.
