@@ -31,6 +31,7 @@ def two_machines() -> Iterator[Any]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    handler = signal.getsignal(signal.SIGTERM)  # which a node of the cluster takes over
     size = {"num_cpus": 1, "memory": 3 * 2**30, "object_store_memory": 100 * 2**20}
     cluster = Cluster(
         initialize_head=True, head_node_args={**size, "include_dashboard": False, "_system_config": _QUICK}
@@ -40,6 +41,7 @@ def two_machines() -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)
 
 
 def when(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
