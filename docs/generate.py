@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from kvpress_eval.commands.eval import Command as WithDefaults
 from kvpress_eval.console import app
 
 import kvpress
@@ -142,6 +143,8 @@ def command_page(name: str, command: Any) -> str:
     """Return usage and options of one command, from its own help."""
     required = "".join(f" {_usage(option)}" for option in command.params if option.required)
     guide = DOCS / f"{name}.md"
+    if isinstance(command, WithDefaults):
+        command.with_defaults()
     parts = [
         f"# kvpress {name}",
         NOTE,
@@ -157,6 +160,8 @@ def command_page(name: str, command: Any) -> str:
             "## Options",
             _table(("option", "default", "meaning"), [_option(option) for option in command.params]),
         ]
+    if command.epilog:
+        parts.append(command.epilog)
     return "\n\n".join(parts)
 
 
@@ -291,7 +296,8 @@ def _option(option: Any) -> tuple[str, str, str]:
     if option.required:
         default = "required"
     else:
-        default = "" if option.default is None else _code(str(option.default))
+        shown = option.show_default if isinstance(option.show_default, str) else option.default
+        default = "" if shown is None else _code(str(shown))
     return names, default, option.help or ""
 
 

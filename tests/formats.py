@@ -25,6 +25,7 @@ CODECS: dict[str, Codec] = {
     "dense": DenseCodec(4, 3),
     "host": HostCodec(4, 3),
     "uniform": UniformCodec(4, 2, (4, 1), (1, 8), 4, 3),
+    "turned": UniformCodec(4, 2, (4, 1), (1, 8), 4, 3, block=16),
     "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
     "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
     "centred": CentredCodec((4, 3), 3, group=4),

@@ -88,9 +88,11 @@ SEALING = {
     "zipcache": "zipcache:interval=16",
     "turboquant": "turboquant:residual_length=16",
     "rotated": "rotated:residual_length=16",
+    "saw_int4": "saw_int4",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
+    "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",
     "double_sparsity": "double_sparsity:budget=32,skip_layers=0,calibration='{channels}'",
 }

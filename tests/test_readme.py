@@ -41,8 +41,8 @@ def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "page",
     [
-        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md",
-        "selection.md",
+        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "parallel.md", "prefill.md",
+        "quantisation.md", "rollback.md", "selection.md",
     ],
 )  # fmt: skip
 def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ available and a plain torch reference everywhere else.
 from kvpress.kernels.counting import counters, reset_counters
 from kvpress.kernels.cpu.launch import available
 from kvpress.kernels.dispatch import (
+    MOST_QUERIES,
     block_prefill,
     column_mass,
     column_max,
@@ -30,6 +31,7 @@ from kvpress.kernels.prefill.contract import Tiles
 __all__ = [
     "BITS",
     "CODE_BITS",
+    "MOST_QUERIES",
     "MOST_RANK",
     "STEP",
     "Basis",

@@ -9,7 +9,7 @@ from kvpress.core.model import LayerFacts
 from kvpress.core.registry import register
 from kvpress.quant.bits import Bits
 from kvpress.quant.press import QuantisingPress, check_channel_group, pair
-from kvpress.quant.uniform import UniformCodec
+from kvpress.quant.uniform import WHOLE_HEAD, UniformCodec
 
 
 @register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750", example="kivi:bits=2")
@@ -21,12 +21,14 @@ class KIVIPress(QuantisingPress):
 
     `bits` is one number, a pair (keys, values), or a list with either for every layer; `group_size` is one number or a
     pair. The newest `residual_length` pairs of every head and its first `sinks` stay as they are; the others are encoded
-    once, a group at a time. `skip_layers` are left dense.
+    once, a group at a time. `skip_layers` are left dense. With `rotate`, keys and values are multiplied by a Hadamard matrix
+    first, which spreads what stands out in a channel over all of them; queries and outputs are multiplied instead of what
+    is stored.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
     Differs from the paper: keys and values share one dense tail of `residual_length` to
     `residual_length + 2 * group_size - 1` pairs, where the paper empties the keys' tail whenever it is full. Constant groups
-    decode exactly.
+    decode exactly. `rotate` is not in the paper.
     """
 
     bits: Bits = 2
@@ -34,6 +36,7 @@ class KIVIPress(QuantisingPress):
     residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
+    rotate: bool = False
 
     def validate(self) -> None:
         super().validate()
@@ -52,4 +55,5 @@ class KIVIPress(QuantisingPress):
     def layer_codec(self, layer: int) -> UniformCodec:
         tokens, channels = self.key_value_groups
         bits = self.layer_bits().at(layer)
-        return UniformCodec(*bits, (tokens, 1), (1, channels), tokens, self.residual_length, self.sinks)
+        block = WHOLE_HEAD if self.rotate else 0
+        return UniformCodec(*bits, (tokens, 1), (1, channels), tokens, self.residual_length, self.sinks, block)

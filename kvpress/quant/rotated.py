@@ -17,6 +17,7 @@ from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, OfStreams, Segment
 from kvpress.core.checks import Size
 from kvpress.core.registry import register
 from kvpress.quant.bits import Bits
+from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
 
 ROUNDS = 3
@@ -158,20 +159,6 @@ def _means(side: Tensor, segment: DenseSegment) -> Tensor:
         if length:
             means[n] = side[segment.layout.rows(n)].mean(dim=0, dtype=torch.float32).to(dtype)
     return means
-
-
-@cache
-@torch.inference_mode(False)
-def hadamard(dim: int, device: torch.device) -> Tensor:
-    """Return an orthonormal, symmetric matrix, float32 [D, D], that spreads what is in one channel over many evenly.
-
-    Where D is no power of two, blocks of the largest one that divides it.
-    """
-    size = dim & -dim
-    block = torch.ones(1, 1)
-    while len(block) < size:
-        block = torch.kron(block, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    return torch.kron(torch.eye(dim // size), block / size**0.5).to(device)
 
 
 @cache

@@ -18,9 +18,13 @@ from kvpress import kernels
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import Choice, Held, Joint, part, per_group, per_pair, per_stream
 from kvpress.cache.layout import Layout, row_numbers
-from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, OfStreams, Segment
+from kvpress.quant.hadamard import hadamard
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Runs
+
+WHOLE_HEAD = 2**30
+"""As many channels as a head has, where a number of channels is asked for."""
 
 
 @dataclass(eq=False)
@@ -87,29 +91,48 @@ class UniformRows(Held):
 class UniformSegment(Segment):
     """Pairs whose keys and values are uniformly quantised.
 
-    `channel_scale [N, Dv]`, float32, multiplies the decoded values of every stream channel by channel.
+    `channel_scale [N, Dv]`, float32, multiplies the decoded values of every stream channel by channel. Where `block` is not 0,
+    what was quantised are keys and values times the Hadamard matrix of blocks of at most so many channels.
     """
 
     keys: Annotated[UniformRows, part()]
     values: Annotated[UniformRows, part()]
     layout: OfStreams
     channel_scale: Annotated[Tensor | None, per_stream("scales")] = None
+    block: int = 0
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        values = self.values.read(rows)
+        keys, values = self.keys.read(rows), self.values.read(rows)
         if self.channel_scale is not None:
             rows = row_numbers(rows, self.layout.total, values.device)
             values = values * self.channel_scale[self.layout.streams_of(rows)].to(values.dtype)
-        return self.keys.read(rows), values
+        return rotated(keys, self.block), rotated(values, self.block)
 
     def operand(self) -> kernels.Rows:
-        basis = None if self.channel_scale is None else kernels.Basis(scale=self.channel_scale)
-        return kernels.Rows(self.keys.operand(), self.values.operand(), log_weight=self.log_weight, value_basis=basis)
+        keys, values = self.keys.operand(), self.values.operand()
+        turned = [hadamard(side.channels, self.device, self.block) if self.block else None for side in (keys, values)]
+        key_basis = kernels.Basis(rotation=turned[0]) if self.block else None
+        value_basis = kernels.Basis(self.channel_scale, turned[1])
+        plain = all(tensor is None for tensor in value_basis.tensors())
+        return kernels.Rows(keys, values, self.log_weight, key_basis, None if plain else value_basis)
+
+
+def rotated(side: Tensor, block: int) -> Tensor:
+    """Rows `[R, D]` times the Hadamard matrix of blocks of at most `block` channels, which is its own inverse; 0 for none."""
+    if not block:
+        return side
+    matrix, out = hadamard(side.shape[1], side.device, block), torch.empty_like(side)
+    for rows, into in zip(side.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True):
+        into.copy_(rows.float() @ matrix)
+    return out
 
 
 @dataclass
 class UniformCodec(Codec):
-    """Keys and values quantised with their own bits and blocks."""
+    """Keys and values quantised with their own bits and blocks; groups of channels end at the head.
+
+    With `block`, after a rotation by the Hadamard matrix of blocks of at most so many channels.
+    """
 
     key_bits: int
     value_bits: int
@@ -118,19 +141,20 @@ class UniformCodec(Codec):
     group: int
     residual: int
     sinks: int = 0
+    block: int = 0
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
-        keys = UniformRows.encode(segment.keys, self.key_bits, self.key_group)
-        rows, channels = self.value_group
-        values = UniformRows.encode(segment.values, self.value_bits, (rows, min(channels, segment.values.shape[-1])))
-        return UniformSegment(keys, values, segment.layout)
+        sides = (segment.keys, self.key_bits, self.key_group), (segment.values, self.value_bits, self.value_group)
+        keys, values = (
+            UniformRows.encode(rotated(side, self.block), bits, (rows, min(channels, side.shape[1])))
+            for side, bits, (rows, channels) in sides
+        )
+        return UniformSegment(keys, values, segment.layout, block=self.block)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        key_rows, key_channels = self.key_group
-        value_rows, value_channels = self.value_group[0], min(self.value_group[1], dim)
         codes = dim * (self.key_bits + self.value_bits) / 8
-        blocks = dim / (key_rows * key_channels) + dim / (value_rows * value_channels)
+        blocks = sum(dim / (rows * min(channels, dim)) for rows, channels in (self.key_group, self.value_group))
         return codes + 2 * parameter_bytes(dtype) * blocks
 
 

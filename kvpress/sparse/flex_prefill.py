@@ -12,7 +12,7 @@ from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import EstimatedPress, Places, capped, covering, means, per_head
+from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, means, per_head
 
 
 @register(
@@ -21,6 +21,7 @@ from kvpress.sparse.tiling import EstimatedPress, Places, capped, covering, mean
     "Lai et al., 2025, arXiv:2502.20766",
     example="flex_prefill:gamma=0.9",
     cases=("flex_prefill:gamma=0.6,tau=0.5,min_budget=8,block=8",),
+    exempt=(IN_CHUNKS,),
 )
 @dataclass
 class FlexPrefillPress(EstimatedPress):

@@ -11,7 +11,7 @@ from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import EstimatedPress, Places, capped
+from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped
 
 SINKS, LOCAL = 30, 100
 """Columns and diagonals that are always among the lines."""
@@ -23,6 +23,7 @@ SINKS, LOCAL = 30, 100
     "Jiang et al., 2024, arXiv:2407.02490",
     example="minference:vertical=1000,slash=6096",
     cases=("minference:vertical=6,slash=12,last=8,block=8",),
+    exempt=(IN_CHUNKS,),
 )
 @dataclass
 class MInferencePress(EstimatedPress):

@@ -8,7 +8,7 @@ from kvpress.core.checks import Size
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import PatternPress, Places
+from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
 
 
 @register(
@@ -17,6 +17,7 @@ from kvpress.sparse.tiling import PatternPress, Places
     "Chen et al., 2025, arXiv:2503.03588",
     example="power_attention:window=256",
     cases=("power_attention:sinks=8,window=8,block=8",),
+    exempt=(IN_CHUNKS,),
 )
 @dataclass
 class PowerAttentionPress(PatternPress):

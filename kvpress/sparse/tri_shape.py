@@ -8,7 +8,7 @@ from kvpress.core.checks import Size
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import PatternPress, Places
+from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
 
 
 @register(
@@ -17,6 +17,7 @@ from kvpress.sparse.tiling import PatternPress, Places
     "Li et al., 2024, arXiv:2412.10319",
     example="tri_shape:local=1024",
     cases=("tri_shape:sinks=8,local=8,last=8,block=8",),
+    exempt=(IN_CHUNKS,),
 )
 @dataclass
 class TriShapePress(PatternPress):

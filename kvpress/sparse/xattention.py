@@ -12,7 +12,7 @@ from kvpress.core.checks import Count, Share
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import EstimatedPress, Places, capped, covering, per_head
+from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, per_head
 
 CHUNK = 2**22
 """Most estimated logits of a head that are held at once."""
@@ -24,6 +24,7 @@ CHUNK = 2**22
     "Xu et al., 2025, arXiv:2503.16428",
     example="xattention:threshold=0.9",
     cases=("xattention:threshold=0.5,stride=4,block=8",),
+    exempt=(IN_CHUNKS,),
 )
 @dataclass
 class XAttentionPress(EstimatedPress):

@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -67,10 +69,31 @@ def _table(family: str, path: Path) -> None:
     path.write_text("\n".join("\t".join(f"{value:.3f}" for value in row) for row in rows.tolist()))
 
 
+def _networks(family: str, path: Path) -> None:
+    sizes = (COMMON["num_key_value_heads"], COMMON["hidden_size"])
+    drawn = torch.Generator().manual_seed(4)
+    made = {}
+    for layer in range(COMMON["num_hidden_layers"]):
+        made[f"layers.{layer}.weight"] = torch.randn(sizes, generator=drawn)
+        made[f"layers.{layer}.bias"] = torch.zeros(sizes[0])
+    save_file(made, path)
+
+
+def _curve(family: str, path: Path) -> None:
+    needs = torch.rand(
+        COMMON["num_hidden_layers"], COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(5)
+    )
+    ratios = torch.arange(1, 100)[:, None, None] / 100
+    np.save(path, (ratios ** (0.5 + needs)).float().numpy())
+
+
 FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "table": ("heads.tsv", _table),
     "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
+    "filters": ("filters.safetensors", _calibration("qfilter")),
+    "curve": ("curve.npy", _curve),
+    "networks": ("networks.safetensors", _networks),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),
 }
 """What a spec writes in braces: the name of a file, and how it is made for a family."""

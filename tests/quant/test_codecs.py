@@ -18,6 +18,11 @@ from tests.test_memory import held
 CODECS = {
     "kivi": "kivi:bits={bits},group_size=16,residual_length=8",
     "kivi_sinks": "kivi:bits={bits},group_size=16,residual_length=8,sinks=3",
+    "kivi_rotated": "kivi:bits={bits},group_size=16,residual_length=8,rotate=true",
+    "saw_int4": "saw_int4:bits={bits}",
+    "saw_int4_blocks": "saw_int4:bits={bits},block_size=8,group_size=16,residual_length=8,sinks=3",
+    "rotated": "rotated:bits={bits},residual_length=8",
+    "turboquant": "turboquant:bits={bits},residual_length=8",
     "adaquant": "adaquant:bits=({bits},{low}),group_size=16,residual_length=8",
     "gear": "gear:bits={bits},group_size=16,buffer_length=16,outliers=0.1",
     "gear_l": "gear_l:bits={bits},group_size=16,buffer_length=16",
@@ -26,7 +31,16 @@ CODECS = {
     "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
     "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{books}'",
 }
+SPREAD = ("saw_int4_blocks", "rotated", "turboquant", "cq")
+"""Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
 FAMILIES = ["llama", "qwen3", "phi3"]
+
+
+def test_every_registered_codec_is_tried() -> None:
+    registered = {entry.name for entry in kvpress.list_presses() if entry.role == "quantise"}
+    assert registered == {spec.partition(":")[0] for spec in CODECS.values()}
+
+
 every_codec = pytest.mark.parametrize("name", CODECS)
 
 
@@ -74,7 +88,9 @@ def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str
             found = model(new, past_key_values=cache).logits
             if checked:
                 expected = model(new, past_key_values=decoded).logits
-                torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+                # Kernels round queries to 16 bits for keys with one scale; the zeros of these are half of their range.
+                tolerance = 1e-2 if name == "rotated" else 2e-3
+                torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert all(layer.store.segments for layer in cache.layers)
 
 
@@ -163,7 +179,7 @@ def test_constant_and_huge_values_stay_finite(name: str, books: dict[str, Path])
     found_keys, found_values = codec.encode(segment, Sealing(2)).read(slice(None))
     assert torch.isfinite(found_keys).all()
     assert torch.isfinite(found_values).all()
-    if name != "cq":
+    if name not in SPREAD:
         torch.testing.assert_close(found_keys, keys, atol=1e-2, rtol=1e-3)
 
 

@@ -13,7 +13,8 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.kernels import unpack
 from kvpress.kernels.cpu import build, launch
-from kvpress.quant.rotated import CentredCodec, RotatedSegment, hadamard
+from kvpress.quant.hadamard import hadamard
+from kvpress.quant.rotated import CentredCodec, RotatedSegment
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from kvpress_eval.common.errors import OutputError, translated_os_errors
 from kvpress_eval.common.files import hash_json, read_object, replace_file, write_json
@@ -50,14 +51,17 @@ class CellStore:
         """
         with translated_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("wb")
-        with lock:
+            lock = FileLock(self.path / ".lock")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
+                lock.acquire(blocking=False)
+            except Timeout:
+                free = False
             else:
-                yield True
+                free = True
+        try:
+            yield free
+        finally:
+            lock.release()
 
     def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
         """Make the claimed folder of `cell` ready to be appended to; return the rows that are there already, by sample id.

@@ -19,7 +19,7 @@ from kvpress.hf.clock import now
 from kvpress.hf.models import parameters_of_config
 from kvpress.plan import Geometry, plan
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.common.terminal import MISSING, plain_table
+from kvpress_eval.common.terminal import MISSING, Name, plain_table
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import Row, read_rows, store_of
 from kvpress_eval.run.cells import Cell, make_cells
@@ -88,7 +88,7 @@ class Estimate:
         table = plain_table(["press"], ["samples", "done", "cache", f"alone {word}"])
         for one in self.presses:
             cache = MISSING if one.cache_bytes is None else format_bytes(one.cache_bytes)
-            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
+            table.add_row(Name(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
         console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
         console.print(table)
         source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
