@@ -5,6 +5,7 @@
 A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Peak is the largest resident memory while the prompt
 is read, above what the process held before. Seconds and peak are also printed as ratios to those without a press, which is
 measured before and after the others. The last row reads the prompt once for all presses that share it (`kvpress.prefill`).
+Patterns, which read a part of a prompt, are measured by `benchmarks/patterns.py`.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ _ROLES = {
     "schedule": "decides when, or puts presses together",
     "quantise": "stores pairs in fewer bits",
     "select": "reads fewer pairs",
+    "prefill": "reads a part of a prompt for each of its tokens, while the prompt is read",
 }
 
 

@@ -29,6 +29,8 @@ from kvpress.cache.window import Cursor, RealTokens, Window
 
 Reader = Callable[[Tensor], list[Partial]]
 """Attends from `queries [N, G * Q, D]` to some of the pairs of each encoded segment, each token to its own."""
+Opened = Callable[[Window, RealTokens | None], Partial]
+"""Attends from the newest tokens to what is chosen of the window's."""
 
 
 class Observing(Protocol):
@@ -157,11 +159,13 @@ class KVStore:
         mask: RealTokens | Tensor | None = None,
         sinks: Tensor | None = None,
         reader: Reader | None = None,
+        opened: Opened | None = None,
     ) -> Partial:
         """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
 
         Layers that share `mask` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
-        `reader` reads the segments, unless the mask hides tokens in them: then all visible pairs are read.
+        `reader` reads the segments, unless the mask hides tokens in them: then all visible pairs are read. `opened` reads the
+        window, unless its pairs have weights of their own: then all of it is read.
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
@@ -176,7 +180,9 @@ class KVStore:
         for segment in whole:
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
             parts.append(segment.attend(rows, logits, hidden))
-        if self.window.length:
+        if opened is not None and self.window.log_weight is None:
+            parts.append(opened(self.window, mask))
+        elif self.window.length:
             parts.append(self.window.attend(rows, logits, length, mask))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)

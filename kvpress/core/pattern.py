@@ -3,35 +3,123 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpress.cache.attention import Partial
-from kvpress.cache.tiles import attend_tiles
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.window import RealTokens, Window
+from kvpress.kernels import Tiles, block_prefill
 from kvpress.observe.call import LayerCall
+
+FEWEST_BLOCKS = 2
+"""A prompt of up to so many blocks is read whole: there is nothing to choose from."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is read of some rows that hold equally many tokens, without their padding.
+
+    `queries [b, Hq, Q, D]` are those of the last Q of T tokens, `keys [b, H, T, D]` and `values [b, H, T, Dv]` those that are
+    not sealed; query heads of a group are next to each other. `layer` counts attention layers, `rows` are those of the batch.
+    `shared` is state that all layers of a cache have in common.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    logits: Logits
+    layer: int = 0
+    rows: tuple[int, ...] = ()
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def new(self) -> int:
+        """Query tokens Q."""
+        return self.queries.shape[2]
+
+    @property
+    def total(self) -> int:
+        """Key tokens T."""
+        return self.keys.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def shape(self, block: int) -> tuple[int, int, int, int]:
+        """Shape of the tiles: rows, query heads, query blocks, key blocks."""
+        return (*self.queries.shape[:2], -(-self.new // block), -(-self.total // block))
 
 
 class Pattern(ABC):
     """Chooses, while a prompt is read, which tiles of `block` queries by `block` keys attention computes.
 
-    It takes the place of the model's own attention where several tokens come and nothing of the layer is sealed yet. A tile
-    that holds a query itself is always read; tiles of the future never are.
+    It takes the place of the model's own attention where several tokens come at once. What is sealed already, such as the
+    compressed pairs of earlier turns, is read as without a pattern, and merged. A row is read as that row alone would be:
+    its blocks begin at its first real token. Prompts of up to two blocks are read whole.
     """
 
     block: int = 64
 
     @abstractmethod
-    def tiles(self, call: LayerCall, keys: Tensor) -> Tensor:
-        """Return which tiles of `keys [B, H, T, D]` the queries of a call read.
+    def tiles(self, prompt: Prompt) -> Tiles:
+        """Return which blocks of keys, and which single ones, are read; tiles that hold a query itself always are."""
 
-        They are bool `[B, Hq, ceil(Q / block), ceil(T / block)]`; query tile i holds the tokens from `T - Q + i * block`.
-        """
+    def attend(self, call: LayerCall, window: Window, mask: RealTokens | None) -> Partial:
+        """Attend from the queries of a call to the tokens of a window: out `[N, G * Q, Dv]` and log-sum-exp `[N, G * Q]`."""
+        queries, keys, values = call.queries, window.filled_keys, window.filled_values
+        (batch, heads, new, _), total = queries.shape, window.length
+        out = queries.new_zeros(batch, heads, new, values.shape[-1], dtype=torch.float32)
+        lse = queries.new_full((batch, heads, new), -torch.inf, dtype=torch.float32)
+        for rows, kept in _alike(window, mask, batch):
+            asked = kept[kept >= total - new] - (total - new)
+            if len(asked) == 0:
+                continue
+            prompt = Prompt(
+                _of(queries, rows, asked), _of(keys, rows, kept), _of(values, rows, kept), call.logits, call.layer,
+                tuple(rows), call.shared,
+            )  # fmt: skip
+            whole = prompt.total <= FEWEST_BLOCKS * self.block
+            tiles = everything(prompt, self.block) if whole else self.tiles(prompt)
+            found = block_prefill(
+                prompt.queries, prompt.keys.to(queries), prompt.values.to(queries), tiles,
+                scale=call.logits.scale, softcap=call.logits.softcap,
+            )  # fmt: skip
+            if len(rows) == batch and len(asked) == new:
+                out, lse = found
+                continue
+            at = torch.tensor(rows, device=out.device)[:, None], asked.to(out.device)
+            out.transpose(1, 2)[at] = found[0].transpose(1, 2)
+            lse.transpose(1, 2)[at] = found[1].transpose(1, 2)
+        streams = batch * call.store.heads
+        return out.reshape(streams, -1, out.shape[-1]), lse.reshape(streams, -1)
 
-    def attend(self, call: LayerCall, keys: Tensor, values: Tensor) -> Partial:
-        """Attend from the queries of a call, `[B, Hq, Q, D]`: outputs `[B, Hq, Q, Dv]` and log-sum-exp, sinks included."""
-        out, lse = attend_tiles(call.queries, keys, values, self.tiles(call, keys), self.block, call.logits, call.mask)
-        if call.sinks is None:
-            return out, lse
-        whole = torch.logaddexp(lse, call.sinks.float().view(1, -1, 1).to(lse.device))
-        return out * torch.exp(lse - whole)[..., None], whole
+
+def everything(prompt: Prompt, block: int) -> Tiles:
+    """Return all tiles."""
+    return Tiles(torch.ones(prompt.shape(block), dtype=torch.bool, device=prompt.keys.device), block)
+
+
+def _alike(window: Window, mask: RealTokens | None, batch: int) -> list[tuple[list[int], Tensor]]:
+    """Rows whose real tokens lie in the same places of a window, and these places."""
+    if mask is None:
+        return [(list(range(batch)), torch.arange(window.length))]
+    real = mask.real[:, window.first : window.first + window.length].cpu()
+    found: dict[bytes, list[int]] = {}
+    for row in range(batch):
+        found.setdefault(real[row].numpy().tobytes(), []).append(row)
+    return [(rows, real[rows[0]].nonzero().flatten()) for rows in found.values()]
+
+
+def _of(tensor: Tensor, rows: list[int], places: Tensor) -> Tensor:
+    """Take some rows and tokens of `[B, heads, n, D]`; a view where that is all of them, or the newest of one row."""
+    if len(rows) < tensor.shape[0]:
+        tensor = tensor[rows[0] : rows[0] + 1] if len(rows) == 1 else tensor[rows]
+    first = int(places[0])
+    if len(places) == tensor.shape[2] - first:
+        return tensor[:, :, first:]
+    return tensor[:, :, places.to(tensor.device)]

@@ -415,6 +415,14 @@ class Recipe:
                 "spans cannot be protected from a press with its own `compress` or `forward_hook`, which chooses among all "
                 "pairs by itself; override `score` instead"
             )
+        wanted = (*self.observers, *(wanted for step in self.evictions for wanted in step.wants))
+        sums = sorted({one.kind.__name__ for one in wanted if getattr(one.kind, "sums_attention", False)})
+        if self.pattern is not None and sums:
+            raise ValueError(
+                f"{', '.join(sums)} cannot watch a prompt that is read by a pattern: it sums the attention over all pairs, of "
+                "which a pattern computes a part; put the pattern beside a press that scores by a few queries, or by keys and "
+                "values, such as snapkv, tova, expected_attention or knorm"
+            )
 
     @property
     def spans(self) -> tuple[Spans, ...]:

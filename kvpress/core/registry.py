@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
-Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select"]
+Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select", "prefill"]
 PressT = TypeVar("PressT", bound="type[Any]")
 
 PACKAGES = ("kvpress.presses", "kvpress.quant", "kvpress.sparse")
-ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select")
+ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select", "prefill")
 GROUP = "kvpress.presses"
 """The group of entry points by which other packages add presses."""
 EVERY_SUITE = "every suite"

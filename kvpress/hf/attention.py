@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -166,13 +167,12 @@ def attention(
     own = bool(store.sealed) or (
         length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
     )
-    if own:
-        out, call.lse = store.attend(query, call.logits, real, call.sinks, None if whole else plan.reader(call))
+    pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
+    if own or pattern is not None:
+        reader = None if whole or not own else plan.reader(call)
+        opened = None if pattern is None else partial(pattern.attend, call)
+        out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, opened)
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
-    elif plan.pattern is not None and call.phase == "prefill":
-        out, lse = plan.pattern.attend(call, store.window.filled_keys, store.window.filled_values)
-        result, call.lse = out.transpose(1, 2).to(query.dtype), lse.reshape(store.batch * store.heads, -1)
-        result = _out_of_order(result, key, plan.tiles)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
         keys, values = (key, value) if fresh else _arranged(keys, values, key, plan.tiles)

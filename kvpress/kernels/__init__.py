@@ -1,4 +1,4 @@
-"""Operators over flat storage: decode attention on dense, packed and coded rows, and scores of stored rows.
+"""Operators: attention on dense, packed and coded rows in flat storage, scores of stored rows, and prompts read by tiles.
 
 Each operator takes `Rows`, where its streams lie (`Ranges` or `Listed`) and `Options`, and runs a compiled kernel where one is
 available and a plain torch reference everywhere else.
@@ -8,6 +8,7 @@ from kvpress.kernels.counting import counters, reset_counters
 from kvpress.kernels.cpu.launch import available
 from kvpress.kernels.dispatch import (
     MOST_QUERIES,
+    block_prefill,
     column_mass,
     column_max,
     decode,
@@ -25,6 +26,7 @@ from kvpress.kernels.formats.operand import Listed, Options, Ranges, Rows, Side,
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.packing import BITS, CODE_BITS, check_packing, pack, row_step, unpack
 from kvpress.kernels.formats.rotary import STEP, Rotary, per_pair, rotate_halves
+from kvpress.kernels.prefill.contract import Tiles
 
 __all__ = [
     "BITS",
@@ -43,8 +45,10 @@ __all__ = [
     "Rotary",
     "Rows",
     "Side",
+    "Tiles",
     "Where",
     "available",
+    "block_prefill",
     "check_packing",
     "column_mass",
     "column_max",

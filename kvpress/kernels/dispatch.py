@@ -21,6 +21,9 @@ from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.mass import contract as mass
 from kvpress.kernels.mass import cpu as mass_cpu
 from kvpress.kernels.mass import reference as mass_reference
+from kvpress.kernels.prefill import contract as prefill
+from kvpress.kernels.prefill import cpu as prefill_cpu
+from kvpress.kernels.prefill import reference as prefill_reference
 from kvpress.kernels.quantisation import contract as quantisation
 from kvpress.kernels.quantisation import cpu as quantisation_cpu
 from kvpress.kernels.quantisation import reference as quantisation_reference
@@ -79,6 +82,47 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             out = out.masked_fill(lse.isneginf()[..., None], 0.0)
     lse = lse if moved is None else lse + moved
     return attention.with_sinks(out, lse, options.sinks)
+
+
+def block_prefill(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: prefill.Tiles,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    real: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally from the newest tokens to chosen blocks of keys, as `kvpress.kernels.prefill.contract` says.
+
+    Args:
+        q: queries [B, Hq, Q, D] of the last Q of T tokens; float32, bfloat16 or float16. Query heads that read the same kv head
+            are next to each other.
+        keys: [B, H, T, D] of the same dtype.
+        values: [B, H, T, Dv] of the same dtype.
+        tiles: which blocks, and single columns, are read.
+        scale: factor of the products.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        real: real tokens, bool [B, T]; None where nothing is padded.
+        sinks: logits without a value that take part in the softmax of every query of a head, [Hq].
+
+    Returns:
+        Outputs, float32 [B, Hq, Q, Dv], and log-sum-exp of the logits, float32 [B, Hq, Q].
+
+    Raises:
+        ValueError: for shapes, dtypes and sizes that do not belong together.
+    """
+    prefill.check(q, keys, values, tiles, real, softcap, sinks)
+    lists = tiles.lists(q.shape[2], keys.shape[2])
+    args = (q, keys, values, lists, real, scale, softcap)
+    if launch.available(keys):
+        count("block_prefill")
+        out, lse = prefill_cpu.attend(*args)
+    else:
+        out, lse = prefill_reference.attend(*args)
+    return attention.with_sinks(out, lse, None if sinks is None else sinks.float().view(-1, 1).expand_as(lse))
 
 
 def column_mass(

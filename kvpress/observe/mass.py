@@ -24,6 +24,8 @@ class AttentionMass(Observer):
     counts decay ** (number of later queries).
     """
 
+    sums_attention = True
+
     def __init__(self, decay: float = 1.0) -> None:
         self.queries = 0
         self.decay = decay
@@ -122,6 +124,7 @@ class ProbeAttention(Observer):
     """
 
     sides = ("saliency", "probes")
+    sums_attention = True
 
     def __init__(self, share: float) -> None:
         self.share = share

@@ -55,12 +55,14 @@ class Observer(ABC):
     arrays that it records, which move with the pairs: two observers of different arguments have different names. `held` are
     its own tensors `[B, ...]`, None while there is nothing to hold. A tensor that is held, or that is a per-pair array, is
     replaced and never written to: what was kept to take tokens back (`KVStore.save`) shares it. `by_token` says that what was
-    seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly.
+    seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly. `sums_attention` says that it
+    needs the log-sum-exp of every query over all pairs, which a pattern does not compute.
     """
 
     sides: tuple[str, ...] = ()
     held: ClassVar[tuple[str, ...]] = ()
     by_token: ClassVar[bool] = False
+    sums_attention: ClassVar[bool] = False
     end: int = 0
 
     def __init_subclass__(cls) -> None:

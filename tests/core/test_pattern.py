@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvpress
-from kvpress.cache import attention
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Pattern
+from kvpress.core.pattern import Pattern, Prompt
 from kvpress.core.recipe import Recipe
-from kvpress.observe.call import LayerCall
+from kvpress.kernels import Tiles
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 BLOCK = 8
@@ -27,12 +27,11 @@ class Shape(Pattern):
     recent: int
     block: int = BLOCK
 
-    def tiles(self, call: LayerCall, keys: Tensor) -> Tensor:
-        new, total = call.queries.shape[2], keys.shape[2]
-        row = (torch.arange(0, new, self.block) + total - new) // self.block
-        column = torch.arange(-(-total // self.block))
+    def tiles(self, prompt: Prompt) -> Tiles:
+        row = (torch.arange(0, prompt.new, self.block) + prompt.total - prompt.new) // self.block
+        column = torch.arange(-(-prompt.total // self.block))
         read = (column == 0) | (column > row[:, None] - self.recent)
-        return read.expand(*call.queries.shape[:2], -1, -1)
+        return Tiles(read.expand(prompt.shape(self.block)), self.block)
 
 
 @dataclass
@@ -72,17 +71,50 @@ def test_what_is_left_out_is_not_seen(recent: int) -> None:
     assert not torch.allclose(expected, model(ids).logits[:, -1], atol=1e-2)
 
 
-def test_tiles_that_are_left_out_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
+def test_a_padded_row_is_read_as_that_row_alone() -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([45, 29])
+    alone = read(model, Patterned(2), ids[1:, 16:], None)
+    torch.testing.assert_close(read(model, Patterned(2), ids, mask)[1:], alone, atol=1e-4, rtol=1e-4)
 
-    class Counted(attention.Logits):
-        def __call__(self, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-            sizes.append(keys.shape[-2])
-            return super().__call__(queries, keys, *rest)
 
-    monkeypatch.setattr("kvpress.hf.attention.Logits", Counted)
-    read(tiny_model("llama"), Patterned(2), tokens(1, 80), None)
-    assert max(sizes) == 3 * BLOCK
+def test_a_later_turn_reads_what_is_sealed_and_its_own_tiles() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 85)
+    cache, sealing = DynamicCache(config=model.config), kvpress.QuestPress(budget=4096, page_size=4, skip_layers=0)
+    with (sealing + Patterned(100))(model):
+        model(ids[:, :40], past_key_values=cache)
+        assert cache.layers[0].store.segments
+    first = cache.layers[0].store.window.first
+    tile, at = torch.arange(85 - first) // BLOCK, torch.arange(85 - first)
+    seen = torch.ones(85, 85, dtype=torch.bool).tril()
+    row = (torch.arange(45) // BLOCK * BLOCK + 40 - first) // BLOCK  # of the first query of each block
+    seen[40:, first:] = ((tile == 0) | (tile > row[:, None] - 2)) & (
+        at <= torch.arange(40 - first, 85 - first)[:, None]
+    )
+    expected = model(ids, attention_mask=seen.expand(2, 1, -1, -1)).logits[:, -1]
+    with (sealing + Patterned(2))(model):
+        found = model(ids[:, 40:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_the_operator_reads_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    plain = Tiles.lists
+
+    def lists(self: Tiles, *sizes: int) -> Any:
+        listed.append(plain(self, *sizes))
+        return listed[-1]
+
+    monkeypatch.setattr(Tiles, "lists", lists)
+    model = tiny_model("llama")
+    read(model, Patterned(2), tokens(1, 80), None)
+    heads = model.config.num_attention_heads
+    assert [len(one.tiles) for one in listed] == [heads * (1 + 2 + 8 * 3)] * model.config.num_hidden_layers
+
+
+def test_what_sums_the_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="AttentionMass cannot watch a prompt that is read by a pattern"):
+        (Patterned(2) + kvpress.H2OPress(0.5)).recipe()
 
 
 def test_it_composes_with_eviction_codec_and_selector() -> None:

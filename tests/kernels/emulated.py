@@ -18,7 +18,7 @@ from kvpress import env
 from kvpress.kernels.cpu import launch, libraries
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SOURCES = ("decode", "coded", "mass", "quantise", "scores", "select")
+SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select")
 LEVEL = "neon_dot"
 
 missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]

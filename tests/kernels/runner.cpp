@@ -14,7 +14,7 @@
 
 #define ENTRIES(entry)                                                                                     \
   entry(kvpress_dense) entry(kvpress_packed) entry(kvpress_coded) entry(kvpress_mass) entry(kvpress_quantise) \
-      entry(kvpress_bounds) entry(kvpress_labels) entry(kvpress_select)
+      entry(kvpress_bounds) entry(kvpress_labels) entry(kvpress_select) entry(kvpress_prefill)
 #define DECLARE(name) extern "C" int name(const void*);
 ENTRIES(DECLARE)
 

@@ -126,9 +126,15 @@ class Transpose {
 
   // Rows past `size` hold old values; `first` and `stride` count elements.
   void load(const Elements& from, int64_t first, int64_t stride, int size, Unit* tile) {
+    load(from, [&](int t) { return first + t * stride; }, size, tile);
+  }
+
+  // The same for rows that lie anywhere: row t begins at element at(t).
+  template <class At>
+  void load(const Elements& from, At&& at, int size, Unit* tile) {
     for (int t = 0; t < size; t += 16) {
       for (int i = 0; i < std::min(16, kTileRows - t); ++i)
-        Product::pack(from, first + std::min(t + i, size - 1) * stride, channels_, rows_ + i * stride_);
+        Product::pack(from, at(std::min(t + i, size - 1)), channels_, rows_ + i * stride_);
 #if defined(__AVX512F__)
       for (int d = 0; d < stride_; d += 16)
         transpose_block(rows_ + d, stride_, tile + d * kTileRows + t, kTileRows);

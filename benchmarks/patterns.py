@@ -1,0 +1,225 @@
+"""Patterns of sparse prefill: what they read, how long attention takes, how far it is off, and what answers they cost.
+
+    PYTHONPATH=.:eval python -m benchmarks.patterns [--lengths 8192 32768] [--samples 100] [--threads 2]
+                                 [--out benchmarks/results/patterns_cpu.json]
+
+Attention of one layer (8 query and 2 kv heads of dim 64, float32) on random keys and queries with a local and a sink part,
+estimates and lists included, beside torch's `scaled_dot_product_attention`. A random layer is diffuse, so densities are set by
+`max_density`. Error is the norm of the difference to full attention in units of its norm. Density counts the pairs that are
+read, of those that a causal mask allows. Below, what the patterns' own thresholds choose on the bundled reference model, for a
+plain text of that length, and its answers with 95% intervals: to its retrieval tasks at 1k, to two needle tasks at 2k.
+`docs/prefill.md` gets the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvpress_eval import evaluate
+from torch import Tensor
+
+import kvpress
+from benchmarks.accuracy import RETRIEVAL, ROOT, Score
+from benchmarks.kernels_cpu import cpu_model
+from kvpress.cache.attention import Logits
+from kvpress.core.pattern import Prompt
+from kvpress.kernels import Tiles, block_prefill
+
+DENSITIES = (1.0, 0.5, 0.25, 0.12, 0.06)
+CAPPED = (
+    "xattention:threshold=1.0",
+    "minference:vertical=1000000,slash=1000000",
+    "flex_prefill:gamma=1.0",
+)
+"""Patterns that would read everything, until `max_density` cuts them."""
+FIXED = ("tri_shape", "power_attention")
+CHOOSING = (
+    "tri_shape:sinks=64,local=256,last=64",
+    "power_attention:sinks=64,window=128",
+    "xattention:threshold=0.8",
+    "xattention:threshold=0.9",
+    "flex_prefill:gamma=0.9,block=64,min_budget=128",
+    "flex_prefill:gamma=0.95,block=64,min_budget=128",
+    "minference:vertical=100,slash=300",
+)
+BEGIN, END = "<!-- patterns -->", "<!-- end of patterns -->"
+DOCS = ROOT.parent / "docs" / "prefill.md"
+
+
+def random_prompt(length: int) -> Prompt:
+    """A layer whose queries look at their neighbours and at the first tokens, besides noise."""
+    torch.manual_seed(0)
+    noise = [torch.randn(1, heads, length, 64) for heads in (8, 2, 2)]
+    noise[1][:, :, :4] += 1
+    noise[0] += 0.5
+    return Prompt(*noise, Logits(64**-0.5))
+
+
+def seconds(run: Any, rounds: int) -> float:
+    """Best time of some runs, after one that compiles and allocates."""
+    run()
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def density(tiles: Tiles, prompt: Prompt) -> float:
+    """Share of the pairs that are read, of those a causal mask allows; blocks count as a whole in both."""
+    lists = tiles.lists(prompt.new, prompt.total)
+    lengths, block, total = lists.ends.diff(prepend=lists.ends.new_zeros(1)), tiles.block, prompt.total
+    per_block = lengths.view(-1, prompt.shape(block)[2]).double().mean(dim=0) * block
+    if tiles.columns is not None:
+        own = torch.arange(prompt.shape(block)[2]) * block
+        covered = tiles.chosen.repeat_interleave(block, dim=3)[..., :total]
+        alone = tiles.columns[:, :, None] & ~covered & (torch.arange(total) < own[:, None])
+        per_block += alone.sum(dim=-1).double().mean(dim=(0, 1))
+    allowed = (torch.arange(1, len(per_block) + 1) * block).double().sum()
+    return float(per_block.sum() / allowed)
+
+
+@torch.no_grad()
+def timed(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Time, density and error of every pattern at every density and length."""
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(length)
+        q, k, v = prompt.queries, prompt.keys, prompt.values
+
+        def dense(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        full = dense()
+        base = seconds(dense, rounds)
+        rows.append({"length": length, "press": "torch", "density": 1.0, "seconds": base, "times": 1.0, "error": 0.0})
+        specs = [f"{spec},max_density={share}" for spec in CAPPED for share in DENSITIES]
+        for spec in [*specs, *FIXED]:
+            press: Any = kvpress.get_press(spec)
+
+            def read(press: Any = press, prompt: Prompt = prompt) -> Tensor:
+                tiles = press.tiles(0, prompt)
+                return block_prefill(
+                    prompt.queries, prompt.keys, prompt.values, tiles, scale=prompt.logits.scale
+                )[0]  # fmt: skip
+
+            spent = seconds(read, rounds)
+            rows.append(
+                {
+                    "length": length,
+                    "press": spec,
+                    "density": density(press.tiles(0, prompt), prompt),
+                    "seconds": spent,
+                    "times": base / spent,
+                    "error": float((read() - full).norm() / full.norm()),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+@torch.no_grad()
+def chosen_density(spec: str, length: int) -> float:
+    """Mean density over layers of what a press reads of a text of so many tokens, on the reference model."""
+    model, tokenizer = kvpress.load_model("reference")
+    text = " The old river runs past the mill." * (length // 4)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :length]
+    found: list[float] = []
+    press: Any = kvpress.get_press(spec)
+    plain = type(press).tiles
+
+    def tiles(self: Any, layer: int, prompt: Prompt) -> Tiles:
+        made: Tiles = plain(self, layer, prompt)
+        found.append(density(made, prompt))
+        return made
+
+    type(press).tiles = tiles
+    try:
+        with press(model):
+            model(ids)
+    finally:
+        type(press).tiles = plain
+    return sum(found) / len(found)
+
+
+def answered(samples: int, out: Path) -> list[dict[str, Any]]:
+    """Accuracy beside no pattern, at 1k and 2k tokens, and the density that each pattern chose on plain text."""
+    rows = []
+    for length in (1024, 2048):
+        found = evaluate(
+            "reference",
+            presses=["none", *CHOOSING],
+            tasks=[f"file:{ROOT / 'data' / 'refmodel_test.jsonl.gz'}#{'+'.join(RETRIEVAL)}"] if length == 1024
+            else ["niah_single", "niah_multikey"],
+            lengths=[length],
+            samples=samples,
+            max_new_tokens=12,
+            batch_size=4,
+            out=out / str(length),
+        )  # fmt: skip
+        for press, held in found.groupby("press"):
+            score = Score.of(held["score"])
+            share = 1.0 if press == "none" else chosen_density(str(press), length)
+            rows.append({"length": length, "press": press, "density": share, **vars(score)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The tables of docs/prefill.md."""
+    lines = [
+        f"`{record['command']}`, {record['machine']}, {record['threads']} threads, {record['date']}.", "",
+        "| tokens | pattern | density % | seconds | times torch | error |", "|---:|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    lines += [
+        f"| {row['length']} | `{row['press']}` | {100 * row['density']:.0f} | {row['seconds']:.2f} | {row['times']:.2f} | "
+        f"{row['error']:.3f} |"
+        for row in record["timed"]
+    ]
+    if record["answered"]:
+        lines += ["", "| tokens | pattern | density on plain text % | score | contexts |", "|---:|---|---:|---:|---:|"]
+    lines += [
+        f"| {row['length']} | `{row['press']}` | {100 * row['density']:.0f} | {row['mean']:.0f} ± {row['half']:.0f} | "
+        f"{row['contexts']} |"
+        for row in record["answered"]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=100, help="contexts of each task; 0 leaves answers out")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
+    parser.add_argument("--out", type=Path, help="write figures here, and tables into docs/prefill.md")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    record = {
+        "date": date.today().isoformat(),
+        "machine": cpu_model(),
+        "threads": options.threads,
+        "command": shlex.join(["python", "-m", "benchmarks.patterns", *sys.argv[1:]]),
+        "timed": timed(options.lengths, options.rounds),
+        "answered": answered(options.samples, options.runs) if options.samples else [],
+    }
+    print(markdown(record))
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        text = DOCS.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Causal attention of a prompt that reads chosen tiles only."""

@@ -1,0 +1,45 @@
+"""PowerAttention: blocks at distances that are powers of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpress.core.checks import Size
+from kvpress.core.pattern import Prompt
+from kvpress.core.registry import register
+from kvpress.kernels import Tiles
+from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
+
+
+@register(
+    "power_attention",
+    "prefill",
+    "Chen et al., 2025, arXiv:2503.03588",
+    example="power_attention:window=256",
+    cases=("power_attention:sinks=8,window=8,block=8",),
+    exempt=(IN_CHUNKS,),
+)
+@dataclass
+class PowerAttentionPress(PatternPress):
+    """Read blocks at distances of 1, 2, 4, 8, ... blocks, besides the first `sinks` and the newest `window` tokens.
+
+    What a token can learn of doubles with every layer, for a number of blocks that grows with the logarithm of the length.
+    Sizes are rounded up to blocks of `block` tokens; `window` counts the block of the query itself.
+
+    Paper: Chen et al., PowerAttention: Exponentially Scaling of Receptive Fields for Effective Sparse Attention, 2025,
+    arXiv:2503.03588.
+    Differs from the paper: it trains models with the pattern, and this one reads models as they are, which loses what lies
+    between; tokens that are generated read everything; sizes are ours.
+    """
+
+    sinks: Size = 64
+    window: Size = 256
+
+    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+        del layer
+        places = Places.of(prompt, self.block)
+        sinks, window = (-(-size // self.block) for size in (self.sinks, self.window))
+        distance = places.own - places.at
+        power = (distance > 0) & ((distance & (distance - 1)) == 0)
+        read = (places.at < sinks) | (distance < window) | power
+        return Tiles(read.expand(prompt.shape(self.block)), self.block)

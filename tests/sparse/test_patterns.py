@@ -1,0 +1,226 @@
+"""Patterns choose the tiles that their formulas name; with everything allowed they are full attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import kvpress
+from kvpress.cache.attention import Logits
+from kvpress.core.pattern import Prompt
+from kvpress.sparse.lines import newest_attention, slash_scores
+from kvpress.sparse.tiling import covering
+from tests.models import padded_batch, position_ids, tiny_model, tokens
+
+FULL = {
+    "tri_shape": "tri_shape:last=4096,block=8",
+    "power_attention": "power_attention:window=4096,block=8",
+    "xattention": "xattention:threshold=1.0,block=8",
+    "minference": "minference:vertical=4096,slash=4096,block=8",
+    "flex_prefill": "flex_prefill:gamma=1.0,block=8",
+}
+"""Settings with which a pattern reads everything."""
+PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if entry.role == "prefill"}
+ESTIMATED = ["xattention:threshold=1.0,block=8", "minference:block=8", "flex_prefill:gamma=1.0,min_budget=8,block=8"]
+
+
+def prompt(new: int = 96, total: int = 96, group: int = 2, batch: int = 2) -> Prompt:
+    """A random prompt whose heads are peaked."""
+    shape = lambda heads, n: (batch, heads, n, 16)  # noqa: E731
+    return Prompt(
+        2 * torch.randn(shape(2 * group, new)), torch.randn(shape(2, total)), torch.randn(shape(2, total)), Logits(0.25)
+    )
+
+
+def weights(asked: Prompt) -> Tensor:
+    """Softmax of all queries over all keys, `[b, Hq, Q, T]`."""
+    logits = asked.queries @ asked.keys.repeat_interleave(asked.group, dim=1).transpose(2, 3) * asked.logits.scale
+    seen = torch.ones(asked.new, asked.total, dtype=torch.bool).tril(asked.total - asked.new)
+    return logits.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+
+
+def read(press: Any, model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of the first generated token."""
+    given = {} if mask is None else {"attention_mask": mask, "position_ids": position_ids(mask)}
+    with press(model):
+        out = model.generate(
+            ids, **given, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    return out.logits[0]
+
+
+def test_every_pattern_is_tested() -> None:
+    assert set(FULL) == set(PATTERNS)
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
+def test_a_pattern_of_everything_is_full_attention(name: str, family: str) -> None:
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = padded_batch([90, 61])
+    found, expected = (read(kvpress.get_press(spec), model, ids, mask) for spec in (FULL[name], "none"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_leaves_something_out_and_a_padded_row_is_read_as_alone(name: str) -> None:
+    model, press = tiny_model("qwen3"), kvpress.get_press(PATTERNS[name])
+    ids, mask = padded_batch([200, 131])
+    found = read(press, model, ids, mask)
+    torch.testing.assert_close(found[1:], read(press, model, ids[1:, 69:]), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found, read(kvpress.NonePress(), model, ids, mask), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_short_prompts_are_read_whole(name: str) -> None:
+    model, ids = tiny_model("llama"), tokens(2, 16)
+    found = read(kvpress.get_press(PATTERNS[name]), model, ids)
+    torch.testing.assert_close(found, read(kvpress.NonePress(), model, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_one_expression_with_eviction_codec_and_selector(name: str) -> None:
+    spec = PATTERNS[name] + " + snapkv:0.5,window_size=4 + kivi:bits=4,group_size=16,residual_length=0"
+    ids, mask = padded_batch([70, 50])
+    for whole in (spec, spec + " + quest:budget=16,page_size=4,skip_layers=0"):
+        press = kvpress.get_press(whole)
+        with press(tiny_model("llama")) as session:
+            tiny_model("llama").generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+        assert session.cache.layers[0].store.segments
+        assert [len(row[0]) for row in kvpress.kept_positions(session.cache)[0]] == [35 + 1, 25 + 1]
+    assert kvpress.get_press(kvpress.to_spec(kvpress.get_press(PATTERNS[name]))) == kvpress.get_press(PATTERNS[name])
+
+
+@pytest.mark.parametrize("spec", ["tri_shape + xattention", "minference + h2o:0.5", "flex_prefill + zipcache"])
+def test_what_does_not_go_together_is_refused(spec: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"one pattern for the same pairs|cannot watch a prompt that is read by a pattern"
+    ):
+        kvpress.get_press(spec).recipe()
+
+
+def test_static_caches_are_refused() -> None:
+    model = tiny_model("llama")
+    with (
+        pytest.raises((ValueError, TypeError, NotImplementedError), match="fixed size"),
+        kvpress.get_press("minference")(model),
+    ):
+        model(tokens(1, 40), past_key_values=StaticCache(config=model.config, max_cache_len=64))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "xattention:stride=7",
+        "xattention:threshold=1.5",
+        "minference:vertical=0",
+        "tri_shape:block=0",
+        "flex_prefill:max_density=0.0",
+    ],
+)
+def test_bad_arguments_are_named(bad: str) -> None:
+    with pytest.raises(ValueError, match=bad.split(":")[1].split("=")[0]):
+        kvpress.get_press(bad)
+
+
+@pytest.mark.parametrize("spec", ESTIMATED)
+@pytest.mark.parametrize("density", [0.5, 0.25, 0.1])
+def test_density_is_capped_for_every_block_of_queries(spec: str, density: float) -> None:
+    press, asked = kvpress.get_press(f"{spec},max_density={density}"), prompt(240, 240)
+    tiles = press.tiles(0, asked)
+    read = torch.arange(30) <= torch.arange(30)[:, None]
+    per_block = (tiles.chosen & read).sum(dim=-1) + ~tiles.chosen.diagonal(dim1=-2, dim2=-1)
+    assert bool((per_block <= (density * torch.arange(1, 31)).ceil().clamp_min(1)).all())
+    pairs = tiles.pairs(240, 240).float().mean() * 240 / 120.5
+    assert 0.3 * density < pairs < density + 0.12
+
+
+def test_lines_sum_columns_and_diagonals() -> None:
+    asked = prompt(70, 96)
+    columns, diagonals = newest_attention(asked, 10)
+    newest = weights(asked)[:, :, -10:]
+    torch.testing.assert_close(columns, newest.sum(dim=2))
+    distance = torch.arange(86, 96)[:, None] - torch.arange(96)
+    expected = torch.stack([(newest * (distance == o)).sum(dim=(2, 3)) for o in range(96)], dim=-1)
+    torch.testing.assert_close(diagonals, expected)
+    scores = slash_scores(asked, diagonals, 8)
+    i, j = 3, 4
+    crossed = {p - k for p in range(26 + 8 * i, 34 + 8 * i) for k in range(8 * j, 8 * j + 8)}
+    expected = sum(diagonals[..., o] for o in crossed if o >= 0)
+    torch.testing.assert_close(scores[:, :, i, j], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_minference_reads_its_lines() -> None:
+    press, asked = kvpress.MInferencePress(vertical=40, slash=110, last=8, block=8), prompt(240, 240)
+    newest = weights(asked)[:, :, -8:]
+    columns = newest.sum(dim=2)
+    columns[..., :30] = torch.inf
+    distance = torch.arange(240)[:, None] - torch.arange(240)
+    diagonals = torch.stack([(newest * (distance[-8:] == o)).sum(dim=(2, 3)) for o in range(240)], dim=-1)
+    diagonals[..., :100] = torch.inf
+    single = torch.zeros(2, 4, 240, dtype=torch.bool).scatter(-1, columns.topk(40).indices, True)
+    lines = torch.zeros(2, 4, 240, dtype=torch.bool).scatter(-1, diagonals.topk(110).indices, True)
+    crossed = (lines[..., distance.clamp_min(0)] & (distance >= 0)).float()
+    tiles = torch.nn.functional.max_pool2d(crossed, 8).bool().repeat_interleave(8, 2).repeat_interleave(8, 3)
+    expected = (tiles | single[:, :, None]) & (distance >= 0)
+    assert torch.equal(press.tiles(0, asked).pairs(240, 240), expected)
+
+
+def test_xattention_sums_antidiagonals() -> None:
+    asked, block, stride = prompt(64, 64), 16, 4
+    press = kvpress.XAttentionPress(threshold=0.7, stride=stride, block=block)
+    products = asked.queries @ asked.keys.repeat_interleave(2, dim=1).transpose(2, 3)
+    i = torch.arange(64)
+    anti = ((i[:, None] + i) % stride == stride - 1) * products
+    anti = anti.unflatten(2, (-1, stride)).unflatten(4, (-1, stride)).sum(dim=(3, 5)) * 0.25 / stride
+    tile = torch.arange(16)
+    scores = anti.masked_fill(tile > tile[:, None], -math.inf).softmax(dim=-1)
+    scores = scores.unflatten(2, (4, 4)).unflatten(4, (4, 4)).sum(dim=(3, 5))
+    for row in range(2):
+        for head in range(4):
+            for at in range(4):
+                ranked = scores[row, head, at].argsort(descending=True).tolist()
+                total, expected = 0.0, {0, at}
+                for place in ranked:
+                    if total >= 0.7 * float(scores[row, head, at].sum()):
+                        break
+                    expected.add(place)
+                    total += float(scores[row, head, at, place])
+                found = press.tiles(0, asked).chosen[row, head, at].nonzero().flatten().tolist()
+                assert set(found) | {at} == {place for place in expected if place <= at}
+
+
+def test_power_of_two_distances_reach_everything_in_logarithmic_depth() -> None:
+    press = kvpress.PowerAttentionPress(sinks=0, window=0, block=8)
+    chosen = press.tiles(0, prompt(256, 256)).chosen[0, 0] | torch.eye(32, dtype=torch.bool)
+    assert chosen[31].nonzero().flatten().tolist() == [15, 23, 27, 29, 30, 31]
+    reached = torch.matrix_power(chosen.float(), 5) > 0
+    assert reached[31].all()
+
+
+def test_flex_prefill_covers_gamma_by_lines_or_tiles() -> None:
+    asked, at = prompt(240, 240), torch.arange(240)
+    lines = kvpress.FlexPrefillPress(gamma=0.7, tau=0.0, min_budget=1, block=8).tiles(0, asked)
+    newest = weights(asked)[:, :, -8:]
+    read = lines.pairs(240, 240)[:, :, -8:]
+    assert bool(((newest * read).sum(dim=(2, 3)) >= 0.7 * 8).all())
+    tiles = kvpress.FlexPrefillPress(gamma=0.7, tau=1.0, min_budget=1, block=8).tiles(0, asked).chosen
+    queries, keys = (
+        part.unflatten(2, (30, 8)).mean(dim=3) for part in (asked.queries, asked.keys.repeat_interleave(2, dim=1))
+    )
+    logits = (queries @ keys.transpose(2, 3) * 0.25).masked_fill(at[:30] > at[:30, None], -math.inf)
+    scores = logits.softmax(dim=-1)
+    assert bool(((scores * tiles).sum(dim=(2, 3)) >= 0.7 * 30 - 1e-3).all())
+    assert float(tiles.sum()) < 0.95 * 2 * 4 * 30 * 31 / 2
+
+
+def test_covering_is_the_smallest_set() -> None:
+    scores = torch.tensor([[5.0, 1.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    assert covering(scores, 0.5).tolist()[0] == [True, False, False, False]
+    assert covering(scores, 0.6).tolist()[0] == [True, False, True, False]
+    assert covering(scores, 1.0).all()
