@@ -52,6 +52,7 @@ class UniformRows(Held):
         """
         dtype = dtype or values.dtype
         packed = kernels.quantise(values, bits, group, dtype=dtype)
+        assert packed.zero is not None  # noqa: S101 - for the type checker
         return cls(packed.codes, packed.scale, packed.zero, Runs(group[0]), bits, group[1], dtype)
 
     @staticmethod
