@@ -14,6 +14,7 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
+from kvpress.quant.kvarn import BalancedCodec
 from kvpress.quant.rotated import CentredCodec
 from kvpress.quant.uniform import UniformCodec
 from kvpress.quant.zipcache import ZipCacheCodec
@@ -30,6 +31,7 @@ CODECS: dict[str, Codec] = {
     "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
     "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
     "centred": CentredCodec((4, 3), 3, group=4),
+    "balanced": BalancedCodec((4, 2), 4, 3, 0, 4),
     "floats": FloatCodec("fp8", 3, group=4),
     "floats in blocks": FloatCodec("nvfp4", 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),

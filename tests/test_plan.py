@@ -90,6 +90,8 @@ SEALING = {
     "rotated": "rotated:residual_length=16",
     "saw_int4": "saw_int4",
     "fp8": "fp8",
+    "kvarn": "kvarn:tile_size=16,sinks=16",
+    "squat": "squat:bits=2,group_size=16,residual_length=16",
     "nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -36,7 +36,8 @@ class Sealing:
     are never rotated, or outside a model.
 
     `state` is what codecs of this layer keep from one sealing to the next (`KVStore.codec_state`), `shared` what all layers of
-    the cache have in common. A copied cache has a `state` and a `shared` of its own.
+    the cache have in common. A copied cache has a `state` and a `shared` of its own. `observers` are what watched the layer, by
+    what was wanted.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class Sealing:
     rotation: Rotation | None = None
     state: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
+    observers: Mapping[Any, Any] = field(default_factory=dict)
 
 
 class Codec(ABC):
@@ -110,6 +112,11 @@ class Codec(ABC):
 
     def table_bytes(self, dim: int) -> int:
         """Bytes that the layer holds once, whatever its batch, such as codebooks."""
+        del dim
+        return 0
+
+    def observed_bytes(self, dim: int) -> int:
+        """Bytes of what observers hold of every stream for this codec alone."""
         del dim
         return 0
 

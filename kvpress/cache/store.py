@@ -289,7 +289,8 @@ class KVStore:
         self.seal(rest, sealing.mask)
         if first.layout.total:
             self._prepend(first)
-        segment = codec.encode(old, replace(sealing, earlier=tuple(self.segments), state=self.codec_state))
+        known = replace(sealing, earlier=tuple(self.segments), state=self.codec_state, observers=self.observers)
+        segment = codec.encode(old, known)
         segment.describe(old, without=codec.reads_side)
         self.segments.append(segment)
         self._join_tail()

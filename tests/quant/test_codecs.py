@@ -26,6 +26,8 @@ CODECS = {
     "fp8": "fp8:residual_length=8",
     "nvfp4": "nvfp4:residual_length=8,sinks=3",
     "mxfp4": "mxfp4",
+    "kvarn": "kvarn:bits={bits},tile_size=16,residual_length=8,sinks=3",
+    "squat": "squat:bits={bits},group_size=16,residual_length=8,block_size=8",
     "adaquant": "adaquant:bits=({bits},{low}),group_size=16,residual_length=8",
     "gear": "gear:bits={bits},group_size=16,buffer_length=16,outliers=0.1",
     "gear_l": "gear_l:bits={bits},group_size=16,buffer_length=16",
@@ -34,7 +36,7 @@ CODECS = {
     "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
     "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{books}'",
 }
-SPREAD = ("saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq")
+SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq")
 """Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
 FAMILIES = ["llama", "qwen3", "phi3"]
 
