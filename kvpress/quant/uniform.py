@@ -134,10 +134,8 @@ def rotated(side: Tensor, block: int) -> Tensor:
     """Rows `[R, D]` times the Hadamard matrix of blocks of at most `block` channels, which is its own inverse; 0 for none."""
     if not block:
         return side
-    matrix, out = hadamard(side.shape[1], side.device, block), torch.empty_like(side)
-    for rows, into in zip(side.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True):
-        into.copy_(rows.float() @ matrix)
-    return out
+    matrix = hadamard(side.shape[1], side.device, block)
+    return torch.cat([(rows.detach().float() @ matrix).to(side.dtype) for rows in side.split(BLOCK_ROWS)])
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from benchmarks import codecs, decode
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.segment import Segment
 from tests.models import padded_batch, position_ids, tiny_model, tokens
@@ -47,6 +48,13 @@ def test_every_registered_codec_is_tried() -> None:
 
 
 every_codec = pytest.mark.parametrize("name", CODECS)
+
+
+def test_every_registered_codec_is_measured() -> None:
+    registered = {entry.name for entry in kvpress.list_presses() if entry.role == "quantise"}
+    timed = {spec.partition(":")[0] for spec, _ in decode.OURS.values()}
+    assert registered <= timed
+    assert registered == {spec.partition(":")[0] for specs in codecs.METHODS.values() for spec in specs}
 
 
 def press_of(
