@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint fuzz gpu clean
+.PHONY: demo test lint docs newcomer versions fuzz gpu clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(DEMO): pyproject.toml
@@ -30,6 +30,18 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The site, into build/site; whatever mkdocs warns of, such as a link that leads nowhere, is an error.
+docs: $(DEMO)
+	$(PIP) -e '.[docs]'
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The built wheel in fresh environments, as a newcomer has it; then with the oldest and the newest supported versions.
+newcomer:
+	PYTHON=$(PYTHON) tests/newcomer.sh
+versions:
+	tests/versions.sh
+
 # Random specs, models and conversations: N of them from SEED. Failures are printed with the command that repeats them.
 N ?= 1000
 SEED ?= 1
@@ -43,4 +55,4 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels_gpu.py --out $(OUT)/gpu.json
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build runs .mypy_cache .pytest_cache .ruff_cache

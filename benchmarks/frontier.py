@@ -1,6 +1,6 @@
 """What a cache can be cut to, and what it costs: accuracy of presses at equal held bytes, on the reference model.
 
-    python benchmarks/frontier.py [--every] [--samples 48] [--lengths 1024] [--smaller 10 20 50]
+    python benchmarks/frontier.py [--every] [--samples 48] [--lengths 1024] [--smaller 10 20 50] [--model FOLDER]
 
 At every size each scorer keeps what fits, alone in 16 bits and composed with quantised storage, and `frontier` decides all
 itself. `--every` takes all evicting presses that need no file made for the model, in the place of a few good ones. Held bytes
@@ -172,6 +172,7 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", action="store_true", help="all evicting presses that need no file of their own")
+    parser.add_argument("--model", default="reference", help="or the folder of another one that knows its tasks")
     parser.add_argument("--samples", type=int, default=48, help="of each task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--smaller", type=int, nargs="+", default=[10, 20, 50])
@@ -182,14 +183,14 @@ def main() -> None:
     torch.set_num_threads(1)
     studies = []
     for length in options.lengths:
-        engine = load_engine(RunConfig(lengths=(length,)))
+        engine = load_engine(RunConfig(model=options.model, lengths=(length,)))
         of = {
             spec: (family, size)
             for size in options.smaller
             for spec, family in presses(engine, length, size, options.every).items()
         }
         sizes = Sizes(options.samples, (length,))
-        result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs)
+        result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs, options.model)
         full, *others = measured(result.cells)
         by_press = {one.press: one for one in others}
         study = {

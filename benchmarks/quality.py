@@ -175,10 +175,16 @@ def held(engine: Engine, ids: torch.Tensor, spec: str) -> tuple[int, int]:
 
 
 def measure_tasks(
-    presses: Sequence[str], tasks: Sequence[str], lengths: Sequence[int], sizes: Sizes, runs: Path
+    presses: Sequence[str],
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    sizes: Sizes,
+    runs: Path,
+    model: str = "reference",
 ) -> RunResult:
     """Run cells of the evaluation harness; what is already in `runs` is not run again."""
     config = RunConfig(
+        model=model,
         presses=tuple(presses),
         tasks=tuple(tasks),
         lengths=tuple(lengths),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from kvpress_eval.commands.eval import Command as WithDefaults
 from kvpress_eval.console import app
 
 import kvpress
@@ -21,7 +22,7 @@ from kvpress.core.press import BasePress, ComposedPress, Wrapping
 from kvpress.core.registry import Entry
 
 DOCS = Path(__file__).parent
-GENERATED = ("presses", "commands")
+GENERATED = ("presses", "commands", "api")
 NOTE = "<!-- Written by docs/generate.py from the code. -->"
 
 EXAMPLES = {
@@ -51,6 +52,23 @@ ALL_REFUSE = (
 )
 """What no press works with."""
 
+BASES = {
+    "Presses": ("core.press.BasePress", "core.press.ScorerPress", "core.press.WrapperPress"),
+    "Recipes": (
+        "core.recipe.Recipe", "core.recipe.Eviction", "core.recipe.ByScore", "core.recipe.Scored", "core.recipe.Amount",
+        "core.recipe.Schedule", "core.recipe.Allocator", "core.recipe.Rewritten",
+    ),
+    "What a method sees": (
+        "observe.view.View", "observe.call.LayerCall", "observe.observer.Observer", "observe.observer.Wanted",
+        "core.model.ModelFacts", "core.model.LayerFacts",
+    ),
+    "Storing and reading": (
+        "cache.codec.Codec", "cache.codec.Sealing", "cache.segment.Segment", "core.selector.Selector", "core.selector.Budget",
+        "core.pattern.Pattern",
+    ),
+}  # fmt: skip
+"""The classes that methods build on, below `kvpress`."""
+
 _ROLES = {
     "baseline": "what others are compared with",
     "evict": "keeps fewer pairs",
@@ -68,6 +86,7 @@ def pages() -> dict[str, str]:
     written["presses/README.md"] = methods_page(entries)
     commands = _commands()
     written |= {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
+    written |= api_pages(entries)
     written["README.md"] = index_page(entries, commands)
     return {name: text.rstrip() + "\n" for name, text in written.items()}
 
@@ -141,6 +160,8 @@ def command_page(name: str, command: Any) -> str:
     """Return usage and options of one command, from its own help."""
     required = "".join(f" {_usage(option)}" for option in command.params if option.required)
     guide = DOCS / f"{name}.md"
+    if isinstance(command, WithDefaults):
+        command.with_defaults()
     parts = [
         f"# kvpress {name}",
         NOTE,
@@ -156,17 +177,44 @@ def command_page(name: str, command: Any) -> str:
             "## Options",
             _table(("option", "default", "meaning"), [_option(option) for option in command.params]),
         ]
+    if command.epilog:
+        parts.append(command.epilog)
     return "\n\n".join(parts)
+
+
+def api_pages(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the pages that mkdocstrings fills on the site, by their path."""
+    names = sorted((name, module) for module, names in kvpress._EXPORTS.items() for name in names)
+    about = "Signatures and docstrings of {}; `make docs` reads them from the code when it builds the site."
+    package = [f"::: {module}.{name}" for name, module in names]
+    bases = [
+        part for title, paths in BASES.items() for part in (f"## {title}", *(f"::: kvpress.{path}" for path in paths))
+    ]
+    presses = [f"::: {entry.press.__module__}.{entry.press.__qualname__}" for entry in entries]
+    return {
+        f"api/{page}.md": "\n\n".join([f"# {title}", NOTE, about.format(what), *directives])
+        for page, title, what, directives in (
+            ("package", "The package", "what is imported as `kvpress.X`, for every name X below", package),
+            ("base", "To build on", "the classes that a method of your own extends", bases),
+            ("presses", "Classes of presses", "the classes of all presses", presses),
+        )
+    }
 
 
 def index_page(entries: Sequence[Entry], commands: Iterable[str]) -> str:
     """Return the list of all pages, those written by hand first."""
     by_hand = sorted(path for path in DOCS.glob("*.md") if path.name != "README.md")
+    extend, api = (
+        [f"- [{_heading(path)}]({folder}/{path.name})" for path in sorted((DOCS / folder).glob("*.md"))]
+        for folder in ("extend", "api")
+    )
     lists = {
         "Guides": [
             *(f"- [{_heading(path)}]({path.name})" for path in by_hand),
             "- [Notebooks](../notebooks/README.md)",
         ],
+        "Methods of your own": extend,
+        "API": api,
         "Commands": [f"- [`kvpress {name}`](commands/{name}.md)" for name in sorted(commands)],
         "Presses": [
             "- [all methods in one table](presses/README.md)",
@@ -290,7 +338,8 @@ def _option(option: Any) -> tuple[str, str, str]:
     if option.required:
         default = "required"
     else:
-        default = "" if option.default is None else _code(str(option.default))
+        shown = option.show_default if isinstance(option.show_default, str) else option.default
+        default = "" if shown is None else _code(str(shown))
     return names, default, option.help or ""
 
 

@@ -17,6 +17,7 @@ _EXPORTS = {
     "kvpress.hf.models": ["reference_path"],
     "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
     "kvpress.hf.prefixes": ["PrefixStore"],
+    "kvpress.hf.runahead": ["parallel_prefill"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
 }
@@ -53,5 +54,6 @@ if TYPE_CHECKING:
     from kvpress.hf.models import reference_path
     from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
     from kvpress.hf.prefixes import PrefixStore
+    from kvpress.hf.runahead import parallel_prefill
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill

@@ -20,6 +20,8 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from kvpress.terminal import Name
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,6 +41,10 @@ PLANNED = (
     "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
     "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)", "frontier:smaller=10",
 )  # fmt: skip
+
+_WIDE = 100
+"""Columns of a terminal from which on a table has lines."""
+_PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
 
 
 @app.callback()
@@ -61,13 +67,13 @@ def main(
 @app.command("list")
 def list_command() -> None:
     """List all presses: role, what they do, paper."""
-    from kvpress.core.spec import list_presses
+    from kvpress.core.listing import listed
 
     table = Table()
     for column in ("press", "role", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("press", "role"))
-    for entry in list_presses():
-        table.add_row(*map(Text, (entry.name, entry.role, entry.summary, entry.paper or "-")))
+    for line in listed():
+        table.add_row(*map(Text, (line.name, line.role, line.summary, line.paper or "-")))
     _console().print(table)
 
 
@@ -102,17 +108,17 @@ def plan_command(
             longest = [longest_context(get_press(spec), geometry, room, batch, generated) for spec, _ in rows]
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
-    table = Table(title=Text(title, style="table.title"))
+    console = _console()
+    table = Table(title=Text(title, style="table.title"), **({} if console.width >= _WIDE else _PLAIN))
     table.add_column("press")
-    for column in ("times smaller", "pairs per head", "cache", "peak, read at once", "peak, in chunks"):
-        table.add_column(column, justify="right")
+    for column in ("times\nsmaller", "pairs\nper head", "cache", "peak, read\nat once", "peak, in\nchunks"):
+        table.add_column(column, justify="right", no_wrap=True)
     if room is not None:
-        table.add_column("longest context", justify="right")
+        table.add_column("longest\ncontext", justify="right", no_wrap=True)
     for place, (spec, planned) in enumerate(rows):
         sizes = map(format_bytes, (planned.total_bytes, planned.peak_bytes, planned.chunked_peak_bytes))
         fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
-        table.add_row(Text(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
-    console = _console()
+        table.add_row(Name(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
     console.print(table)
     if room is not None:
         left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
@@ -129,7 +135,7 @@ def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int
         return f"None of these fits {context:,} tokens; {spec} fits up to {most:,}."
     factor, spec = min(fitting)
     whole = next((planned for name, planned in rows if name == "none"), None)
-    if spec == "none":
+    if whole is not None and whole.needed_bytes <= room:
         return f"{context:,} tokens fit without a press."
     needs = (
         "" if whole is None else f" do not fit without a press, which takes {format_bytes(whole.needed_bytes)}; they"
@@ -147,10 +153,10 @@ def calibrate_command(
     ],
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
-        Literal["cq", "double_sparsity", "expected_attention"],
+        Literal["cq", "double_sparsity", "duo_attention", "expected_attention", "qfilter", "rlkv", "triattention"],
         typer.Option(
-            help="What to fit: books for coupled quantisation, channels for double sparsity, or query statistics for "
-            "expected_attention_stats."
+            help="What to fit: books for coupled quantisation, channels for double sparsity, statistics of queries for "
+            "expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
@@ -159,10 +165,18 @@ def calibrate_command(
         bool | None, typer.Option("--fisher/--no-fisher", help="cq: weigh vectors by their squared gradients (yes).")
     ] = None,
     iterations: Annotated[int | None, typer.Option(help="cq: most rounds of k-means (100).")] = None,
-    seed: Annotated[int | None, typer.Option(help="cq: of the random starts (0).")] = None,
+    seed: Annotated[int | None, typer.Option(help="cq, duo_attention, rlkv: of what is drawn (0).")] = None,
     n_sink: Annotated[
         int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
     ] = None,
+    sink_size: Annotated[int | None, typer.Option(help="Tables: first tokens that a streaming head keeps.")] = None,
+    recent_size: Annotated[int | None, typer.Option(help="Tables: newest tokens that a streaming head keeps.")] = None,
+    answer: Annotated[
+        int | None, typer.Option(help="Tables: last tokens of a sequence, which its prompt is to explain (64).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Tables: updates of the gates (200).")] = None,
+    price: Annotated[float | None, typer.Option(help="Tables: of a gate that is open.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Tables: learning rate.")] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -179,6 +193,7 @@ def calibrate_command(
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
             "fisher": fisher, "iterations": iterations, "seed": seed, "n_sink": n_sink,
+            "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in given.items() if value is not None})
         loaded, tokenizer = load_model(model)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from kvpress.cache import common
+
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
@@ -16,6 +18,12 @@ settings.load_profile("fixed")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put slow tests first: one that starts last would keep a single worker busy at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def _common_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have pairs in common however few these are, so that what is tested on short prompts is what long ones do."""
+    monkeypatch.setattr(common, "LEAST", 1)
 
 
 @pytest.fixture(autouse=True)

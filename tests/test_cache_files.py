@@ -285,6 +285,14 @@ def test_foreign_and_later_files_are_refused_by_a_sentence(tmp_path: Path, monke
         kvpress.load(path, model)
 
 
+def test_a_file_that_goes_while_it_is_read_is_missing(tmp_path: Path) -> None:
+    path = small(tmp_path)[2]
+    with path.open("rb") as file:
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            container._header_of(file, path)
+
+
 def test_another_model_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
     model, cache, path = small(tmp_path)
     with pytest.raises(ValueError, match=r"architecture 'LlamaForCausalLM' \(here 'Qwen3ForCausalLM'\)"):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 import kvpress
-from kvpress.calibrate import ChannelSettings, CoupledSettings, QuerySettings, calibrate
+from kvpress.calibrate import ChannelSettings, CoupledSettings, FilterSettings, QuerySettings, calibrate
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, digest_of
 from kvpress.calibrate.run import Parts
@@ -25,13 +25,15 @@ SETTINGS = {
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
+    "qfilter": FilterSettings(),
 }
 SPECS = {
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
+    "qfilter": "qfilter:0.5,filters='{}'",
 }
-TENSOR = {"cq": "2.keys", "double_sparsity": "2.qk", "expected_attention": "2.covariance"}
+TENSOR = {"cq": "2.keys", "double_sparsity": "2.qk", "expected_attention": "2.covariance", "qfilter": "2.filter"}
 each_method = pytest.mark.parametrize("method", SETTINGS)
 
 

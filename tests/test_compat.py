@@ -151,6 +151,99 @@ def test_constructors_take_the_same_arguments() -> None:
     assert isinstance(tiny_model("llama").model, nn.Module)
 
 
+SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
+    "AdaKVPress": (("press", KnormPress()), ("alpha_safeguard", 0.2)),
+    "BlockPress": (("press", KnormPress()), ("block_size", 128)),
+    "CAMPress": (
+        ("base_press", KnormPress()), ("compression_interval", 512), ("target_size", 2048),
+        ("hidden_states_buffer_size", 256), ("merge_budget", 32),
+    ),
+    "CURPress": (
+        ("compression_ratio", 0.0), ("num_sinks", 4), ("leverage_type", "kv_product"), ("use_random_leverage", False),
+        ("use_local_approximation", True), ("local_window_size", 16),
+    ),
+    "CapPress": (("compression_ratio", 0.0), ("tau", 5.0), ("n_future_positions", 512), ("n_sink", 4), ("epsilon", 1e-6)),
+    "ChunkKVPress": (("press", KnormPress()), ("chunk_length", 20)),
+    "ChunkPress": (("press", KnormPress()), ("chunk_length", 1024)),
+    "CompressionRatioDecodingPress": (
+        ("base_press", KnormPress()), ("compression_interval", 512), ("hidden_states_buffer_size", 256),
+        ("target_compression_ratio", 0.5),
+    ),
+    "CriticalAdaKVPress": (
+        ("press", KnormPress()), ("alpha_safeguard", 0.2), ("epsilon", 1e-4), ("first_stage_ratio", 0.5),
+    ),
+    "CriticalKVPress": (("press", KnormPress()), ("epsilon", 1e-4), ("first_stage_ratio", 0.5)),
+    "DMSPress": (("press", KnormPress()), ("threshold", None), ("sliding_window_size", 128), ("decoding", False)),
+    "FastKVzipPress": (
+        ("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("window_size", 4096), ("window_ratio", 0.02),
+    ),
+    "FinchPress": (
+        ("compression_ratio", 0.0), ("chunk_length", None), ("normalize_scores", True), ("rerotate_keys", True),
+    ),
+    "KVComposePress": (
+        ("structured", True), ("compression_ratio", 0), ("agg_task", "max"), ("agg_group", "mean"), ("agg_head", "mean"),
+        ("add_v_norm", False), ("add_mean_across_heads", True), ("keep_token_lower_bound", 0),
+    ),
+    "KVzapPress": (("compression_ratio", 0.0), ("model_type", "mlp")),
+    "KVzipPress": (("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("kvzip_plus_normalization", False)),
+    "KeyDiffPress": (("compression_ratio", 0.0),),
+    "LUKVPress": (
+        ("press", kvpress.ExpectedAttentionPress(epsilon=0.02)), ("compression_ratio", 0.0), ("sink", 4), ("window", 1),
+    ),
+    "LagKVPress": (("compression_ratio", 0.0), ("n_sink", 4), ("lag_size", 128), ("cross_scoring", False)),
+    "LeverageScorePress": (("compression_ratio", 0.0), ("sketch_dimension", 48)),
+    "MergingPress": (("press", KnormPress()), ("similarity_threshold", 0.0), ("merge_fraction", 1.0)),
+    "NonCausalAttnPress": (("compression_ratio", 0.0), ("chunk_size", 256)),
+    "QFilterPress": (("compression_ratio", 0.0),),
+    "SimLayerKVPress": (("lazy_threshold", 1.0), ("n_last", 1), ("n_recent", 1024), ("n_initial", 4)),
+    "ThinKPress": (("key_channel_compression_ratio", 0.0), ("window_size", 32)),
+}  # fmt: skip
+"""Constructors of NVIDIA kvpress 0.5.4: arguments in their order, with their defaults."""
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_constructors_have_the_order_and_the_defaults_of_the_peer(name: str) -> None:
+    kind, arguments = getattr(kvpress, name), SIGNATURES[name]
+    given = [value for _, value in arguments]
+    required = {argument: value for argument, value in arguments if argument in ("press", "base_press")}
+    assert kind(*given) == kind(**dict(arguments)) == kind(**required)
+    for argument, value in arguments:
+        assert argument == "compression_ratio" or getattr(kind(*given), argument) == value
+
+
+def test_attributes_that_its_evaluation_sets() -> None:
+    """What `evaluate.py` writes to a press before it is used."""
+    settings: list[tuple[Any, str, Any]] = [
+        (kvpress.DMSPress(KnormPress()), "threshold", -3.0),
+        (kvpress.DuoAttentionPress(on_the_fly_scoring=True), "head_compression_ratio", 0.5),
+        (kvpress.ThinKPress(), "key_channel_compression_ratio", 0.5),
+        (kvpress.ComposedPress([KnormPress(0.5)]), "presses", [KnormPress(0.5), kvpress.ThinKPress(0.5, 4)]),
+        (DecodingPress(KnormPress()), "compression_interval", 4),
+        (DecodingPress(KnormPress()), "target_size", 12),
+        (DecodingPress(KnormPress()), "hidden_states_buffer_size", 8),
+        (kvpress.KVComposePress(), "compression_ratio", 0.5),
+        (kvpress.MergingPress(KnormPress()), "compression_ratio", 0.5),
+    ]
+    for press, name, value in settings:
+        setattr(press, name, value)
+        with press(tiny_model("llama")) as session:
+            tiny_model("llama").generate(tokens(1, 24), max_new_tokens=6, do_sample=False)
+        assert getattr(press, name) == value
+        assert session.cache.get_seq_length() == 29
+
+
+def test_the_names_of_its_attention_patch() -> None:
+    from kvpress.attention_patch import attention_patch, patch_attention_functions, search_hyperplane
+
+    patch_attention_functions()
+    assert attention_patch(run) is run
+    queries = torch.randn(3, 5, 16) + 1
+    keys = search_hyperplane(queries)
+    assert bool((torch.einsum("bnd,bd->bn", queries, keys) < -100).all())
+    with pytest.raises(ValueError, match="max_iter=10 steps"):
+        search_hyperplane(torch.cat([queries, -queries], dim=1), 10)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_of_the_peer_can_be_imported(module: str) -> None:
     found = importlib.import_module(f"kvpress.presses.{module}")

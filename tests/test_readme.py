@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 import kvpress
+from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.registry import _entries
+from kvpress.hf.models import parameters_of_config
+from kvpress.plan import Geometry, longest_context, plan
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -41,8 +45,9 @@ def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "page",
     [
-        "conversations.md", "design.md", "eviction.md", "files.md", "frontier.md", "quantisation.md", "rollback.md",
-        "selection.md",
+        "conversations.md", "eviction.md", "files.md", "frontier.md", "parallel.md", "quantisation.md", "rollback.md",
+        "selection.md", "which.md",
+        *(f"extend/{name}.md" for name in ("scorer", "observer", "budget", "codec", "selector", "pattern")),
     ],
 )  # fmt: skip
 def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +58,22 @@ def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypat
     for block in blocks:
         exec(compile(block, page, "exec", dont_inherit=True), namespace)  # noqa: S102 - our own text
     assert "bits per value" in capsys.readouterr().out
+
+
+def test_the_table_of_a_real_size_is_what_plan_says() -> None:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, dtype="bfloat16",
+    )  # fmt: skip
+    geometry = Geometry.of(config)
+    room = parse_bytes("24GB", "memory") - parameters_of_config(config) * geometry.dtype.itemsize
+    rows = re.findall(r"^\| `(\S+)` \| (\S+ GiB) \| (\S+ GiB) \| (\S+) \|$", README.read_text(), flags=re.MULTILINE)
+    assert len(rows) == 5
+    for spec, held, peak, longest in rows:
+        press = kvpress.get_press(spec)
+        planned = plan(press, geometry, 131072)
+        assert (held, peak) == (format_bytes(planned.total_bytes), format_bytes(planned.peak_bytes)), spec
+        assert longest == f"{longest_context(press, geometry, room):,}", spec
 
 
 def test_every_press_is_listed() -> None:

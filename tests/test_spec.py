@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -17,8 +15,9 @@ from kvpress import KIVIPress, KnormPress, QuestPress, SnapKVPress
 from kvpress.core.registry import Entry, find
 from kvpress.core.spec import press_from_dict
 from kvpress.presses import ComposedPress
+from tests.folders import new_folder
 
-TABLE = Path(mkdtemp()) / "heads.tsv"
+TABLE = new_folder() / "heads.tsv"
 TABLE.write_text("0.5\t1.0\n0.25\t0.0\n")
 NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.NonePress(),

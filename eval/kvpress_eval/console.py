@@ -1,6 +1,7 @@
 """The `kvpress` command with everything: what the library offers, and the commands that measure.
 
-A command is known because its file is in `commands`: `lm_eval.py` holds the function `command` of `kvpress lm-eval`.
+A command is known because its file is in `commands`: `lm_eval.py` holds the function `command` of `kvpress lm-eval`, and
+its class `Command` where that shows more than its options.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from kvpress.cli import app
 from kvpress_eval.common.discovery import modules_of
 
 for module in modules_of("kvpress_eval.commands"):
-    app.command(module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    app.command(name, cls=getattr(module, "Command", None))(module.command)
 
 __all__ = ["app"]

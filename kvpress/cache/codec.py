@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -36,8 +36,8 @@ class Sealing:
     are never rotated, or outside a model.
 
     `state` is what codecs of this layer keep from one sealing to the next (`KVStore.codec_state`), `shared` what all layers of
-    the cache have in common. A copied cache has a `state` and a `shared` of its own. `observers` are what watched the layer, by
-    what was wanted.
+    the cache have in common. A copied cache has a `state` and a `shared` of its own. `observers` are those of the
+    layer, by what was wanted.
     """
 
     heads: int
@@ -47,8 +47,8 @@ class Sealing:
     mask: Tensor | None = None
     rotation: Rotation | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    observers: dict[Any, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
-    observers: Mapping[Any, Any] = field(default_factory=dict)
 
 
 class Codec(ABC):

@@ -276,7 +276,7 @@ def _header_of(file: BinaryIO, path: Path) -> tuple[Header, int]:
             raise ValueError(
                 f"is cut off or has something behind it: {8 + length + header.data_bytes} bytes were written, it has {size}"
             )
-        with safe_open(str(path), framework="pt"):  # the library checks types, shapes and places
+        with safe_open(str(path), framework="np"):  # the library checks types, shapes and places
             return header, 8 + length
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} {error if isinstance(error, ValueError) else 'is damaged'}") from error

@@ -106,7 +106,9 @@ class MixedSegment(Segment):
             return merge([held.attend(queries, logits) for held in filled])
         return merge([held.attend(queries, logits, hidden[mine]) for mine, held in self._halves() if held in filled])
 
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
         second, ranks = self._places()
         live = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
         rows = rows.long().masked_fill(~live, 0)
@@ -116,7 +118,7 @@ class MixedSegment(Segment):
             order = here.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             mine = ranks[rows].masked_fill(~here, 0).gather(1, order)
             if held.layout.total:
-                found.append(held.attend_rows(queries, logits, mine, here.sum(dim=1)))
+                found.append(held.attend_rows(queries, logits, mine, here.sum(dim=1), streams))
         return merge(found)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:

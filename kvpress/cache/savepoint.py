@@ -26,7 +26,7 @@ class Savepoint:
         self.seen, self.unit = store.seen, unit
         self.held: dict[str, Any] = {name: copy.copy(getattr(store, name)) for name in COUNTERS}
         # Copies of segments share their tensors, but not which per-pair arrays they have.
-        self.held |= {name: copy.deepcopy(getattr(store, name)) for name in ("segments", "dense", "codec_state")}
+        self.held |= {name: copy.deepcopy(vars(store)[name]) for name in ("segments", "dense", "codec_state")}
         self.held["observers"] = {wanted: apart(observer) for wanted, observer in store.observers.items()}
         self.window, self.length = store.window, store.window.length
         self.side, self.log_weight = dict(store.window.side), store.window.log_weight

@@ -103,6 +103,18 @@ class Segment(Held, _Streams, ABC):
         taken.layout, taken._held_slots, taken.first = choice.layout, None, (0,) * choice.layout.streams
         return taken
 
+    def own(self) -> Segment:
+        """Return the same pairs, none of which two streams have in common."""
+        return self
+
+    def known(self) -> Segment:
+        """Return what codecs may look up of the streams, in their own format; of pairs, at least one of each stream."""
+        return self
+
+    def located(self, rows: Tensor) -> tuple[Segment, Tensor]:
+        """Return the segment that holds the pairs of flat `rows`, and which of its rows they are."""
+        return self, rows
+
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
         """Return the segments between the given ranks of every stream: before the first bound, ..., after the last."""
         edges = torch.tensor([[0] * self.layout.streams, *bounds, self.layout.lengths])
@@ -263,12 +275,17 @@ class Segment(Held, _Streams, ABC):
         weight = self.log_weight
         return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
 
-    def attend_rows(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> Partial:
-        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i."""
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
+
+        They are pairs of stream `streams[i]`, int64, of stream `i % N` where that is None.
+        """
         if (operand := self._served(queries, logits)) is not None:
-            streams = self.layout.streams
-            stream = None if len(rows) == streams else torch.arange(len(rows), device=rows.device) % streams
-            return kernels.decode(queries, operand, kernels.Listed(rows, counts, stream), options_of(logits))
+            if streams is None and len(rows) != self.layout.streams:
+                streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
+            return kernels.decode(queries, operand, kernels.Listed(rows, counts, streams), options_of(logits))
         keys, values = self.read(rows.flatten())
         shape, weight = (*rows.shape, -1), self.log_weight
         visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.common import CommonSegment
 from kvpress.cache.held import moved, tensors_in
 from kvpress.cache.layout import interleave
 from kvpress.cache.savepoint import Savepoint
@@ -74,7 +75,7 @@ class KVStore:
         self.batch, self.heads = keys.shape[:2]
         self.dtype = keys.dtype
         self.segments: list[Segment] = []
-        self.dense: DenseSegment | None = None
+        self.dense = None
         self.window = Window.empty_like(keys, values)
         self.seen = 0
         self.since_eviction = self.counted = 0
@@ -97,9 +98,26 @@ class KVStore:
         self.settled = [] if seen is None else [seen]
 
     @property
+    def dense(self) -> DenseSegment | None:
+        """The dense sealed segment, which no rows have in common: pairs that they have are copied when it is asked for."""
+        held = self._dense
+        if held is not None and held.own() is not held:
+            self.dense = held = held.own()
+        return held  # type: ignore[return-value]
+
+    @dense.setter
+    def dense(self, dense: Segment | None) -> None:
+        vars(self)["dense"] = dense  # under this name in files and savepoints
+
+    @property
+    def _dense(self) -> Segment | None:
+        """The dense sealed segment as it is held."""
+        return vars(self)["dense"]
+
+    @property
     def sealed(self) -> list[Segment]:
         """All sealed parts, oldest first."""
-        return self.segments if self.dense is None else [*self.segments, self.dense]
+        return self.segments if self._dense is None else [*self.segments, self._dense]
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add new tokens `[B, H, n, D]` at the end."""
@@ -154,7 +172,7 @@ class KVStore:
         whole = self.sealed
         if reader is not None and self.segments and not hides:
             parts += reader(rows)
-            whole = [] if self.dense is None else [self.dense]
+            whole = self.sealed[len(self.segments) :]
         for segment in whole:
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
             parts.append(segment.attend(rows, logits, hidden))
@@ -192,6 +210,13 @@ class KVStore:
     def close(self, mask: Tensor | None) -> None:
         """Seal the window as it is, so that copies share it; tokens that were open still are."""
         self.seal(self.open_segment(mask), mask)
+
+    def hold_in_common(self, copies: int, mask: Tensor | None) -> None:
+        """Seal everything, and hold once what so many rows in a row have in common: they hold the same pairs."""
+        if self.batch % copies or self.window.side or any(part.side for part in self.sealed):
+            return  # observers go on to write down what each row makes of its pairs
+        self.close(mask)
+        self._choose_rows([row - row % copies for row in range(self.batch)])
 
     def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
         """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
@@ -249,7 +274,7 @@ class KVStore:
             if not bool(weight.isfinite().all()):
                 raise ValueError("log_weight must be finite")
         used, parts = [0] * len(held), []
-        for part in self.sealed:
+        for part in (part.own() for part in self.sealed):
             old = (
                 next(iter(weights.values())).new_zeros(part.layout.total)
                 if part.log_weight is None
@@ -263,7 +288,7 @@ class KVStore:
             twin = copy.deepcopy(part)
             twin.log_weight = flat
             parts.append(twin)
-        self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self.dense is not None else None  # type: ignore[assignment]
+        self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self._dense is not None else None
         self.index, self.window.cursor = {}, None  # a recorded step must not read what was there
 
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
@@ -276,7 +301,7 @@ class KVStore:
             return
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)
-        held = 0 if self.dense is None else self.dense.layout.longest
+        held = 0 if self._dense is None else self._dense.layout.longest
         if held + self.window.length < codec.residual + codec.tile_size(not self.segments):
             return
         opened = self.open_segment(sealing.mask)
@@ -289,8 +314,9 @@ class KVStore:
         self.seal(rest, sealing.mask)
         if first.layout.total:
             self._prepend(first)
-        known = replace(sealing, earlier=tuple(self.segments), state=self.codec_state, observers=self.observers)
-        segment = codec.encode(old, known)
+        earlier = tuple(part.known() for part in self.segments)
+        own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
+        segment = codec.encode(old, own)
         segment.describe(old, without=codec.reads_side)
         self.segments.append(segment)
         self._join_tail()
@@ -313,14 +339,9 @@ class KVStore:
     # -- batch operations ------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the given batch rows, in that order; repeats are allowed (beams, `num_return_sequences`)."""
+        """Keep the given batch rows, in that order; repeats, as of beams, have their sealed pairs in common."""
         order = rows.tolist()
-        streams = [row * self.heads + head for row in order for head in range(self.heads)]
-        chosen = [segment.take(*segment.layout.take_streams(streams)) for segment in self.segments]
-        self.segments, self.index = [segment for segment in chosen if segment.layout.total], {}
-        if self.dense is not None:
-            dense = self.dense.take(*self.dense.layout.take_streams(streams))
-            self.dense = dense if dense.layout.total else None
+        self._choose_rows(order)
         self.window.select_rows(rows)
         self.batch = len(order)
         if self.journal is not None:
@@ -331,6 +352,15 @@ class KVStore:
         for held in (*self.observers.values(), *self.codec_state.values()):
             if hasattr(held, "select_rows"):
                 held.select_rows(rows)
+
+    def _choose_rows(self, order: Sequence[int]) -> None:
+        """Make the sealed pairs of the rows those of the given ones."""
+        streams = [row * self.heads + head for row in order for head in range(self.heads)]
+        chosen = [CommonSegment.of(segment, streams) for segment in self.segments]
+        self.segments, self.index = [segment for segment in chosen if segment.layout.total], {}
+        if self._dense is not None:
+            dense = CommonSegment.of(self._dense, streams)
+            self.dense = dense if dense.layout.total else None
 
     # -- taking back -----------------------------------------------------------------------------------------
 
@@ -413,13 +443,12 @@ class KVStore:
 
         What was evicted since they came does not matter, as it does where an earlier state is to be restored.
         """
-        return self.window.length + (0 if self.dense is None else self._dense_tail())
+        return self.window.length + (0 if self._dense is None else self._dense_tail(self._dense))
 
-    def _dense_tail(self) -> int:
+    def _dense_tail(self, dense: Segment) -> int:
         """How many tokens right before the window every stream of the dense segment holds."""
-        assert self.dense is not None  # noqa: S101 - for type checkers
-        layout, tail = self.dense.layout, self.window.first
-        for n, newest in enumerate(self.dense.slots().split(layout.lengths)):
+        layout, tail = dense.layout, self.window.first
+        for n, newest in enumerate(dense.slots().split(layout.lengths)):
             before = torch.arange(self.window.first - layout.lengths[n], self.window.first, device=newest.device)
             tail = min(tail, int((newest == before).flip(0).long().cumprod(0).sum()))
         return tail
@@ -512,6 +541,6 @@ class KVStore:
         twin = copy.copy(self)
         memo[id(self)] = twin
         for name in ("segments", "dense", "window", "observers", "codec_state", "settled", "journal"):
-            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+            vars(twin)[name] = copy.deepcopy(vars(self)[name], memo)
         twin.index = dict(self.index)
         return twin

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from inspect import isabstract
 from typing import Any
 
 _PARTS = {"calibrate": "run", "Settings": "run"}
@@ -16,8 +17,12 @@ def methods() -> dict[str, type[Any]]:
     """Return the settings class of every method by its name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    settings = importlib.import_module(f"{__name__}.run").Settings
-    return {kind.method: kind for kind in settings.__subclasses__()}
+    found, known = [importlib.import_module(f"{__name__}.run").Settings], {}
+    while found:
+        found += (kind := found.pop()).__subclasses__()
+        if not isabstract(kind):
+            known[kind.method] = kind
+    return known
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpress.calibrate.file import Calibration
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import Observed
 from kvpress.core.model import ModelFacts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
@@ -17,7 +17,7 @@ from kvpress.sparse.channels import METHOD, write_official
 
 
 @dataclass(frozen=True)
-class ChannelSettings(Settings):
+class ChannelSettings(Observed):
     """Mean magnitude of every channel over all tokens, for choosing the channels that tell keys apart.
 
     A layer gives, float32, `q [Hq, D]` and `k [H, D]`, the mean of |q| and |k| before their rotary embedding, and

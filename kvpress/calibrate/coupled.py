@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import Observed
 from kvpress.core.checks import Count, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.observe.call import LayerCall
@@ -21,7 +21,7 @@ SINKS = 4
 
 
 @dataclass(frozen=True)
-class CoupledSettings(Settings):
+class CoupledSettings(Observed):
     """How books are fitted: channels per code and bits per code of keys and of values, and the rounds of k-means.
 
     With `fisher`, every vector weighs its squared gradient of the language-modelling loss. All keys and values of a layer are

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import Observed
 from kvpress.core.checks import Size, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.observe.queries import QueryStats
@@ -15,7 +15,7 @@ from kvpress.presses.expected_attention_stats import METHOD
 
 
 @dataclass(frozen=True)
-class QuerySettings(Settings):
+class QuerySettings(Observed):
     """Statistics of the queries before their rotary embedding, the first `n_sink` of each sequence left out.
 
     A layer gives `mean [Hq, D]` and `covariance [Hq, D, D]`, float32, for `expected_attention_stats`.

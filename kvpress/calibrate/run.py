@@ -28,18 +28,9 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings(ABC):
-    """A method, by what it lets one choose: subclasses are dataclasses whose fields are recorded in the file.
-
-    `layers_at_once` bounds how many layers are recorded in one reading of the data; None records all.
-    """
+    """A method, by what it lets one choose: subclasses are dataclasses whose fields are recorded in the file."""
 
     method: ClassVar[str]
-    layers_at_once: ClassVar[int | None] = None
-
-    @property
-    def gradients(self) -> bool:
-        """Whether the loss is propagated back while the data are read."""
-        return False
 
     @property
     def shortest(self) -> int:
@@ -50,6 +41,33 @@ class Settings(ABC):
     def check(self, model: ModelFacts) -> None:
         """Refuse settings that do not suit the model, before any work."""
 
+    def check_out(self, out: Path) -> None:  # noqa: B027 - most methods write any file
+        """Refuse a file that cannot be written as its name says, before any work."""
+
+    @abstractmethod
+    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
+        """Return what the file holds, by name; finished `parts` need no more work."""
+
+    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
+        """Write the file."""
+        del model
+        found.write(out)
+
+
+@dataclass(frozen=True)
+class Observed(Settings):
+    """A method that learns from what its observers see of each layer, and nothing from the layers together.
+
+    `layers_at_once` bounds how many layers are recorded in one reading of the data; None records all.
+    """
+
+    layers_at_once: ClassVar[int | None] = None
+
+    @property
+    def gradients(self) -> bool:
+        """Whether the loss is propagated back while the data are read."""
+        return False
+
     @abstractmethod
     def observer(self) -> Observer:
         """Return what watches one layer; it sees every sequence, one after the other."""
@@ -58,10 +76,16 @@ class Settings(ABC):
     def tensors(self, observed: Any) -> dict[str, Tensor]:
         """Return what the file holds of a layer, from its observer."""
 
-    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
-        """Write the file."""
-        del model
-        found.write(out)
+    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
+        layers = [layer.index for layer in host().facts_of(model).growing]
+        missing = [layer for layer in layers if not parts.has(layer)]
+        report("layers", len(layers) - len(missing), len(layers))
+        step = self.layers_at_once or len(layers)
+        for start in range(0, len(missing), step):
+            for layer, observed in collect(model, sequences, missing[start : start + step], self, report).items():
+                parts.write(layer, self.tensors(observed))
+                report("layers", len(layers) - len(missing) + missing.index(layer) + 1, len(layers))
+        return {name: t for layer in layers for name, t in parts.read(layer).items()}
 
 
 def calibrate(
@@ -84,6 +108,7 @@ def calibrate(
     """
     facts = host().facts_of(model)
     settings.check(facts)
+    settings.check_out(out)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and sequences.shape[1] > limit:
         raise ValueError(f"sequences of {sequences.shape[1]} tokens are over the {limit} positions of the model")
@@ -102,15 +127,7 @@ def calibrate(
         "torch": torch.__version__,
     }
     parts = Parts(out.with_name(out.name + ".parts"), provenance)
-    layers = [layer.index for layer in facts.growing]
-    missing = [layer for layer in layers if not parts.has(layer)]
-    report("layers", len(layers) - len(missing), len(layers))
-    step = settings.layers_at_once or len(layers)
-    for start in range(0, len(missing), step):
-        for layer, observed in collect(model, sequences, missing[start : start + step], settings, report).items():
-            parts.write(layer, settings.tensors(observed))
-            report("layers", len(layers) - len(missing) + missing.index(layer) + 1, len(layers))
-    found = Calibration({name: t for layer in layers for name, t in parts.read(layer).items()}, provenance)
+    found = Calibration(settings.fit(model, sequences, parts, report), provenance)
     settings.write(found, facts, out)
     parts.remove()
     return found
@@ -157,7 +174,7 @@ class Parts:
 
 
 def collect(
-    model: Any, sequences: Tensor, layers: Sequence[int], settings: Settings, report: Report
+    model: Any, sequences: Tensor, layers: Sequence[int], settings: Observed, report: Report
 ) -> dict[int, Observer]:
     """Read all sequences and return what the given layers' observers saw."""
     observers = {layer: settings.observer() for layer in layers}

@@ -20,13 +20,23 @@ UNASKED = {
     "CAMPress": ("_compute_current_token_attention", "_aggregate_attention_per_kv_head"),
     "DecodingPress": ("_find_target_compression_ratio", "_resolve_target_size"),
     "ExpectedAttentionStatsPress": ("available_stats", "_maybe_load_stats_from_hub"),
+    "FastKVzipPress": ("compress_post",),
+    "FinchPress": ("embed_token_forward_hook",),
+    "KVComposePress": (
+        "compress_cache", "compress_structured", "compress_unstructured", "compute_composite_scores",
+        "compute_important_per_layer", "compute_scores", "enhance_scores", "prepare_important_masks", "register_context_ids",
+        "register_prompt_ids",
+    ),
     "KVzipPress": (
         "_chunk_fn", "_compute_cross_attention", "_compute_value_output_norm", "_make_mask", "_mask_causal",
         "_perform_kvzip_compression", "_reset_internal_parameters", "compress_post", "prepare", "score_kvzip",
     ),
     "KeyRerotationPress": ("_rerotate_cos_sin",),
     "LeverageScorePress": ("chol_with_jitter",),
+    "MergingPress": ("merge",),
     "NonCausalAttnPress": ("non_causal_chunked_attn",),
+    "QFilterPress": ("available_qfilters", "load_q_filters"),
+    "ThinKPress": ("compute_window_queries",),
 }  # fmt: skip
 """Methods there whose work is divided up in another way here, so that nothing would ask an override."""
 

@@ -6,13 +6,35 @@ Methods know the core only, and the core knows no library: who answers is named 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from torch import Tensor
+
+from kvpress.cache.attention import Logits
 from kvpress.core.model import ModelFacts
 from kvpress.observe.view import View
 
 HOST = "kvpress.hf.host"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an attention layer asks of a pass without a cache: `queries [B, Hq, n, D]`, `keys` and `values [B, H, n, D]`.
+
+    `layer` counts attention layers, `sinks [Hq]` are learned ones, and `window` is that of a sliding layer; None where there is
+    none.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    logits: Logits
+    sinks: Tensor | None = None
+    window: int | None = None
 
 
 class Host(Protocol):
@@ -23,6 +45,9 @@ class Host(Protocol):
 
     def view_by_hand(self, wants: Any, module: Any, hidden_states: Any, keys: Any, values: Any, kwargs: Any) -> View:
         """Return a view of bare keys and values, with what is wanted observed as far as the other arguments allow."""
+
+    def attending(self, model: Any, attend: Callable[[Asked], Tensor | None]) -> AbstractContextManager[None]:
+        """Let `attend` take the place of a model's attention; it returns `[B, Hq, n, Dv]`, or None for the model's own."""
 
     def facts_of(self, model: Any) -> ModelFacts:
         """Return what methods may know of a loaded model."""

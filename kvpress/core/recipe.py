@@ -457,8 +457,8 @@ class Recipe:
         return tokens
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of which nothing would stay, or that protected ranges do not lie in."""
-        for rule in self.protected:
+        """Refuse a prompt of which nothing would stay, or that ranges of tokens do not lie in."""
+        for rule in self.spans:
             rule.check(tokens)
         for eviction in self.acting("prefill"):
             eviction.amount.check(tokens)

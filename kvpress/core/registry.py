@@ -107,6 +107,11 @@ def entries() -> list[Entry]:
     return sorted(_all().values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
 
 
+def registered() -> bool:
+    """Whether any press is registered so far, without looking for more."""
+    return bool(_entries)
+
+
 def _all() -> dict[str, Entry]:
     """Return all registered presses by their folded names."""
     for package in PACKAGES:

@@ -37,6 +37,8 @@ class Selector(ABC):
     sealing: Codec = DenseCodec(group=TILE, residual=RESIDUAL)
     looks_ahead: bool = False
     """Whether `prefetch` wants queries of this layer while the layer before it is still under way."""
+    adds: bool = False
+    """Whether an estimate of what the pairs that are not read would add is one more part of the attention."""
     unit: int = 1
     """Pairs that are chosen together."""
     score_bytes: int = 32

@@ -131,7 +131,7 @@ def attention(
     if here.asked is module:
         plan = None if forward is None else forward.session.layers.get(id(module))
         query = _in_order(query, key, None if plan is None else plan.tiles)
-        raise AskedError(query, key, _logits(query, scaling, kwargs), kwargs.get("s_aux"))
+        raise AskedError(query, key, logits_of(query, scaling, kwargs), kwargs.get("s_aux"))
     call = None if forward is None else forward.call
     lent = None if forward is None or call is not None else forward.lent_call(key)
     call = call if lent is None else replace(lent, module=module)
@@ -155,7 +155,7 @@ def attention(
         plan.tiles = _tiles(module, call, key, value)
     query = _in_order(query, key, plan.tiles)
     call.queries = query
-    call.logits = _logits(query, scaling, kwargs)
+    call.logits = logits_of(query, scaling, kwargs)
     call.sinks = kwargs.get("s_aux")
     if static is not None:
         real = static.real_tokens
@@ -187,7 +187,8 @@ def attention(
     return result, call.attentions
 
 
-def _logits(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
+def logits_of(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
+    """Return how a model forms logits, from the arguments of its attention."""
     return Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
 
 

@@ -125,6 +125,12 @@ def takes_back(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bo
     )
 
 
+def copies_of(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> int:
+    """How many rows `generate` makes of every prompt."""
+    settings = (generation_config, model.generation_config)
+    return max(setting(name, kwargs, settings) or 1 for name in ("num_beams", "num_return_sequences"))
+
+
 def is_assistant(generation_config: Any) -> bool:
     """Whether a call of `generate` makes candidates for another model."""
     return bool(getattr(generation_config, "is_assistant", False))

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvpress.core.press import BasePress
+from kvpress.hf.attending import attending
 from kvpress.hf.by_hand import view_by_hand
 from kvpress.hf.models import facts_of
 from kvpress.hf.replay import graph_recorder
 from kvpress.hf.session import Session, session
 
-__all__ = ["facts_of", "open_press", "view_by_hand"]
+__all__ = ["attending", "facts_of", "open_press", "view_by_hand"]
 
 
 def open_press(press: BasePress, model: Any, capture: bool) -> AbstractContextManager[Session]:

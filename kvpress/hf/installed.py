@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
-from kvpress.hf.checks import check_generate, is_assistant, takes_back
+from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.own_attention import attend
@@ -264,6 +264,7 @@ class Installation:
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
                 given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+                here.request.copies = copies_of(self.model, given, kwargs)
                 here.request.takes_back = takes_back(self.model, given, kwargs)
                 if here.request.takes_back:
                     here.request.prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))

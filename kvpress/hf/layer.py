@@ -227,6 +227,8 @@ class PressLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            if not self.padded and not self.store.sealed and len(rows) > len(rows.unique()):
+                self.store.close(None)  # what several rows go on from is held once
             self.store.select_rows(rows)
             self.batch_size = self.store.batch
 
@@ -463,7 +465,7 @@ def why_unreadable(stores: Sequence[KVStore]) -> str:
     Transformers makes one mask for all layers and rows, by the number of pairs in the first one.
     """
     for store in stores:
-        weighted = [part for part in (store.window, store.dense) if part is not None and part.log_weight is not None]
+        weighted = store.window.log_weight is not None or any(part.log_weight is not None for part in store.sealed)
         if store.segments or weighted:
             return "they are encoded, weighted or chosen from by a selector"
         if len(set(store.stored())) > 1:

@@ -35,7 +35,8 @@ class Request:
 
     `prompt_end` is the length of its prompt where that comes in chunks, else 0, and `prompt_start` how much of it the cache had
     seen before. Without a `session` it is none of a press, and without `owns_cache` no block can say that the cache is its own.
-    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it.
+    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it. So
+    many rows in a row as `copies` says are the same prompt, for beams and for several answers to one prompt.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class Request:
     prompt_start: int = 0
     takes_back: bool = False
     prompt: Tensor | None = None
+    copies: int = 1
 
     def is_of(self, cache: Any) -> bool:
         """Whether a cache is the one that the call is about."""
@@ -101,6 +103,10 @@ class Forward:
     def prompt_end(self, cache: Any) -> int:
         """Return how many tokens a cache will have seen once a prompt that comes in chunks is read, else 0."""
         return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
+
+    def copies(self, cache: Any) -> int:
+        """Return how many rows in a row begin with the same prompt."""
+        return self.request.copies if self.request is not None and self.request.is_of(cache) else 1
 
     def begin(self, cache: Cache) -> None:
         """Take a cache, once its first layer is about to be read.

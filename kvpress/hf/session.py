@@ -248,6 +248,7 @@ class Session:
             reads_itself=self.reads_itself,
             rotates=not self.reads_itself,
             expand=own_attention.expanded(module),
+            copies=forward.copies(cache),
             apply_rotary=plan.facts.rotate,
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
@@ -338,6 +339,8 @@ class Session:
             store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
             if call.is_first_prompt:
                 store.fix()
+        if call.copies > 1 and call.is_first_prompt:
+            store.hold_in_common(call.copies, call.mask)
         if plan.selector is not None:
             plan.selector.prepare(store)
 

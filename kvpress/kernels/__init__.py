@@ -7,6 +7,7 @@ available and a plain torch reference everywhere else.
 from kvpress.kernels.counting import counters, reset_counters
 from kvpress.kernels.cpu.launch import available
 from kvpress.kernels.dispatch import (
+    MOST_QUERIES,
     column_mass,
     column_max,
     decode,
@@ -28,6 +29,7 @@ from kvpress.kernels.formats.rotary import STEP, Rotary, per_pair, rotate_halves
 __all__ = [
     "BITS",
     "CODE_BITS",
+    "MOST_QUERIES",
     "MOST_RANK",
     "STEP",
     "Basis",

@@ -35,7 +35,7 @@ class LayerCall:
     [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
     `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
     `ids [B, Q]` are their ids, None where they came as embeddings, and `tracker` returns what has found spans in those of all
-    tokens (`kvpress.observe.spans`).
+    tokens (`kvpress.observe.spans`). So many rows in a row as `copies` says began with the same prompt.
     """
 
     module: nn.Module
@@ -71,6 +71,7 @@ class LayerCall:
     ids: Tensor | None = None
     tracker: Callable[[], Any] | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    copies: int = 1
 
     def count(self, tokens: int) -> None:
         """Work out the phase of a pass of so many new tokens."""

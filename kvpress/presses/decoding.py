@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -42,7 +42,7 @@ class DecodingPress(Wrapping):
     compression_interval: Count = 512
     target_size: Count = 2048
     hidden_states_buffer_size: Count = 256
-    target_ratio: Ratio | None = None
+    target_ratio: Ratio | None = field(default=None, kw_only=True)
 
     @property
     def inner(self) -> BasePress:

@@ -39,7 +39,8 @@ SPARSE_FROM = 512
 class DuoAttentionPress(StreamingHeadsPress):
     """Let the heads that retrieve least keep a window only.
 
-    How much a head retrieves is read from a `table`. `on_the_fly_scoring` measures it on the prompt instead, while that is
+    How much a head retrieves is read from a `table`, which `kvpress calibrate --method duo_attention` learns; that of the
+    bundled reference model ships with it. `on_the_fly_scoring` measures it on the prompt instead, while that is
     read, by a sample of the queries i that see more than sinks and window, rarer the further they are:
 
         score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,12 +145,19 @@ def averaged(call: LayerCall, mean: Tensor, covariance: Tensor, future: Tensor) 
     """Return R mean `[b, hq, D]` and R covariance R^T `[b, hq, D, D]`, with R the mean rotation of the positions `[b, n]`."""
     if not call.rotates:
         return mean, covariance
+    rotate = mean_rotation(call, future)
+    turned = rotate(covariance).transpose(-1, -2)
+    return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
+
+
+def mean_rotation(call: LayerCall, future: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what applies the mean rotation of the positions `future [b, n]` to the rows of `[b, hq, rows, D]`."""
+    if not call.rotates:
+        return lambda vectors: vectors
     cos, sin = (part.float().mean(dim=1, keepdim=True) for part in call.angles(future))
 
     def rotate(vectors: Tensor) -> Tensor:
-        """Apply R to the rows of `[b, hq, rows, D]`."""
         ones = (vectors.shape[0], vectors.shape[2], -1)
         return call.rotate(vectors, cos.expand(ones), sin.expand(ones))
 
-    turned = rotate(covariance).transpose(-1, -2)
-    return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
+    return rotate

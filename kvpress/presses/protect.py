@@ -87,7 +87,7 @@ class ProtectPress(BasePress):
         return replace(inner, protected=(*inner.protected, *self._spans(model)))
 
     def _spans(self, model: ModelFacts | None) -> list[Spans]:
-        found: list[Spans] = [Ranges(ranges)] if (ranges := _ranges(self.tokens)) else []
+        found: list[Spans] = [Ranges(ranges)] if (ranges := ranges_in(self.tokens)) else []
         tags, roles, last = _pairs(self.tags), _roles("roles", self.roles), _roles("last", self.last)
         if not (tags or roles or last):
             return found
@@ -103,7 +103,7 @@ class ProtectPress(BasePress):
                         f"the chat template has no turns of its own for the role {role!r}, only for: {known}; protect by "
                         "tags or token ranges"
                     )
-            piece = vocabulary or _unknown
+            piece = vocabulary or unknown
             found += [Turns(role, tuple(headers.items()), piece) for role in roles]
             found += [Turns(role, tuple(headers.items()), piece, newest=True) for role in last]
         return found
@@ -142,27 +142,33 @@ def between(opening: str, closing: str, vocabulary: Vocabulary | None, **how: bo
         raise ValueError(f"an opening and a closing tag must be two different texts, got {opening!r} and {closing!r}")
     for tag in (opening, closing) if vocabulary is not None else ():
         vocabulary.check(tag)  # type: ignore[union-attr]
-    return Between(opening, closing, vocabulary or _unknown, **how)
+    return Between(opening, closing, vocabulary or unknown, **how)
 
 
-def _unknown(token: int) -> str:
+def unknown(token: int) -> str:
+    """Stand for the texts of tokens where there is no tokenizer: refuse to tell one."""
     raise ValueError(f"the text of token {token} is not known without a tokenizer")
 
 
-def _ranges(text: str) -> tuple[Span, ...]:
+def ranges_in(text: str, name: str = "tokens") -> tuple[Span, ...]:
+    """Return the ranges of positions that an argument of that name lists, ascending.
+
+    Raises:
+        ValueError: a part of the text is no range, or two of them overlap.
+    """
     found = []
     for part in text.split():
         match = re.fullmatch(r"(\d+):(\d+)", part)
         if match is None or int(match[1]) >= int(match[2]):
             raise ValueError(
-                f"tokens must be ranges first:end of positions >= 0 with first < end, such as '0:16 40:52', got {part!r}"
+                f"{name} must be ranges first:end of positions >= 0 with first < end, such as '0:16 40:52', got {part!r}"
             )
         found.append((int(match[1]), int(match[2])))
     found.sort()
     for (first, end), (start, stop) in pairwise(found):
         if start < end:
             raise ValueError(
-                f"ranges of tokens must not overlap, got {first}:{end} and {start}:{stop}; write one range"
+                f"ranges of {name} must not overlap, got {first}:{end} and {start}:{stop}; write one range"
             )
     return tuple(found)
 

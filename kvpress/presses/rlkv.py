@@ -22,10 +22,11 @@ from kvpress.presses.streaming_heads import NO_COMMON_BUDGET, TABLE, StreamingHe
 class RLKVPress(StreamingHeadsPress):
     """Let the heads with the lowest gates of a table learned by reinforcement learning keep a window only.
 
-    A `StreamingHeadsPress` with the table and the windows of RLKV: 16 sinks and 64 recent tokens.
+    A `StreamingHeadsPress` with the table and the windows of RLKV: 16 sinks and 64 recent tokens. `kvpress calibrate --method
+    rlkv` learns a table; that of the bundled reference model ships with it.
 
     Paper: Du et al., Which Heads Matter for Reasoning? RL-Guided KV Cache Compression, 2025, arXiv:2510.08525.
-    Differs from the paper: gates are read, not learned; ties go by layer and head instead of by noise.
+    Differs from the paper: ties go by layer and head instead of by noise.
     """
 
     sizes: ClassVar[tuple[int, int]] = (16, 64)

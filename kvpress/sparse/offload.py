@@ -168,10 +168,11 @@ def _gather(
     """Copy the chosen pairs of every segment into a buffer."""
     fetched = []
     for i, (segment, part) in enumerate(zip(segments, chosen or (), strict=False)):
-        assert isinstance(segment, DenseSegment)  # noqa: S101 - a host codec seals nothing else
-        rows = part.rows.flatten().long().to(segment.keys.device)
+        held, rows = segment.located(part.rows.flatten().long())
+        assert isinstance(held, DenseSegment)  # noqa: S101 - a host codec seals nothing else
+        rows = rows.to(held.keys.device)
         moved = []
-        for name, source in (("keys", segment.keys), ("values", segment.values)):
+        for name, source in (("keys", held.keys), ("values", held.values)):
             staged = _room(buffer, f"{name} {i} host", len(rows), source, source.device, home.type == "cuda")
             torch.index_select(source, 0, rows, out=staged)
             if home.type == "cpu":

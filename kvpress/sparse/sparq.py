@@ -61,6 +61,7 @@ class SparQSelector(Selector):
     def __init__(self, budget: Budget, channels: int, mean_value: bool) -> None:
         self.budget, self.channels, self.mean_value = budget, channels, mean_value
         self.score_bytes += 4 * channels
+        self.adds = mean_value
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return pairs * dim * dtype.itemsize + 4 * (dim + 1)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from kvpress_eval.commands.demo import demo_config
+from kvpress_eval.console import app
 from kvpress_eval.run import job, runner
+from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.tasks.kinds.generated import TRAINED
+from rich.console import Console
 
 import kvpress
 from tests.eval.commands import invoke
+
+COMMANDS: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009
 
 
 @pytest.fixture
@@ -62,7 +71,7 @@ def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_the_model_loads(
     arguments: list[str], code: int, message: str, tmp_path: Path
 ) -> None:
-    got, output = invoke("eval", *arguments, "--out", str(tmp_path))
+    got, output = invoke("eval", "--press", "none", *arguments, "--out", str(tmp_path))
     assert got == code
     assert message in output
 
@@ -101,7 +110,7 @@ def test_a_map_places_the_layers(tmp_path: Path) -> None:
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.touch()
-    code, output = invoke("eval", "--out", str(taken))
+    code, output = invoke("eval", "--press", "none", "--out", str(taken))
     assert code == 4
     assert f"cannot write {taken}" in output
 
@@ -118,7 +127,15 @@ def test_a_mistake_in_a_file(tmp_path: Path) -> None:
 def test_a_model_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, output = invoke(
-        "eval", "--model", str(tmp_path / "nothing"), "--lengths", "64", "--out", str(tmp_path / "run")
+        "eval",
+        "--model",
+        str(tmp_path / "nothing"),
+        "--press",
+        "none",
+        "--lengths",
+        "64",
+        "--out",
+        str(tmp_path / "run"),
     )
     assert code == 3
     assert "cannot load model" in output
@@ -149,12 +166,59 @@ def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:
     assert any(press.count(" + ") == 2 for press in presses)
 
 
+@pytest.mark.usefixtures("no_model")
+def test_nothing_to_measure_is_no_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, output = invoke("eval", "--model", "reference", "--samples", "7", "--out", str(out))
+    assert code == 2
+    assert "84 contexts, 7 for each of 6 tasks at 512 and 1024 tokens" in output
+    assert "kvpress eval --press none" in output
+    assert not out.exists()
+
+
+def test_the_help_of_eval_has_every_default_and_task() -> None:
+    code, output = invoke("eval", "--help", env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    assert code == 0
+    options = dict(re.findall(r"--([a-z-]+) .*?\[default: \((.*?)\)\]", output))
+    for option, default in (("model", "reference"), ("samples", "50"), ("lengths", "512,1024"), ("out", "runs/eval")):
+        assert options[option] == default
+    assert options["question-aware"] == "no"
+    assert set(options["tasks"].split(",")) == set(TRAINED)
+    tasks = output.partition("Tasks:")[2]
+    for name in ("gsm8k", "fwe", "qasper", "file:PATH", *TRAINED):
+        assert re.search(rf"\b{name}\b", tasks), name
+
+
+def test_no_help_holds_what_markup_eats() -> None:
+    for name, command in COMMANDS.items():
+        for text in (command.help, *(getattr(option, "help", None) for option in command.params)):
+            assert not re.search(r"(?<!\\)\[[a-z]", text or ""), (name, text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_finished_cell_is_a_line(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+    with RunProgress(console, 4) as progress:
+        progress.cell("compactor:0.75 + kivi:bits=4,residual_length=32 + quest:budget=128 on niah_multikey at 128")
+        progress.advance(1)
+        progress.finished("none on vt at 128", [1.0, 0.0], 0.5)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "none on vt at 128: 2 samples, 50.0%, answered in 0.5 s" in shown
+    assert (" 25%" in shown) == terminal
+
+
 def test_help_waits_for_nothing_heavy() -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from kvpress_eval.console import app\n"
-        "for words in [], ['list'], ['plan'], ['eval'], ['tune']:\n"
+        "for words in [], ['list'], ['plan'], ['tune'], ['demo']:\n"
         "    shown = CliRunner().invoke(app, [*words, '--help']); assert shown.exit_code == 0, shown.output\n"
         "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'pandas', 'scipy', 'optuna', 'datasets'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "shown = CliRunner().invoke(app, ['list']); assert 'tidal_decode' in shown.output, shown.output\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "shown = CliRunner().invoke(app, ['eval', '--help']); assert 'niah_single' in shown.output, shown.output\n"
+        "heavy -= {'numpy', 'transformers'}  # which the tasks name\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.folders import new_folder
 from tests.models import ALTERNATING, COMMON, full_layers, tokens
 from tests.models import FAMILIES as SETTINGS
 
@@ -67,10 +69,47 @@ def _table(family: str, path: Path) -> None:
     path.write_text("\n".join("\t".join(f"{value:.3f}" for value in row) for row in rows.tolist()))
 
 
+def _networks(family: str, path: Path) -> None:
+    sizes = (COMMON["num_key_value_heads"], COMMON["hidden_size"])
+    drawn = torch.Generator().manual_seed(4)
+    made = {}
+    for layer in range(COMMON["num_hidden_layers"]):
+        made[f"layers.{layer}.weight"] = torch.randn(sizes, generator=drawn)
+        made[f"layers.{layer}.bias"] = torch.zeros(sizes[0])
+    save_file(made, path)
+
+
+def _curve(family: str, path: Path) -> None:
+    needs = torch.rand(
+        COMMON["num_hidden_layers"], COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(5)
+    )
+    ratios = torch.arange(1, 100)[:, None, None] / 100
+    np.save(path, (ratios ** (0.5 + needs)).float().numpy())
+
+
+def _gates(family: str, path: Path) -> None:
+    config = model_of(family, "float32").config
+    heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    shapes = {
+        "q_proj.weight": (heads * 8, hidden), "q_proj.bias": (heads * 8,), "k_proj.weight": (kv_heads * 8, hidden),
+        "q_norm.weight": (8,), "k_norm.weight": (8,), "k_base": (kv_heads, 1, 4, 8), "b": (kv_heads, 1, heads // kv_heads),
+    }  # fmt: skip
+    drawn = torch.Generator().manual_seed(6)
+    layers = [
+        {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+        for _ in range(config.num_hidden_layers)
+    ]
+    torch.save({"module": layers}, path)
+
+
 FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "table": ("heads.tsv", _table),
     "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
+    "filters": ("filters.safetensors", _calibration("qfilter")),
+    "gates": ("gates.pt", _gates),
+    "curve": ("curve.npy", _curve),
+    "networks": ("networks.safetensors", _networks),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),
 }
 """What a spec writes in braces: the name of a file, and how it is made for a family."""
@@ -80,7 +119,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
 def path_of(name: str, family: str) -> str:
     """Make a file of `FILES` for a family, once in a process."""
     filename, make = FILES[name]
-    path = Path(mkdtemp()) / filename
+    path = new_folder() / filename
     with torch.random.fork_rng(), torch.enable_grad():
         make(family, path)
     return str(path)

@@ -13,11 +13,11 @@ from tests.fuzz.specs import Tree, inside, intervals, methods, parts_of, place_o
 
 STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
-BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip"}
+BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose"}
 """Layers share one budget, so only their mean is known."""
-DECIDING = {"simlayerkv"}
-"""How much they keep depends on what they see."""
-RAGGED = {"adakv", "critical_adakv"}
+DECIDING = {"simlayerkv", "lukv"}
+"""How much they keep depends on what they see, or on a file."""
+RAGGED = {"adakv", "critical_adakv", "dms"}
 """Heads of a layer share one budget."""
 PROTECTED = 16
 """Prompts of fewer tokens may be left whole: sinks and windows of all methods, as they are drawn here, are below."""
@@ -41,7 +41,7 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
     counts as one token; presses that leave prompts alone cut it at once if it is as long as their target.
     """
     tree = _without_advice(tree)
-    if any(part["name"] in DECIDING for part in inside(tree)):
+    if any(part["name"] in DECIDING or part.get("threshold") or part.get("decoding") for part in inside(tree)):
         return None
     prompt, schedules = _phases(tree)
     stored, seen, since, held = 0, 0, 0, None
@@ -120,7 +120,7 @@ def _of_prompt(press: Tree, tokens: int, layer: int) -> int | None:
 def _of_decoding(press: Tree, seen: int, held: int | None) -> tuple[int, int | None]:
     """After how many tokens a press evicts, and down to how many pairs."""
     if press["name"] in intervals():
-        ratio = setting(press, "target_ratio")
+        ratio = setting(press, "target_compression_ratio" if "ratio" in press["name"] else "target_ratio")
         interval = int(setting(press, "compression_interval"))
         return interval, int(setting(press, "target_size")) if ratio is None else int(seen * (1 - ratio))
     scorer = list(inside(press))[-1]
@@ -154,8 +154,7 @@ def spared(tree: Tree) -> int:
 def between_layers(tree: Tree) -> bool:
     """Whether layers share one budget."""
     return not any(part["name"] == "per_layer_compression" for part in inside(tree)) and any(
-        part["name"] in BETWEEN_LAYERS and not (part["name"] == "kvzip" and setting(part, "layerwise"))
-        for part in inside(tree)
+        part["name"] in BETWEEN_LAYERS and not setting(part, "layerwise") for part in inside(tree)
     )
 
 

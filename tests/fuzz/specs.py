@@ -43,6 +43,22 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "repeat_prompt": ("",),
     "recent_ratio": (0.25, 0.5),
     "interval": (3, 4),
+    "lag_size": (5, 8),
+    "num_sinks": (2,),
+    "local_window_size": (4, 7),
+    "tau": (5.0, 1.0),
+    "sliding_window_size": (4, 8),
+    "similarity_threshold": (0.0, 0.3),
+    "merge_fraction": (1.0, 0.5),
+    "target_compression_ratio": (0.5, 0.25),
+    "sink": (2, 4),
+    "window": (1, 3),
+    "key_channel_compression_ratio": (0.5, 0.3),
+    "window_ratio": (0.1, 0.02),
+    "keep_token_lower_bound": (0, 2),
+    "agg_task": ("max", "mean"),
+    "agg_group": ("max", "mean"),
+    "agg_head": ("max", "mean"),
     "decay": (None, 0.9),
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
@@ -72,6 +88,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # Files of `tests.fuzz.models`, written in braces.
     "stats_folder": ("{statistics}",),
     "table": ("{table}",),
+    "filters": ("{filters}",),
+    "curve": ("{curve}",),
+    "gates": ("{gates}",),
 }
 """What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -92,9 +111,20 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("quest", "budget"): (12, 0.25),
     ("sparq", "budget"): (12, 0.25),
     ("sparq", "channels"): (4, 8),
+    ("twilight", "p"): (0.5, 0.9),
+    ("twilight", "press"): (
+        {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
+        {"name": "sparq", "budget": 0.5, "channels": 4, "mean_value": False},
+    ),
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
+    ("kvzap", "model_type"): ("linear",),
+    ("kvzap", "weights"): ("{networks}",),
+    ("headkv", "beta"): (1.2, 4.0),
+    ("triattention", "distances"): (4, 17),
+    ("uncomp", "drop"): (0.0, 0.1),
+    ("uncomp", "queries"): (8, 512),
     ("refit", "ridge"): (1.0, 4.0),
     ("refit", "tokens"): (4, 32),
     ("attention_matching", "ridge"): (1.0,),
@@ -113,6 +143,8 @@ KEEP_ALL: dict[str, Any] = {
     "budget": EVERYTHING,
     "target_size": EVERYTHING,
     "target_ratio": None,
+    "target_compression_ratio": 0.0,
+    "threshold": -1e9,
     "lazy_threshold": 1.0,
     "residual_length": EVERYTHING,
 }
@@ -228,7 +260,7 @@ def place_of(tree: Tree) -> str:
 
 def fields_of(tree: Tree) -> set[str]:
     """Names of the settings that a press has."""
-    return {field.name for field in dataclasses.fields(find(tree["name"]).press)}
+    return {field.name for field in dataclasses.fields(find(tree["name"]).press) if field.init}
 
 
 def setting(tree: Tree, field: str) -> Any:
@@ -260,7 +292,8 @@ def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> T
 
 def keeps_all(tree: Tree) -> Tree:
     """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
-    return changed(tree, KEEP_ALL)
+    told = any("budget" in part for part in inside(tree))  # a threshold is given instead of a ratio or budget
+    return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
 
 
 def selects_all(tree: Tree) -> Tree:
@@ -336,10 +369,13 @@ def is_spec(trees: list[Tree]) -> bool:
         kvpress.press_from_dict(resolved_tree(composed(trees)))
     except (TypeError, ValueError):
         return False
-    # Keys that were turned to other positions cannot be turned again once they are sealed: refused in the second turn.
+    # Keys cannot be turned to other positions, nor values merged into, once they are sealed: refused in the second turn.
     sealed = any(place_of(tree) in ("codec", "selector") for tree in trees)
     return not (
-        sealed and any(part["name"] == "key_rerotation" or part.get("reindex") for t in trees for part in inside(t))
+        sealed
+        and any(
+            part["name"] in ("key_rerotation", "merging") or part.get("reindex") for t in trees for part in inside(t)
+        )
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from tests.folders import new_folder
 from tests.models import VOCAB, grow, padded_batch, position_ids, tiny_model, tokens
 
 STORAGE = {
@@ -37,7 +36,7 @@ def channels_file(model: Any) -> str:
         for layer in range(config.num_hidden_layers)
         for name, count in heads.items()
     }
-    path = Path(mkdtemp()) / "channels.json"
+    path = new_folder() / "channels.json"
     path.write_text(json.dumps(orders))
     return str(path)
 

@@ -4,21 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand, TyperOption
 
 from kvpress_eval.commands import _shared as shared
+from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.run.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
 
 _LISTS = ("tasks", "lengths", "depths", "ratios")
+_NAMED = {"model": "models"}
+"""Options whose name is not that of their field of a run."""
 _OWN = ("config", "lm_eval", "lm_eval_include", "dry_run")
 """Options that are no part of a grid of runs."""
+
+
+class Command(TyperCommand):
+    """`eval`, whose help shows the defaults of a run and the names of all tasks, as they stand in the code.
+
+    They are looked up when the help is asked for: that takes half a second, which other commands need not wait for.
+    """
+
+    def with_defaults(self) -> Command:
+        """Give every option the default that a run has, and name all tasks at the end."""
+        from kvpress_eval.config.schema import RunConfig
+
+        fields = {_NAMED.get(name, name): field for name, field in RunConfig.model_fields.items()}
+        for option in self.params:
+            default = fields[option.name].default if option.name in fields else None
+            if isinstance(option, TyperOption) and default is not None and default != ():
+                option.show_default = as_given(default)
+        self.epilog = f"Tasks: {task_names()}"
+        return self
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.with_defaults()
+        super().format_help(ctx, formatter)
+
+
+def as_given(default: object) -> str:
+    """Return the default of a field as its option would be given; that of a switch names the switch."""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return ",".join(map(str, default)) if isinstance(default, (tuple, list)) else str(default)
+
+
+def task_names() -> str:
+    """Return the names that --tasks takes; of benchmarks with subsets, each once with its subsets."""
+    from kvpress_eval.tasks.catalogue import KINDS
+
+    groups: dict[str, list[str]] = {}
+    for name in (name for kind in KINDS for name in kind.names if name.count(":") < 2):
+        group, _, subset = name.rpartition(":")
+        groups.setdefault(group, []).append(subset)
+    alone = ", ".join(groups.pop("", []))
+    subsets = [f"{group}:NAME with NAME one of {', '.join(names)}" for group, names in groups.items()]
+    return "\n\n".join([alone, *subsets, *(f"{kind.prefix}PATH" for kind in KINDS if kind.prefix)])
+
+
+def nothing_asked(config: RunConfig) -> str:
+    """Say what a run would measure for which no press and no task was named, and how to say it."""
+    contexts = len(config.tasks) * len(config.lengths) * config.samples
+    lengths = " and ".join(map(str, config.lengths))
+    return (
+        f"nothing to measure is named. This would read {contexts} contexts, {config.samples} for each of "
+        f"{len(config.tasks)} tasks at {lengths} tokens, with the model {config.model!r} and no press at all, "
+        f"into {config.out}.\n"
+        "Name presses (`kvpress list`) or tasks (`kvpress eval --help`), for example\n"
+        "  kvpress eval --press none --press snapkv:0.5 --tasks niah_single,vt --lengths 512 --samples 20\n"
+        "and add --dry-run to see first what that takes. --press none starts the run above; `kvpress demo` compares "
+        "all kinds of presses."
+    )
 
 
 def command(
@@ -56,6 +118,10 @@ def command(
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same fields; options override it.")] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Also, or without --tasks only, tasks of lm-eval such as ruler,gsm8k.")
@@ -74,10 +140,14 @@ def command(
 
         given = {name: shared.split(value) if name in _LISTS else value for name, value in options.items()}
         runs = load_grid(config, given)
+        if not (dry_run or config or lm_eval or presses or tasks):
+            raise ConfigError(nothing_asked(runs[0]))
         if dry_run:
             for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)
             return
+        if lm_eval is not None and any(one.engine != "local" for one in runs):
+            raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
         # A run checks itself before its model loads; what comes after other work is checked now.
         for one in runs[1:] if lm_eval is None else runs:
             prepare(one)

@@ -39,6 +39,12 @@ class BusyError(EvalError):
     exit_code = 5
 
 
+class ClusterError(EvalError):
+    """The machines that a run was sent to cannot be reached, or all of them are lost."""
+
+    exit_code = 6
+
+
 class DiskFullError(EvalError):
     """No room for another result; what was written stays valid and the run can be resumed."""
 

@@ -8,6 +8,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvpress.terminal import Name
+
+__all__ = ["MISSING", "Name", "number", "plain_table"]
+
 MISSING = "-"
 
 
@@ -17,10 +21,13 @@ def number(value: float | None, digits: int) -> str:
 
 
 def plain_table(texts: Iterable[str], numbers: Iterable[str], gap: int = 2, **style: Any) -> Table:
-    """Return a table without lines: columns of texts, which fold where they are too long, then columns of numbers."""
+    """Return a table without lines: columns of texts, which fold where they are too long, then columns of numbers.
+
+    A `Name` in a column of texts folds between its parts.
+    """
     table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), **style)
     for heading in texts:
         table.add_column(Text(heading), overflow="fold")
     for heading in numbers:
-        table.add_column(Text(heading), justify="right")
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     return table

@@ -15,6 +15,8 @@ from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
 from kvpress_eval.tasks.local import PREFIX
 
 REFERENCE = "reference"
+RAY = "ray"
+"""The engine that runs cells on several machines."""
 _FILES = re.compile(r"(^|\+)\s*@|\.ya?ml\s*$")
 """What tells that a press, or a part of it, is read from a file."""
 
@@ -57,6 +59,8 @@ class RunConfig(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     max_seconds_per_sample: float | None = Field(default=None, gt=0)
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
 
     @field_validator("presses")
     @classmethod
@@ -120,6 +124,27 @@ class RunConfig(BaseModel):
         if device_map and info.data.get("device", "auto") != "auto":
             raise ValueError("give device or device_map, not both: a map places the layers itself")
         return device_map
+
+    @field_validator("engine")
+    @classmethod
+    def _workers_place_the_model(cls, engine: str, info: ValidationInfo) -> str:
+        if engine == RAY and info.data.get("device_map"):
+            raise ValueError(
+                "engine ray gives each worker one GPU, over which device_map has nothing to spread: omit it"
+            )
+        device = info.data.get("device", "auto")
+        if engine == RAY and device not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"engine ray chooses the GPU of each worker: device must be auto, cpu or cuda, got {device!r}"
+            )
+        return engine
+
+    @field_validator("ray_address")
+    @classmethod
+    def _address_is_used(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is not None and info.data.get("engine") != RAY:
+            raise ValueError("an address of Ray needs engine ray")
+        return address
 
     @property
     def wording(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 import kvpress
 from kvpress.hf.models import growing_layers
@@ -20,12 +21,15 @@ from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.comparison import Comparison
 from kvpress_eval.fidelity.continuation import config_errors
-from kvpress_eval.fidelity.texts import read_texts
+from kvpress_eval.fidelity.texts import read_texts, unknown_share
 from kvpress_eval.results.records import FIDELITY
 from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings
 from kvpress_eval.run.progress import RunProgress
+
+_UNKNOWN = 0.5
+"""The share of a text from which on it is said that the vocabulary has no words for it."""
 
 
 def measure(
@@ -48,6 +52,14 @@ def measure(
         raise ConfigError(f"model {config.model!r} has no layer whose cache grows with the context: leave out --layers")
     config = in_words_of(config, engine.tokenizer) if text is None else config
     texts = read_texts(config, engine, tokens, text)
+    unknown = unknown_share(texts, engine.tokenizer)
+    if unknown > _UNKNOWN:
+        said = (
+            f"{unknown:.0%} of the tokens of {text or 'the texts'} are single letters, or none that the tokenizer of "
+            f"{config.model!r} knows: the text is outside its vocabulary, and the figures say little. Take a text in the "
+            "language of the model, or leave --text out."
+        )
+        console.print(Text(said, style="red"))
     comparison = Comparison(engine, texts, context, config.batch_size, chunk, layers)
     for press in config.presses:
         check_press(press, engine, context)
@@ -60,6 +72,7 @@ def measure(
         "chunk": chunk,
         "text": str(text) if text else None,
         "texts": hash_json(texts.tolist())[:16],
+        "outside_vocabulary": unknown,
     }
     return {**describe_run(config, engine), **settings, "rows": [one.row() for one in found]}
 

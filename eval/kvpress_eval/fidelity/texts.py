@@ -6,7 +6,9 @@ import random
 from itertools import count, cycle, islice
 from pathlib import Path
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvpress.calibrate.corpus import documents, pack
 from kvpress_eval.common.errors import DataError
@@ -29,6 +31,22 @@ def read_texts(config: RunConfig, engine: Engine, tokens: int, text: Path | None
         return pack(engine.tokenizer, source, length, config.samples).to(engine.model.device)
     except (OSError, ValueError) as error:
         raise DataError(f"no {config.samples} texts of {length} tokens from {text or 'the tasks'}: {error}") from error
+
+
+def unknown_share(texts: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Return how much of the texts the vocabulary has no words for: unknown tokens, parts of letters, and single letters.
+
+    A tokenizer that falls back to bytes knows every text, and spells what it has not learned. Signs that are no letters, and
+    letters beyond ASCII, which may be words, do not count.
+    """
+    ids, counts = texts.unique(return_counts=True)
+    outside = [_is_outside(number, tokenizer) for number in ids.tolist()]
+    return float(counts[torch.tensor(outside, device=counts.device)].sum() / counts.sum())
+
+
+def _is_outside(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    said = str(tokenizer.decode([token])).strip()
+    return token == tokenizer.unk_token_id or said == "\ufffd" or (len(said) == 1 and said.isascii() and said.isalpha())
 
 
 def write_text(config: RunConfig, engine: Engine, tokens: int, number: int) -> str:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from kvpress_eval.common.terminal import number, plain_table
+from kvpress_eval.common.terminal import Name, number, plain_table
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def to_table(rows: Iterable[dict[str, Any]]) -> Table:
     table = plain_table(["press"], [figure.heading for figure in FIGURES], caption_justify="left")
     for row in rows:
         table.caption = f"perplexity of the full cache: {row['full_perplexity']:.3f}"
-        table.add_row(Text(row["press"]), *(figure.text(row) for figure in FIGURES))
+        table.add_row(Name(row["press"]), *(figure.text(row) for figure in FIGURES))
     return table
 
 
@@ -59,5 +58,5 @@ def to_layer_table(rows: Iterable[dict[str, Any]]) -> Table:
         layers = [{one.key: row[f"{one.key}_by_layer"][i] for one in LAYER_FIGURES} for i in range(len(row["layers"]))]
         names = [row["press"], *("" for _ in layers)]
         for name, layer, figures in zip(names, [*row["layers"], "mean"], [*layers, row], strict=True):
-            table.add_row(Text(name), str(layer), *(one.text(figures) for one in LAYER_FIGURES))
+            table.add_row(Name(name), str(layer), *(one.text(figures) for one in LAYER_FIGURES))
     return table

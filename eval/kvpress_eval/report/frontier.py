@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvpress_eval.report.labels import Label, Segment, place_labels
+from kvpress_eval.report.plotting import ACCENT, FORMATS, GRID, INK, MUTED, is_narrow, to_files, to_svg
 from kvpress_eval.results.stats import Estimate
 from kvpress_eval.results.summary import PressSummary
 
-INK, MUTED, GRID, ACCENT = "#1f2933", "#9aa5b1", "#e4e7eb", "#0b69a3"
-_THEMED = {
-    INK: "var(--ink)",
-    MUTED: "var(--faint)",
-    GRID: "var(--line)",
-    ACCENT: "var(--accent)",
-    "#ffffff": "var(--page)",
-}
-"""The page, light or dark, says what a colour is."""
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GRID,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
-
-
-_UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-"""The same results are the same files."""
+_SHORT = 24
+"""Characters in a line of a label, on a phone."""
 
 
 @dataclass(frozen=True)
@@ -89,50 +65,28 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def frontier_svg(points: Sequence[Point], axis: Axis) -> str:
-    """Return one plot as an `<svg>` element in the colours of the page around it."""
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": axis.title}):
-        figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure.add_subplot(), points, axis)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
-    text = out.getvalue()
-    # A page has several plots: only names that are unique, by their hash, may stay.
-    text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", text[text.index("<svg") :])
-    for colour, themed in _THEMED.items():
-        text = text.replace(colour, themed)
-    return text.replace("<svg", f'<svg role="img" aria-label="Accuracy against: {axis.title}"', 1)
+def frontier_svg(points: Sequence[Point], axis: Axis) -> Markup:
+    """Return one plot as a part of a page."""
+    return to_svg(
+        lambda figure: draw(figure.add_subplot(), points, axis, _SHORT if is_narrow(figure) else None),
+        f"Accuracy against: {axis.title}",
+    )
 
 
-def frontier_files(
-    summaries: Sequence[PressSummary], formats: Sequence[str] = ("png", "svg", "pdf")
-) -> dict[str, bytes]:
+def frontier_files(summaries: Sequence[PressSummary], formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
     """Return both plots side by side, as a file of each format by its name."""
-    files = {}
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": "frontier"}):
-        figure = Figure(figsize=(13, 5), dpi=150, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
+
+    def both(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         draw(left, memory_points(summaries), MEMORY)
         draw(right, speed_points(summaries), SPEED)
-        for name in formats:
-            out = io.BytesIO()
-            figure.savefig(out, format=name, metadata=_UNDATED.get(name))
-            files[f"frontier.{name}"] = out.getvalue()
-    return files
+
+    return to_files(both, "frontier", (13, 5), formats)
 
 
-def draw(axes: Axes, points: Sequence[Point], axis: Axis) -> None:
-    """Draw the presses of one plot: the frontier in colour, what it beats in grey."""
-    axes.set_xlabel(axis.title)
-    axes.set_ylabel("Accuracy, %")
-    axes.set_ylim(-4, 108)
-    axes.set_yticks(range(0, 101, 20))
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(length=0)
+def draw(axes: Axes, points: Sequence[Point], axis: Axis, width: int | None = None) -> None:
+    """Draw the presses of one plot: the frontier in colour, what it beats in grey; `width` characters in a line of a label."""
+    accuracy_axes(axes, axis.title)
     if not points:
         axes.text(0.5, 0.5, "no complete results", transform=axes.transAxes, ha="center", color=MUTED)
         return
@@ -149,7 +103,19 @@ def draw(axes: Axes, points: Sequence[Point], axis: Axis) -> None:
     beaten = [point for point in points if point not in best]
     labels = [Label(point.label, point.cost, point.accuracy, INK) for point in best]
     labels += [Label(point.label, point.cost, point.accuracy, MUTED) for point in beaten]
-    place_labels(axes, labels, [*steps, *bars])
+    place_labels(axes, labels, [*steps, *bars], width)
+
+
+def accuracy_axes(axes: Axes, title: str) -> None:
+    """Give axes their titles and a grid; accuracies in per cent go up."""
+    axes.set_xlabel(title)
+    axes.set_ylabel("Accuracy, %")
+    axes.set_ylim(-4, 108)
+    axes.set_yticks(range(0, 101, 20))
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def _steps(best: Sequence[Point]) -> list[Segment]:

@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from kvpress_eval.report import frontier, page
+from kvpress_eval.report import frontier, lines, page
 from kvpress_eval.report.sheets import TITLES, Sheet, about
 from kvpress_eval.results.boards import Board, difference_of
 from kvpress_eval.results.cells import CellResult
@@ -77,12 +75,15 @@ def shown_sample(cells: Sequence[CellResult]) -> dict[str, Any] | None:
 
 def _view(number: int, board: Board) -> dict[str, Any]:
     summaries = board.summaries
+    by_length, by_ratio = lines.length_lines(summaries), lines.ratio_lines(summaries)
     return {
         "id": f"board-{number}",
         "board": board,
         "conclusion": conclusion(summaries, board.comparable_times),
-        "memory": Markup(frontier.frontier_svg(frontier.memory_points(summaries), frontier.MEMORY)),  # noqa: S704
-        "speed": Markup(frontier.frontier_svg(frontier.speed_points(summaries), frontier.SPEED)),  # noqa: S704
+        "memory": frontier.frontier_svg(frontier.memory_points(summaries), frontier.MEMORY),
+        "speed": frontier.frontier_svg(frontier.speed_points(summaries), frontier.SPEED),
+        "lengths": lines.length_svg(by_length) if by_length else None,
+        "ratios": lines.ratio_svg(by_ratio) if by_ratio else None,
         "grids": needle_grids(board.ranked),
         "shown": shown_sample(board.cells),
     }

@@ -1,4 +1,9 @@
-"""Labels beside the points of a plot, moved until they cover neither each other nor a point."""
+"""Labels beside the points of a plot, moved until they cover neither each other nor a point.
+
+`adjustText` moves labels by forces until a time limit, a second unless told otherwise: the same results could make another file
+on a slower machine, and what a label may cover at which price cannot be said. Here every label takes the best of some
+eighty places, the most important label first.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
+
+from kvpress_eval.common.terminal import Name
 
 FONT_SIZE = 8.0
 _RADII = (6, 12, 20, 30, 42, 56, 72, 90)
@@ -48,10 +55,11 @@ class _Box:
         )
 
 
-def place_labels(axes: Axes, labels: Sequence[Label], lines: Sequence[Segment]) -> None:
+def place_labels(axes: Axes, labels: Sequence[Label], lines: Sequence[Segment], width: int | None = None) -> None:
     """Write the labels, each at the free place nearest to its point; earlier ones choose first.
 
-    `lines` are horizontal or vertical segments (x, y, x, y) that had better stay visible.
+    `lines` are horizontal or vertical segments (x, y, x, y) that had better stay visible. `width` is the most characters of a
+    line; without it lines end at each `+` of a composition.
     """
     figure = axes.get_figure(root=True)
     if figure is None:
@@ -74,7 +82,7 @@ def place_labels(axes: Axes, labels: Sequence[Label], lines: Sequence[Segment]) 
         drawn.append(_Box(left - 1, bottom - 1, right + 1, top + 1))
     taken: list[_Box] = []
     for label in labels:
-        text = label.text.replace(" + ", "\n+ ")
+        text = label.text.replace(" + ", "\n+ ") if width is None else "\n".join(Name(label.text).lines(width))
         x, y = to_points(label.x, label.y)
         _, dx, dy, box = min(
             (_cost(box, room, taken, points, drawn) + radius, dx, dy, box)

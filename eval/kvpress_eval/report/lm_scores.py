@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from kvpress_eval.common.terminal import number, plain_table
+from kvpress_eval.common.terminal import Name, number, plain_table
 
 
 def scores(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float | None, int | None]]:
@@ -31,5 +30,5 @@ def to_table(record: Mapping[str, Any]) -> Table:
         bits = number(measured["held"]["bits_per_value"], 2)
         for task, metric, value, error, samples in scores(measured):
             figures = (number(value, 4), number(error, 4), number(samples, 0), bits)
-            table.add_row(Text(measured["press"]), Text(task), Text(metric), *figures)
+            table.add_row(Name(measured["press"]), Name(task), Name(metric), *figures)
     return table

@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kvpress_eval.common.terminal import MISSING, number, plain_table
+from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
+from kvpress_eval.results.pairs import Pair
 from kvpress_eval.results.stats import ALPHA, Estimate
 from kvpress_eval.results.summary import Place, PressSummary
 from kvpress_eval.tasks.longbench.subsets import averages
 
 _NARROW = 100
-"""Terminals with fewer columns than this leave out the differences; their stars move to the accuracy."""
+"""Terminals with fewer columns than this leave out some figures; the stars of the differences move to the accuracy."""
 
 _MEASURED = (
     "p_value", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token",
@@ -64,6 +65,8 @@ def worst(task: tuple[str, float] | None) -> str:
 
 
 DIFFERENCE = Column("vs none", difference)
+BITS = Column("bits/ value", lambda s: number(s.bits_per_value, 1))
+PREFILL = Column("prefill s", lambda s: number(s.prefill_seconds, 3))
 COLUMNS = (
     Column("press", lambda s: s.press, folds=True),
     Column("accuracy %", lambda s: percent(s.accuracy)),
@@ -72,8 +75,8 @@ COLUMNS = (
     Column("worst task", lambda s: worst(s.worst), folds=True),
     Column("cache KiB", lambda s: number(s.bytes and s.bytes / 1024, 0)),
     Column("smaller by", lambda s: factor(s.factor)),
-    Column("bits/ value", lambda s: number(s.bits_per_value, 1)),
-    Column("prefill s", lambda s: number(s.prefill_seconds, 3)),
+    BITS,
+    PREFILL,
     Column("ms/ token", lambda s: number(s.milliseconds_per_token, 1)),
 )
 
@@ -81,16 +84,16 @@ COLUMNS = (
 def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
     """Print the table, and below it why numbers are missing."""
     narrow = console.width < _NARROW
-    columns = [column for column in COLUMNS if not (narrow and column is DIFFERENCE)]
+    columns = [column for column in COLUMNS if not (narrow and column in (DIFFERENCE, BITS, PREFILL))]
     table = plain_table((), (), gap=1 if narrow else 2)
     for column in columns:
         heading = column.heading.replace(" ", "\n")
-        table.add_column(heading, justify="left" if column.folds else "right", overflow="fold")
+        table.add_column(heading, justify="left" if column.folds else "right", no_wrap=not column.folds)
     for summary in summaries:
         texts = [column.text(summary) for column in columns]
         if narrow:
             texts[1] += star(summary)
-        table.add_row(*map(Text, texts))
+        table.add_row(*(Name(text) if column.folds else text for column, text in zip(columns, texts, strict=True)))
     console.print(table)
     console.print(Text(note(summaries), style="dim"))
     for summary in summaries:
@@ -180,6 +183,17 @@ def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def pair_record(pair: Pair) -> dict[str, Any]:
+    """Return unrounded numbers of two presses by column name; the difference is that of the first minus the other."""
+    return {
+        "press": pair.press,
+        "other": pair.other,
+        **_ends(pair.difference, "difference", "difference_low", "difference_high"),
+        "p_value": pair.p_value,
+        "p_value_of_all_pairs": pair.adjusted,
+    }
 
 
 def _ends(estimate: Estimate | None, *names: str) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from kvpress_eval.common.files import make_room, replace_file
 from kvpress_eval.report import frontier, table
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.html import to_html
+from kvpress_eval.report.lines import line_files
 from kvpress_eval.report.sheets import TITLES, Sheet, make_sheets
 from kvpress_eval.results.boards import Board, make_boards
 from kvpress_eval.results.cells import flatten
@@ -91,6 +92,8 @@ def _files(report: Report) -> dict[str, bytes]:
     """Return the plots and the tables, by the name of their file."""
     lines: dict[str, list[dict[str, Any]]] = {}
     if report.boards:
+        pairs = [line for number, board in enumerate(report.boards, 1) for line in _pair_records(number, board)]
+        lines |= {"pairs": pairs} if pairs else {}
         lines["table"] = [
             line for number, board in enumerate(report.boards, 1) for line in _press_records(number, board)
         ]
@@ -101,7 +104,10 @@ def _files(report: Report) -> dict[str, bytes]:
     sheets = [
         f"## {TITLES[sheet.kind]}: {table.escaped(sheet.name)}\n\n{sheet.to_markdown()}" for sheet in report.sheets
     ]
-    files = frontier.frontier_files(report.boards[0].summaries) if report.boards else {}
+    files = {}
+    if report.boards:
+        first = report.boards[0].summaries
+        files = frontier.frontier_files(first) | line_files(first)
     if report.boards:
         files["table.tex"] = "\n".join(table.to_latex(board.ranked) for board in report.boards).encode()
     files["table.md"] = "\n".join([*boards, *sheets]).encode()
@@ -113,3 +119,8 @@ def _files(report: Report) -> dict[str, bytes]:
 def _press_records(number: int, board: Board) -> list[dict[str, Any]]:
     """Return one line per press of a leaderboard."""
     return [{"board": number, **board.conditions, **record} for record in table.records(board.ranked)]
+
+
+def _pair_records(number: int, board: Board) -> list[dict[str, Any]]:
+    """Return one line per two presses of a leaderboard."""
+    return [{"board": number, **board.conditions, **table.pair_record(pair)} for pair in board.pairs]

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.pairs import Pair, compare_all
 from kvpress_eval.results.read import Results
 from kvpress_eval.results.store import CODE
 from kvpress_eval.results.summary import BASELINE, PressSummary, summarise
@@ -38,6 +39,11 @@ class Board:
     def summaries(self) -> list[PressSummary]:
         """One line per press."""
         return summarise(self.cells)
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """Every two presses against each other, the better one first."""
+        return compare_all(self.cells, [summary.press for summary in self.ranked])
 
     @property
     def ranked(self) -> list[PressSummary]:

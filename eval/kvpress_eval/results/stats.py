@@ -52,15 +52,29 @@ def paired_p_value(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
     """Return how likely a mean difference of this size, or a larger one, is if ours and theirs are the same by chance.
 
     A permutation test: ours and theirs of a sample change places at random, in every way there is or in `PERMUTATIONS` ways.
-    Equal pairs are left out, as nothing changes with their places.
+    Equal pairs are left out, as nothing changes with their places. Of many pairs, those that differ by as much are drawn
+    together: how many of them change places is a binomial number, which a hundred times fewer random bits decide.
     """
     differences = [(ours - theirs) / len(group) for group in groups for ours, theirs in group if ours != theirs]
     if len(differences) < 2:  # of one pair both ways are as large
         return 1.0
-    tested = stats.permutation_test(
-        (differences,), np.sum, permutation_type="samples", n_resamples=PERMUTATIONS, vectorized=True, rng=_SEED
+    if 2 ** len(differences) <= PERMUTATIONS:
+        tested = stats.permutation_test(
+            (differences,), np.sum, permutation_type="samples", n_resamples=PERMUTATIONS, vectorized=True, rng=_SEED
+        )
+        return float(tested.pvalue)
+    # Sums of fractions that are equal may differ in their last digits.
+    sizes, place, counts = np.unique(np.abs(differences).round(12), return_inverse=True, return_counts=True)
+    more = np.bincount(place, np.sign(differences))
+    rng = np.random.default_rng(_SEED)
+    drawn = stats.monte_carlo_test(
+        more,
+        lambda size: 2.0 * rng.binomial(counts, 0.5, size=size) - counts,
+        lambda sums, axis: np.sum(sums * sizes, axis=axis),
+        n_resamples=PERMUTATIONS,
+        vectorized=True,
     )
-    return float(tested.pvalue)
+    return float(drawn.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -10,15 +10,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from filelock import FileLock, Timeout
 
 from kvpress_eval.common.errors import OutputError, translated_os_errors
 from kvpress_eval.common.files import hash_json, read_object, replace_file, write_json
@@ -29,6 +30,28 @@ SCHEMA = 3
 """Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
 CODE = "code"
 """What a cell is also named by, if its press is not one of ours: a hash of where it is defined."""
+
+
+class Results(Protocol):
+    """Where a job takes the results of a cell: its folder, or the process that has it (`run/worker.py`)."""
+
+    def claim(self) -> AbstractContextManager[bool]:
+        """Hold the cell for this job; False where another one does."""
+
+    def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
+        """Return the rows of the claimed cell that are there already, by sample id."""
+
+    def append(self, row: Row) -> None:
+        """Add one row."""
+
+    def finish(self, samples: int) -> None:
+        """Mark the cell as complete."""
+
+    def fail(self, status: str, message: str, details: str, peak_bytes: int) -> None:
+        """Record why the cell could not be completed."""
+
+    def record_kept(self, kept: Mapping[str, Any]) -> None:
+        """Keep what a report shows of the first sample."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +73,17 @@ class CellStore:
         """
         with translated_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("wb")
-        with lock:
+            lock = FileLock(self.path / ".lock")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
+                lock.acquire(blocking=False)
+            except Timeout:
+                free = False
             else:
-                yield True
+                free = True
+        try:
+            yield free
+        finally:
+            lock.release()
 
     def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
         """Make the claimed folder of `cell` ready to be appended to; return the rows that are there already, by sample id.

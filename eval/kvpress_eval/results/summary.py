@@ -118,7 +118,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
     complete = all(cell.complete for cell in cells)
     rows = [row for cell in cells for row in cell.rows]
     others = [baseline.get(place_of(cell)) for cell in cells]
-    pairs = [_pairs(cell, other) for cell, other in zip(cells, others, strict=True) if other]
+    pairs = [paired_scores(cell, other) for cell, other in zip(cells, others, strict=True) if other]
     comparable = complete and press != BASELINE and sum(map(len, pairs)) == len(rows)
     size, whole = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
     end, end_whole = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
@@ -143,7 +143,8 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
     )
 
 
-def _pairs(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
+def paired_scores(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
+    """Return the scores of the samples that both answered."""
     return [(score, theirs.scores[sample]) for sample, score in ours.scores.items() if sample in theirs.scores]
 
 

@@ -16,37 +16,19 @@ from rich.text import Text
 import kvpress
 from kvpress.cache.report import format_bytes
 from kvpress.hf.clock import now
-from kvpress.hf.models import parameters_of_config
-from kvpress.plan import Geometry, plan
+from kvpress.plan import plan
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.common.terminal import MISSING, plain_table
+from kvpress_eval.common.terminal import MISSING, Name, plain_table
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import Row, read_rows, store_of
 from kvpress_eval.run.cells import Cell, make_cells
 from kvpress_eval.run.models import device_of, fingerprint, source_of, use_threads
 from kvpress_eval.run.runner import prepare
+from kvpress_eval.run.shape import Shape, shape_of
 
 _SIDES, _MOMENT, _READ_BYTES, _ROUNDS = (128, 256, 512, 1024, 2048), 0.01, 2**27, 5
 """Rows and columns of the matrices that are multiplied until one product takes a moment (seconds), bytes that are read, and
 how often, to see how fast a device is. A processor without bfloat16 is a hundred times slower than one that has it."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What decides the work of a model: its parameters and, of its cache, the layers that grow."""
-
-    parameters: int
-    query_width: int
-    geometry: Geometry
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
-        return self.parameters * self.geometry.dtype.itemsize
-
-    def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions of reading so many tokens: every weight, and half of queries x keys, twice."""
-        return 2 * self.parameters * tokens + 2 * len(self.geometry.full) * self.query_width * tokens**2
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ class Estimate:
         table = plain_table(["press"], ["samples", "done", "cache", f"alone {word}"])
         for one in self.presses:
             cache = MISSING if one.cache_bytes is None else format_bytes(one.cache_bytes)
-            table.add_row(Text(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
+            table.add_row(Name(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
         console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
         console.print(table)
         source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
@@ -164,16 +146,6 @@ def cell_seconds(
         else shape.prefill_flops(cell.source.length) / machine.flops
     )
     return read, cell.source.max_new_tokens * (median(steps) if steps else step)
-
-
-def shape_of(config: RunConfig, settings: Any) -> Shape:
-    """Return the shape of a model from its configuration, in the dtype of the run; no weights are loaded."""
-    text = settings.get_text_config(decoder=True)
-    if config.dtype != "auto":
-        text.dtype = settings.dtype = getattr(torch, config.dtype)
-    geometry = Geometry.of(settings)
-    width = text.num_attention_heads * (geometry.full or geometry.sliding)[0].head_dim
-    return Shape(parameters_of_config(settings), width, geometry)
 
 
 def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:

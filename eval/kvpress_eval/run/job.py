@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -16,7 +16,7 @@ import torch
 import kvpress
 from kvpress_eval.common.errors import EvalError
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.store import CellStore, Row, store_of
+from kvpress_eval.results.store import Results, Row
 from kvpress_eval.run import memory
 from kvpress_eval.run.cells import Cell
 from kvpress_eval.run.environment import now
@@ -24,7 +24,7 @@ from kvpress_eval.run.generation import Answer, Context, Limits, answer, parts, 
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.kept import describe_kept
 from kvpress_eval.run.models import Engine
-from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.progress import JobProgress
 from kvpress_eval.run.prompts import Prompt, make_prompt
 from kvpress_eval.run.savings import Savings
 from kvpress_eval.tasks.sample import Sample
@@ -43,7 +43,7 @@ class _Running:
     """A cell that this process has claimed; `open` until it failed, `seconds` spent on its answers."""
 
     cell: Cell
-    store: CellStore
+    store: Results
     rows: dict[str, Row]
     press: Any
     open: bool = True
@@ -74,19 +74,22 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Job:
-    """One process at work on a configuration. `shown` is where the tokens that were kept are recorded, per press once.
+    """One process at work on a configuration. `results` says where those of a cell go, by its id.
 
-    `prefixes` holds compressed contexts of other runs.
+    `shown` is where the tokens that were kept are recorded, per press once. `prefixes` holds compressed contexts of other runs.
+    `free_bytes` is the memory that is left to this process, None where it may take what the machine has.
     """
 
     config: RunConfig
     engine: Engine
     run_id: str
-    progress: RunProgress
+    progress: JobProgress
     interrupt: Interrupt
-    shown: Source
+    results: Callable[[str], Results]
+    shown: Source | None
     savings: Savings = field(default_factory=Savings)
     prefixes: kvpress.PrefixStore | None = None
+    free_bytes: int | None = None
 
     def run_source(self, source: Source, cells: Sequence[Cell]) -> list[Cell]:
         """Run cells of one task and length; return those that another process has claimed."""
@@ -94,7 +97,7 @@ class Job:
         with ExitStack() as claims:
             running = []
             for cell in cells:
-                store = store_of(self.config.out, cell.id)
+                store = self.results(cell.id)
                 if claims.enter_context(store.claim()):
                     rows = store.open(cell.spec, source.ids)
                     running.append(_Running(cell, store, rows, kvpress.get_press(cell.press)))
@@ -147,6 +150,7 @@ class Job:
             len(batch.ids),
             max(map(len, batch.ids)),
             running[0].cell.source.max_new_tokens + max(len(prompt.second) for _, prompt in batch.asked),
+            self.free_bytes,
         )
         for group in [*groups, *([one] for one in missing if one not in sharing)]:
             if not self.interrupt.requested:
@@ -171,7 +175,7 @@ class Job:
 
     def _answer(self, one: _Running, context: Context, batch: _Batch) -> None:
         sample, prompt = batch.contexts[0][0]
-        if one.cell.source is self.shown and sample.id == self.shown.ids[0]:
+        if self.shown is one.cell.source and sample.id == self.shown.ids[0]:
             one.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
         self.progress.cell(one.cell.label)
         started = time.monotonic()

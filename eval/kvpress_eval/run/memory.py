@@ -21,22 +21,28 @@ SHARE = 0.5
 
 
 def fitting(
-    model: Any, items: Sequence[Item], press_of: Callable[[Item], Any], batch: int, tokens: int, generated: int = 0
+    model: Any,
+    items: Sequence[Item],
+    press_of: Callable[[Item], Any],
+    batch: int,
+    tokens: int,
+    generated: int = 0,
+    free_bytes: int | None = None,
 ) -> list[list[Item]]:
     """Divide items with presses into groups whose caches of `batch` contexts of `tokens` tokens fit beside each other.
 
     Up to `generated` tokens are read behind the contexts, one by one, in one cache of a group at a time. A press whose cache
-    does not fit at all has a group of its own.
+    does not fit at all has a group of its own. `free_bytes` None is what the device has left.
     """
     try:
         geometry = Geometry.of(model.config)
     except NotImplementedError:  # a cache that no formula describes
         return [list(items)] if items else []
-    free = SHARE * available_bytes(model.device)
+    free = SHARE * (available_bytes(model.device) if free_bytes is None else free_bytes)
     groups: list[list[Item]] = []
     held = most = 0
     for item in items:
-        size, grown = (_cache_bytes(press_of(item), geometry, batch, tokens, new) for new in (0, generated))
+        size, grown = (cache_bytes(press_of(item), geometry, batch, tokens, new) for new in (0, generated))
         if not groups or held + size + max(most, grown - size) > free:
             groups.append([])
             held = most = 0
@@ -45,7 +51,7 @@ def fitting(
     return groups
 
 
-def _cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generated: int) -> int:
+def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generated: int) -> int:
     """Return what a press leaves of the contexts, everything if it refuses them: reading will say why."""
     try:
         return plan(press, geometry, tokens, batch, generated).total_bytes

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, one line per cell anywhere else."""
+"""How far a run is: one line per finished cell, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,35 @@ from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
+
+_BAR = 16
+"""Columns of the bar; what is worked on has the rest of the line."""
+
+
+class JobProgress(Protocol):
+    """Whom a job tells how far it is."""
+
+    def start(self, label: str) -> None:
+        """Name what starts now."""
+
+    def cell(self, label: str) -> None:
+        """Name the cell that is worked on."""
+
+    def advance(self, work: int) -> None:
+        """Count finished work."""
+
+    def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
+        """Say what came of a cell."""
+
+    def problem(self, text: str) -> None:
+        """Say what went wrong."""
 
 
 class RunProgress:
@@ -23,13 +47,14 @@ class RunProgress:
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                BarColumn(),
+                BarColumn(bar_width=_BAR),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
                 transient=True,
+                expand=True,
             )
             self._task = self._bar.add_task("", total=total)
 
@@ -63,12 +88,11 @@ class RunProgress:
             self._bar.advance(self._task, work)
 
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
-        """Say what came of a cell, where there is no bar, and how long the rest will take at this pace."""
-        if self._bar:
-            return
+        """Say what came of a cell; where there is no bar, also how long the rest will take at this pace."""
         scored = [value for value in scores if value is not None]
         mean = f"{100 * fmean(scored):.1f}%" if scored else "no score"
-        self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s; {self._left()} left")
+        left = "" if self._bar else f"; {self._left()} left"
+        self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s{left}")
 
     def reached(self, text: str) -> None:
         """Say how far the work is, and how long the rest will take at this pace."""
@@ -77,7 +101,7 @@ class RunProgress:
     def note(self, text: str) -> None:
         """Print a line, if there is anything to say."""
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def problem(self, text: str) -> None:
         """Print a line that stays."""

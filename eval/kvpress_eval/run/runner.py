@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 import kvpress
-from kvpress_eval.common.errors import BusyError
+from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
-from kvpress_eval.config.schema import REFERENCE, RunConfig
+from kvpress_eval.config.schema import RAY, REFERENCE, RunConfig
 from kvpress_eval.results.cells import CellResult, read_result
 from kvpress_eval.results.store import log_run, store_of
 from kvpress_eval.run.cells import Cell, make_cells
+from kvpress_eval.run.dispatch import run_on_cluster
 from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.interrupt import INTERRUPTED, Interrupt
 from kvpress_eval.run.job import Job
@@ -73,7 +75,15 @@ def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig,
 
 def run(config: RunConfig, console: Console, engine: Engine | None = None) -> RunResult:
     """Run what is missing of a configuration, on an engine if one is ready; return all of its results."""
+    if engine is not None and config.engine == RAY:
+        raise ConfigError(
+            "engine ray loads the model on each machine: give its name, not a model that is loaded already"
+        )
     config, sources, settings = prepare(config, engine)
+    if config.engine == RAY:
+        work = run_on_cluster(config, sources, settings, console)
+        busy = [cell.label for cell in work.busy]
+        return RunResult(_read(config, work.cells), work.record, work.interrupted, work.savings, busy)
     if engine is None:
         engine = load_engine(config, settings)
     else:
@@ -89,15 +99,19 @@ def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, co
     total = sum(cell.weight * len(cell.source.ids) for cell in cells)
     with Interrupt() as interrupt, RunProgress(console, total) as progress:
         prefixes = None if config.prefix_store is None else kvpress.PrefixStore(config.prefix_store)
-        job = Job(config, engine, record["run"], progress, interrupt, shown=sources[0], prefixes=prefixes)
+        results = partial(store_of, config.out)
+        job = Job(config, engine, record["run"], progress, interrupt, results, shown=sources[0], prefixes=prefixes)
         busy = _run_sources(job, sources, cells)
         # Another process may have ended without finishing what it had claimed.
         busy = _run_sources(job, sources, busy) if busy and not interrupt.requested else busy
         progress.note(str(job.savings) if job.savings else "")
     record = {**record, "prefills": job.savings.as_dict()}
     log_run(config.out, record)
-    results = [read_result(cell.spec, store_of(config.out, cell.id), cell.source.ids) for cell in cells]
-    return RunResult(results, record, interrupt.requested, job.savings, [cell.label for cell in busy])
+    return RunResult(_read(config, cells), record, interrupt.requested, job.savings, [cell.label for cell in busy])
+
+
+def _read(config: RunConfig, cells: Sequence[Cell]) -> list[CellResult]:
+    return [read_result(cell.spec, store_of(config.out, cell.id), cell.source.ids) for cell in cells]
 
 
 def _run_sources(job: Job, sources: Sequence[Source], cells: Sequence[Cell]) -> list[Cell]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvpress_eval.run.generation import Context
@@ -31,6 +31,9 @@ class Savings:
         self.answers += questions * len(contexts)
         self.seconds += reading + sum(own)
         self.saved_seconds += reading * (questions / rows * len(contexts) - 1) + sum(own) * (questions / rows - 1)
+
+    def __add__(self, other: Savings) -> Savings:
+        return Savings(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     def __bool__(self) -> bool:
         return self.answers > self.contexts or self.stored > 0

@@ -24,22 +24,24 @@ class HubFile:
     """A file of a dataset repository as it was at a commit, or a member of an archive there.
 
     `names` are those that it may have in the user's folder, `form` says what its rows are. `sha256` is that of the file at
-    `path`: what several public projects have recorded for it at this commit.
+    `path`: what several public projects have recorded for it at this commit; None where none is known, since a commit
+    decides the file as well. Without a `revision` the file has to be placed by the user: nothing is fetched that may change.
     """
 
     names: tuple[str, ...]
     form: str
     repository: str
-    revision: str
+    revision: str | None
     path: str
-    sha256: str
+    sha256: str | None = None
     member: str | None = None
 
     @property
     def origin(self) -> str:
         """Where the file comes from, for messages."""
         member = f"{self.member} in " if self.member else ""
-        return f"{member}{self.path} of https://huggingface.co/datasets/{self.repository} at {self.revision}"
+        at = f" at {self.revision}" if self.revision else ""
+        return f"{member}{self.path} of https://huggingface.co/datasets/{self.repository}{at}"
 
     @property
     def placing(self) -> str:
@@ -96,6 +98,11 @@ def read(file: HubFile, folder: Path | None) -> Content:
     Raises:
         DataError: there is no such file, it cannot be read, or the hub cannot be reached; says what to place where.
     """
+    if folder is None and file.revision is None:
+        raise DataError(
+            f"no fixed revision is known for {file.origin}, which may change: give --data-dir FOLDER and place it at "
+            f"FOLDER/{file.placing}: {file.form}"
+        )
     if folder is None:
         return _fetch(file)
     for path in (folder / name for name in file.names):
@@ -112,7 +119,7 @@ def _fetch(file: HubFile) -> Content:
     try:
         path = _locate(file)
         content = Content(path.read_bytes(), file.origin)
-        if content.sha256 != file.sha256:
+        if file.sha256 not in (None, content.sha256):
             raise ValueError(f"{path} has the SHA-256 {content.sha256}, not {file.sha256}: delete it and try again")
         if file.member is None:
             return content

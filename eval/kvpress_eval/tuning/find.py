@@ -98,6 +98,8 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         BusyError: another process tunes into the same folder.
     """
     wishes.check()
+    if config.engine != "local":
+        raise ConfigError(f"engine {config.engine}: tune runs in this process only")
     config, by_likelihood = _with_data(config, wishes)
     settings = engine.model.config if engine else read_settings(config)
     check_lengths(config, settings)

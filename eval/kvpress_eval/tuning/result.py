@@ -14,7 +14,7 @@ from rich.text import Text
 from kvpress.cache.report import format_bytes
 from kvpress_eval.common.errors import OutputError
 from kvpress_eval.common.files import read_object, replace_file, write_json
-from kvpress_eval.common.terminal import MISSING, number, plain_table
+from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import Estimate, mean_interval, paired_difference
 from kvpress_eval.results.summary import summarise
@@ -125,13 +125,13 @@ def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) ->
         worst, change = one.worst or (MISSING, None)
         table.add_row(
             Text(">" if one.press == pick else ""),
-            Text(one.press),
+            Name(one.press),
             f"{one.factor:.1f}x",
             format_bytes(one.bytes),
             f"{100 * one.accuracy.mean:.1f}",
             f"{100 * one.accuracy.low:.0f}-{100 * one.accuracy.high:.0f}",
             _points(one.difference),
-            Text(worst),
+            Name(worst),
             _points(change),
             _interval(change),
             number(one.milliseconds_per_token, 1),

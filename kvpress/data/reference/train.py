@@ -548,6 +548,7 @@ def main():
         wd=0.01,
         lmw=0.05,
         plan="plan.json",
+        share=1.0,  # of the steps of the plan
         compile=1,
         init="",
         eval_s=300.0,
@@ -587,6 +588,7 @@ def main():
     gen = Gen(1000 * c.seed + 1 + c.rank)
     shared = random.Random(c.seed + 77)  # choices that all ranks make alike
     plan = json.load(open(c.plan))  # stages: {frac of the run or steps, T:{len:prob}, tok per rank, mix:{task:w}, q}
+    plan = [{**s, "steps": int(s["steps"] * c.share)} if "steps" in s else s for s in plan]
     total = sum(s.get("steps", 0) for s in plan)
     ends = np.cumsum([s["steps"] / total if total else s["frac"] for s in plan])
     ends[-1] = 9

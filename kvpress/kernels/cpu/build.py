@@ -187,7 +187,10 @@ def _check_owner(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds in a folder. The lock ends with its process; file systems without locks do without."""
+    """Wait until no other process builds in a folder. The lock ends with its process; file systems without locks do without.
+
+    The folder itself is locked, so that nothing but libraries lies in it; `filelock` would add a file.
+    """
     try:
         import fcntl
     except ImportError:  # Windows has no such locks

@@ -57,6 +57,19 @@ def test_the_full_cache_is_the_model_on_the_whole_text(engine: Engine, compariso
     torch.testing.assert_close(found, whole[:, CONTEXT:], rtol=1e-3, atol=1e-3)
 
 
+def test_a_text_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
+    strange, own = tmp_path / "strange.txt", tmp_path / "own.txt"
+    strange.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 20)
+    own.write_text(" The code for tiger is 4837. The old river runs." * 60)
+    for path, told in ((strange, True), (own, False)):
+        out = tmp_path / "out.json"
+        code, output = invoke("--press", "none", "--text", str(path), "--out", str(out))
+        assert code == 0, output
+        assert ("outside its vocabulary" in output.replace("\n", " ")) == told
+        assert (json.loads(out.read_text())["outside_vocabulary"] > 0.5) == told
+    assert "outside its vocabulary" not in invoke("--press", "none")[1]
+
+
 def test_no_press_diverges_by_nothing(comparison: Comparison) -> None:
     found = comparison.fidelity("none")
     assert found.kl.shape == found.agrees.shape == (3, TOKENS)

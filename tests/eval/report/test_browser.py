@@ -20,6 +20,9 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 PRESSES = ("none", "streaming_llm:0.5", "adakv(snapkv:0.5)", "kivi:bits=4,residual_length=16")
 
+CUT = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+"""The elements of which a part is behind their edge."""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[playwright.Browser]:
@@ -117,6 +120,21 @@ def test_the_leaderboard_sorts(report_page: playwright.Page) -> None:
         assert last == ""  # no press has no difference from itself: it comes last in either order
 
 
+def test_two_presses_are_chosen(report_page: playwright.Page) -> None:
+    pairs = report_page.locator("details.pairs").first
+    pairs.locator("summary").click()
+    rows = pairs.locator("tbody tr:visible")
+    assert rows.count() == len(PRESSES) * (len(PRESSES) - 1) / 2
+    first, second = pairs.get_by_role("combobox").all()
+    first.select_option("streaming_llm:0.5")
+    assert rows.count() == len(PRESSES) - 1
+    second.select_option("none")
+    assert rows.count() == 1
+    assert set(rows.locator("[data-v]").all_inner_texts()) >= {"none", "streaming_llm:0.5"}
+    first.select_option("")
+    assert rows.count() == len(PRESSES) - 1
+
+
 def test_all_links_lead_somewhere(report_page: playwright.Page, show_page: playwright.Page) -> None:
     for page, least in ((report_page, 12), (show_page, len(PRESSES))):
         links = page.locator("a").all()
@@ -132,8 +150,10 @@ def test_all_links_lead_somewhere(report_page: playwright.Page, show_page: playw
 
 def test_details_open(report_page: playwright.Page) -> None:
     details = report_page.locator("details")
-    assert details.count() == len(PRESSES) + len(PRESSES) + 1  # the second leaderboard has one press more
-    closed = details.first
+    assert (
+        details.count() == 2 * (len(PRESSES) + 1) + 1
+    )  # what was kept and the pairs; the second leaderboard has one press more
+    closed = report_page.locator("details:not(.pairs)").first
     assert closed.get_attribute("open") is None
     closed.locator("summary").click()
     assert closed.locator(".text").is_visible()
@@ -142,9 +162,9 @@ def test_details_open(report_page: playwright.Page) -> None:
 
 
 def test_layers_and_heads_switch(report_page: playwright.Page, show_page: playwright.Page) -> None:
-    report_page.locator("details", has_text="adakv").first.evaluate("e => e.open = true")
+    report_page.locator("details:not(.pairs)", has_text="adakv").first.evaluate("e => e.open = true")
     for view in (
-        report_page.locator("details", has_text="adakv").first.locator(".kept"),
+        report_page.locator("details:not(.pairs)", has_text="adakv").first.locator(".kept"),
         show_page.locator("section", has_text="adakv").first.locator(".kept"),
     ):
         tokens = view.locator(".text span").count()
@@ -169,7 +189,7 @@ def test_layers_and_heads_switch(report_page: playwright.Page, show_page: playwr
 
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [400, 800, 1280])
 def test_pages_fit_any_screen(
     browser: playwright.Browser, report: Path, shown: Path, width: int, scheme: str, script: bool
 ) -> None:
@@ -177,6 +197,9 @@ def test_pages_fit_any_screen(
         for page in opened(browser, path, width, scheme=scheme, script=script):
             page.locator("summary").evaluate_all("all => all.forEach(summary => summary.parentElement.open = true)")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator(".scroll, nav, .plots > *").evaluate_all(CUT) == []
+            drawn = page.locator(".plots svg:visible")
+            assert {svg.get_attribute("class") for svg in drawn.all()} <= {"narrow" if width == 400 else "wide"}
             ink, paper = page.locator("body").evaluate(
                 "body => [getComputedStyle(body).color, getComputedStyle(body).backgroundColor]"
             )

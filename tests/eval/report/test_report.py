@@ -20,20 +20,20 @@ from tests.eval.commands import invoke
 from tests.eval.reports import ATTACK, Tags, page
 
 FILES = {"report.html", "frontier.png", "frontier.svg", "frontier.pdf", "table.tex"} | {
-    f"{name}.{kind}" for name in ("table", "samples") for kind in ("csv", "parquet")
+    f"{name}.{kind}" for name in ("table", "pairs", "samples") for kind in ("csv", "parquet")
 }
 DOCS = Path(__file__).parents[3] / "docs" / "report.md"
 
 
 def test_the_report_is_one_offline_file(finished: tuple[RunConfig, RunResult]) -> None:
     tags = Tags(page(read_run(finished[0].out)))
-    assert tags.tags.count("svg") == 2
+    assert tags.tags.count("svg") == 4  # of both frontiers, for screens and for phones
     assert tags.tags.count("script") == 1
     assert "link" not in tags.tags
     assert {link for link in tags.links if not link.startswith("#")} == set()
     assert {link.removeprefix("#") for link in tags.links} <= set(tags.names)
     assert len(tags.names) == len(set(tags.names))
-    assert tags.tags.count("details") == 2
+    assert tags.tags.count("details") == 3
 
 
 def test_all_files_are_written(copied: Path) -> None:
@@ -48,6 +48,20 @@ def test_all_files_are_written(copied: Path) -> None:
     (_, same) = csv.DictReader((copied / "page" / "table.csv").open())
     assert float(same["factor"]) == half["factor"]
     assert (half["board"], half["model"], half["press"]) == (1, "reference", "random:0.5")
+    (pair,) = parquet.read_table(copied / "page" / "pairs.parquet").to_pylist()
+    assert (pair["press"], pair["other"]) == ("none", "random:0.5")
+    assert pair["difference"] == pytest.approx(-half["difference"])
+    assert pair["p_value"] == pytest.approx(half["p_value"])
+
+
+def test_how_it_was_measured_is_for_people(finished: tuple[RunConfig, RunResult]) -> None:
+    text = page(read_run(finished[0].out))
+    footer = text[text.index('<section id="measured">') :]
+    assert "<dt>samples</dt>" in footer
+    assert "<dd>no" in footer  # question aware
+    assert "None" not in footer
+    values = re.sub(r"<dt>(kvpress|torch|transformers|python|triton)</dt> <dd>.*?</dd>", "", footer)
+    assert not re.search(r"\d\.\d{6}", values)
 
 
 def test_model_output_is_escaped(finished: tuple[RunConfig, RunResult]) -> None:

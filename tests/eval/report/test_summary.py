@@ -14,6 +14,7 @@ import pytest
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_files, frontier_svg
+from kvpress_eval.report.lines import Line, length_lines, line_files, ratio_lines, split_ratio
 from kvpress_eval.report.table import escaped, markdown, print_table, records, to_latex, to_markdown
 from kvpress_eval.results.read import read_run
 from kvpress_eval.results.stats import Estimate
@@ -130,6 +131,42 @@ def test_plots_are_files_of_three_formats(summaries: list[PressSummary], tmp_pat
     assert ElementTree.parse(tmp_path / "frontier.svg").getroot().tag.endswith("svg")  # noqa: S314 - our own text
     assert files["frontier.pdf"].startswith(b"%PDF")
     assert frontier_files(summaries) == files
+
+
+@pytest.mark.parametrize(
+    ("press", "family", "ratio"),
+    [
+        ("snapkv:0.5", "snapkv:{ratio}", 0.5),
+        ("adakv(expected_attention:.25,epsilon=0.02)", "adakv(expected_attention:{ratio},epsilon=0.02)", 0.25),
+        ("knorm:0", "knorm:{ratio}", 0.0),
+        ("snapkv:compression_ratio=0.75", "snapkv:compression_ratio={ratio}", 0.75),
+        ("snapkv:window_size=8,compression_ratio=0.75", "snapkv:window_size=8,compression_ratio={ratio}", 0.75),
+        ("snapkv:0.5 + kivi:bits=4", "snapkv:{ratio} + kivi:bits=4", 0.5),
+        ("snapkv:0.5 + knorm:0.5", "snapkv:0.5 + knorm:0.5", None),
+        ("kivi:4", "kivi:4", None),
+        ("none", "none", None),
+        ("snapkv", "snapkv", None),
+    ],
+)
+def test_ratios_in_the_names_of_presses(press: str, family: str, ratio: float | None) -> None:
+    assert split_ratio(press) == (family, ratio)
+
+
+def test_lines_over_lengths_and_ratios(summaries: list[PressSummary]) -> None:
+    none, half = summaries
+    assert none.accuracy is not None
+    assert length_lines(summaries) == ratio_lines(summaries) == []  # one length, one ratio
+    assert line_files(summaries) == {}
+    long = replace(half, lengths={512: 0.25, 128: 0.5, 256: None})
+    assert length_lines([long]) == [Line("random:0.5", {128: 0.5, 512: 0.25})]
+    less = replace(half, press="random:0.75", accuracy=Estimate(0.1, 0.0, 0.2))
+    (line,) = ratio_lines([less, none, half])
+    assert half.accuracy is not None
+    assert line == Line("random:{ratio}", {0.0: none.accuracy.mean, 0.5: half.accuracy.mean, 0.75: 0.1})
+    files = line_files([none, long, less])
+    assert set(files) == {f"{name}.{kind}" for name in ("lengths", "ratios") for kind in ("png", "svg", "pdf")}
+    assert line_files([none, long, less]) == files
+    assert "random:{ratio}" in files["ratios.svg"].decode()
 
 
 def test_latex(summaries: list[PressSummary]) -> None:

@@ -86,7 +86,7 @@ def test_times_of_different_machines_are_not_compared(finished: tuple[RunConfig,
     ]
     elsewhere = Results(moved, {name: record, "b": {**record, "run": "b", "threads": 64}})
     text = page(elsewhere)
-    assert Tags(text).tags.count("svg") == 1
+    assert Tags(text).tags.count("svg") == 2  # accuracy against memory, for screens and for phones
     assert "Times were not taken on the same kind of machine" in text
 
 

@@ -118,6 +118,22 @@ def start_of_river(sample: Sample) -> set[str]:
     return set(re.findall(rf"River {river}\nIt starts at (hill \d+)\.", sample.context))
 
 
+def call(sample: Sample) -> set[str]:
+    asked = re.search(r"Call the tool (\w+) with the record of (.+?)\. Reply", sample.query.question)
+    assert asked
+    tool, key = asked.groups()
+    assert f" Tool {tool}{{" in sample.context
+    (record,) = re.findall(rf" The record of {key} is (\{{.*?\}})\.", sample.context)
+    return {json.dumps({"name": tool, "arguments": json.loads(record)})}
+
+
+def told_lines(sample: Sample) -> set[str]:
+    asked = re.search(r"its name and its (.+?) from the text above, in this order: 1\. (.*)", sample.query.question)
+    assert asked
+    keys = re.split(r", \d+\. ", asked[2])
+    return {re.findall(rf" The {asked[1]} for {key} is (\d+)\.", sample.context)[0] for key in keys}
+
+
 SOLVERS: dict[str, Callable[[Sample], set[str]]] = {
     **{name: needles for name in TASKS if name.startswith("niah")},
     "vt": chain,
@@ -127,6 +143,8 @@ SOLVERS: dict[str, Callable[[Sample], set[str]]] = {
     "qa_2": start_of_river,
     "passkey": passkey,
     "kv_retrieval": entry,
+    "tool_call": call,
+    "long_answer": told_lines,
 }
 
 
@@ -160,7 +178,10 @@ def test_the_answer_stands_at_its_depth(
 ) -> None:
     (sample,) = make(task, byte_tokenizer, 4000, 1, depth=depth)
     told = " ".join(sample.context[start:end] for start, end in sample.spans)
-    assert any(answer in told for answer in sample.query.answers)
+    if task == "tool_call":  # of the call, the text holds the arguments
+        assert json.dumps(json.loads(sample.query.answers[0])["arguments"]) in told
+    else:
+        assert any(answer in told for answer in sample.query.answers)
     first, last = sample.spans[0][0], sample.spans[-1][1]
     assert (first + depth * (last - first)) / len(sample.context) == pytest.approx(depth, abs=0.07)
 

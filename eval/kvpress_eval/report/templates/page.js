@@ -20,6 +20,28 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// Pairs: a choice of one press, or of two, leaves the rows of these.
+for (const pairs of document.querySelectorAll("details.pairs")) {
+  const rows = [...pairs.querySelectorAll("tbody tr")];
+  const names = (row) => [row.cells[0].dataset.v, row.cells[1].dataset.v];
+  const presses = [...new Set(rows.flatMap(names))];
+  const bar = document.createElement("div");
+  bar.className = "choose";
+  const choices = ["compare", "with"].map((word) => {
+    const label = document.createElement("label");
+    const choice = document.createElement("select");
+    choice.add(new Option("any press", ""));
+    presses.forEach((press) => choice.add(new Option(press, press)));
+    choice.addEventListener("change", () => {
+      const chosen = choices.map((other) => other.value).filter(Boolean);
+      rows.forEach((row) => (row.hidden = !chosen.every((press) => names(row).includes(press))));
+    });
+    label.append(`${word} `, choice);
+    bar.append(label);
+    return choice;
+  });
+  pairs.querySelector("summary").after(bar);
+}
 // Maps of budgets: a head, a layer or "all" chooses whose tokens the text beside it shows.
 for (const view of document.querySelectorAll(".kept")) {
   const tokens = [...view.querySelectorAll(".text span")];

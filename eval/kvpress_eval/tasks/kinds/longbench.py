@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.tasks.documents import cut_middle, require_lengths
 from kvpress_eval.tasks.longbench import metrics
 from kvpress_eval.tasks.longbench.data import VERSION_2, Classified, Published, Question, Row, read_rows, version_1
 from kvpress_eval.tasks.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORMS, PARTS, Form
@@ -36,11 +37,7 @@ class Subset:
 
 def _expand(names: Sequence[str], request: Request) -> list[Source]:
     """Return one source per subset and length."""
-    if "lengths" not in request.model_fields_set:
-        raise ConfigError(
-            f"{names[0]} needs lengths: the most tokens of a prompt, for example the model's limit less "
-            "1024 for the template and the answer; longer prompts lose their middle"
-        )
+    require_lengths(names[0], request)
     return [source for name in names for subset in NAMES[name] for source in _sources(subset, request)]
 
 
@@ -75,26 +72,6 @@ def _make(name: str, length: int, form: Form, rows: Sequence[Row], tokenizer: Pr
         query = Query(question, "", row.right, score, separator="", chat=form.chat)
         samples.append(Sample(f"{name}-{length}-{row.id}", name, length, context, query))
     return samples
-
-
-def cut_middle(context: str, question: str, longest: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the context without the middle of a prompt that has more than `longest` tokens.
-
-    As in the benchmark, context and question together keep as many tokens at their start as at their end.
-    """
-    prompt = context + question
-    if not tokenizer.is_fast:
-        raise ValueError("LongBench needs a fast tokenizer, which says where in a text each token is")
-    places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
-    if len(places) <= longest:
-        return context
-    half = longest // 2
-    start, stop = places[half - 1][1], places[len(places) - half][0]
-    if stop > len(context):
-        raise ValueError(
-            f"length {longest} is too short: half of it must hold the question ({len(question)} characters)"
-        )
-    return context[:start] + context[stop:]
 
 
 def _names() -> dict[str, list[Subset]]:

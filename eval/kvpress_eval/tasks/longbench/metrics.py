@@ -18,7 +18,7 @@ _CHINESE_PUNCTUATION = (
     "、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
+NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
 def best(text: str, answers: Sequence[str], *, metric: Callable[[str, str], float], first_line: bool) -> float:
@@ -30,26 +30,31 @@ def best(text: str, answers: Sequence[str], *, metric: Callable[[str, str], floa
 
 def f1(text: str, answer: str) -> float:
     """Return the harmonic mean of precision and recall of the words, without case, punctuation and articles."""
-    return _overlap(_words(text), _words(answer))
+    return overlap(_words(text), _words(answer))
 
 
 def f1_chinese(text: str, answer: str) -> float:
     """Return the same over the words that jieba finds."""
-    return _overlap(_chinese_words(text), _chinese_words(answer))
+    return overlap(_chinese_words(text), _chinese_words(answer))
 
 
 def rouge_l(text: str, answer: str) -> float:
-    """Return the F score of ROUGE-L of summaries, as the package `rouge` 1.0.1 defines it.
+    """Return the F score of ROUGE-L of summaries, as the package `rouge` 1.0.1 defines it."""
+    precision, recall = rouge_l_parts(text, answer)
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def rouge_l_parts(text: str, answer: str) -> tuple[float, float]:
+    """Return precision and recall of ROUGE-L of summaries, as the package `rouge` 1.0.1 defines them.
 
     A sentence ends at a full stop and nowhere else. Counted are distinct words: those on a longest common subsequence of any
     sentence of the answer with any of the text, out of those of the text (precision) and of the answer (recall).
     """
     ours, theirs = _sentences(text), _sentences(answer)
     if not ours or not theirs:
-        return 0.0
+        return 0.0, 0.0
     common = len(set(chain.from_iterable(_common(answered, said) for answered in theirs for said in ours)))
-    precision, recall = common / len(set(chain(*ours))), common / len(set(chain(*theirs)))
-    return 2 * precision * recall / (precision + recall + 1e-8)
+    return common / len(set(chain(*ours))), common / len(set(chain(*theirs)))
 
 
 def rouge_l_chinese(text: str, answer: str) -> float:
@@ -105,7 +110,8 @@ def letter(text: str, answer: str) -> float:
     return float(said is not None and said[1] == answer)
 
 
-def _overlap(ours: Sequence[str], theirs: Sequence[str]) -> float:
+def overlap(ours: Sequence[str], theirs: Sequence[str]) -> float:
+    """Return the harmonic mean of precision and recall of items, each as often as it occurs."""
     common = (Counter(ours) & Counter(theirs)).total()
     if not common:
         return 0.0
@@ -118,7 +124,7 @@ def _words(text: str) -> list[str]:
 
 
 def _chinese_words(text: str) -> list[str]:
-    words = ("".join(word.lower().translate(_NO_CHINESE_PUNCTUATION).split()) for word in _cut(text))
+    words = ("".join(word.lower().translate(NO_CHINESE_PUNCTUATION).split()) for word in _cut(text))
     return [word for word in words if word]
 
 

@@ -1,0 +1,80 @@
+"""Many rows behind one prompt: bytes held and time per token, with its pairs held once and with a copy for every row.
+
+python benchmarks/common_rows.py --length 8192 --rows 1 8 32 --out benchmarks/results/common_rows.json
+
+A random Llama in bfloat16 reads a random prompt under every press; then as many rows go on from it, each with tokens of its
+own. Both ways take turns, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpress
+from benchmarks.handover import build, write_rows
+from kvpress.cache import common
+
+
+def repeated(cache: Any, rows: int, least: int) -> Any:
+    """Return a copy of a cache for so many rows, whose pairs are held once where a stream has `least` of them."""
+    before, common.LEAST = common.LEAST, least
+    try:
+        found = copy.deepcopy(cache)
+        found.batch_repeat_interleave(rows)
+    finally:
+        common.LEAST = before
+    return found
+
+
+def main() -> None:
+    """Print a line for each press and number of rows, and write all as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--press", action="append", default=None)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, generator = build(args.layers, args.hidden), torch.Generator().manual_seed(1)
+    ids, found = torch.randint(3, 512, (1, args.length), generator=generator), []
+    for spec in args.press or ["none", "snapkv:0.75", "kivi:bits=4", "snapkv:0.75 + kivi:bits=4"]:
+        press = kvpress.get_press(spec)
+        with torch.no_grad(), press(model):
+            cache = model(ids, logits_to_keep=1).past_key_values
+        for rows in args.rows:
+            ways = {"once": repeated(cache, rows, 1), "copies": repeated(cache, rows, 2**60)}
+            held = {way: kvpress.memory_report(own).total_bytes for way, own in ways.items()}
+            took: dict[str, list[float]] = {way: [] for way in ways}
+            for token in torch.randint(3, 512, (args.tokens, rows, 1), generator=generator):
+                for way, own in ways.items():
+                    started = time.perf_counter()
+                    with torch.no_grad(), kvpress.reading(model, press):
+                        model(token, past_key_values=own)
+                    took[way].append(time.perf_counter() - started)
+            seconds = {way: sorted(times)[len(times) // 2] for way, times in took.items()}
+            found.append({
+                "press": spec, "rows": rows, "length": args.length,
+                **{f"{way}_bytes": held[way] for way in ways}, **{f"{way}_seconds": seconds[way] for way in ways},
+            })  # fmt: skip
+            print(
+                f"{spec:28} {rows:>3} rows: {held['once'] / 2**20:8.1f} MiB and {1e3 * seconds['once']:7.1f} ms a token, "
+                f"copies {held['copies'] / 2**20:8.1f} MiB and {1e3 * seconds['copies']:7.1f} ms: "
+                f"{held['copies'] / held['once']:.1f} and {seconds['copies'] / seconds['once']:.1f} times as much",
+                flush=True,
+            )
+    if args.out:
+        write_rows(args.out, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Runs the cells of a configuration on the machines of a Ray cluster.
+
+Every worker loads the model once and sends each finished sample to this process, which alone writes the output folder: the
+machines need share no storage. Cells of a worker that is lost go to another one, less the samples that have arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+import kvpress
+from kvpress_eval.common.errors import ClusterError, ConfigError, EvalError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.store import CellStore, log_run, store_of
+from kvpress_eval.run.cells import Cell, make_cells
+from kvpress_eval.run.cluster import Need, connected, free_bytes, has_gpus, need_of, places
+from kvpress_eval.run.generation import parts
+from kvpress_eval.run.interrupt import Interrupt
+from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.savings import Savings
+from kvpress_eval.run.worker import Call, Introduction, Part, Worker
+from kvpress_eval.tasks.source import Source
+
+_TICK = 0.5
+"""Seconds after which it is asked again whether the run was interrupted."""
+_PATIENCE = 30
+"""Seconds without any worker after which the user is told what is waited for."""
+MOST_LOSSES = 3
+"""Workers that cells may lose before they count as failed: perhaps the cells are why."""
+_PARTS_PER_WORKER = 2
+
+
+@dataclass
+class Work:
+    """What came of a run: its cells, the record of the first worker, and the cells that other processes have claimed."""
+
+    cells: Sequence[Cell] = ()
+    record: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+    savings: Savings = field(default_factory=Savings)
+    busy: list[Cell] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Task:
+    """Cells of one source that a worker runs together, and the claims on them while it does."""
+
+    source: Source
+    cells: Sequence[Cell]
+    losses: int = 0
+    counted: int = 0
+    claims: ExitStack = field(default_factory=ExitStack)
+    stores: dict[str, CellStore] = field(default_factory=dict)
+
+    @property
+    def work(self) -> int:
+        """How much there is to do, beside other tasks."""
+        return sum(cell.weight for cell in self.cells) * len(self.source.ids)
+
+
+@dataclass(eq=False)
+class _Hand:
+    """A worker: `waited` is what it is asked for, if anything, and `task` what it runs."""
+
+    actor: Any
+    waited: Any
+    introduction: Introduction | None = None
+    task: _Task | None = None
+    since: float = 0.0
+    busy_seconds: float = 0.0
+    savings: Savings = field(default_factory=Savings)
+
+
+def run_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, console: Console) -> Work:
+    """Run what is missing of some tasks on a cluster.
+
+    Raises:
+        ClusterError: no cluster answers, no machine of it has room for a worker, or all workers were lost.
+    """
+    with connected(config.ray_address) as ray:
+        gpu = config.device != "cpu" and has_gpus(ray)
+        if config.device == "cuda" and not gpu:
+            raise ClusterError("no machine of the cluster has a GPU: give device auto or cpu, or add one")
+        need = need_of(config, sources, settings, gpu=gpu)
+        config = config.model_copy(update={"threads": need.cpus, "device": "cuda" if gpu else "cpu"})
+        total = sum(max(1, source.length) * len(source.ids) for source in sources) * len(config.presses)
+        with (
+            Interrupt() as interrupt,
+            RunProgress(console, total) as progress,
+            _Crew(ray, config, sources, need, progress, interrupt) as crew,
+        ):
+            return crew.run()
+
+
+class _Crew:
+    """The workers of a run, and what they are at."""
+
+    def __init__(
+        self,
+        ray: Any,
+        config: RunConfig,
+        sources: Sequence[Source],
+        need: Need,
+        progress: RunProgress,
+        interrupt: Interrupt,
+    ) -> None:
+        self.ray, self.config, self.sources, self.need = ray, config, sources, need
+        self.progress, self.interrupt = progress, interrupt
+        self.work = Work()
+        self.todo: deque[_Task] = deque()
+        self.hands: list[_Hand] = []
+        self.past: list[_Hand] = []
+        self.most = len(sources) * len(config.presses)
+        self.stillborn = 0
+        self.started = time.monotonic()
+
+    def __enter__(self) -> _Crew:
+        found = places(self.ray, self.need, self.most)
+        self.wanted, self.memory = found.workers, found.memory
+        self.progress.note(
+            f"{found.workers} worker{'s' if found.workers > 1 else ''} on {found.nodes} "
+            f"machine{'s' if found.nodes > 1 else ''}: each asks for {self.need}"
+        )
+        for _ in range(found.workers):
+            self._hire()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for hand in self.hands:
+            if hand.task:
+                hand.task.claims.close()
+            self.ray.kill(hand.actor)
+
+    def run(self) -> Work:
+        """Give out all tasks, take in what comes, and return when nothing is left."""
+        told = False
+        while not self._done():
+            waited = {hand.waited: hand for hand in self.hands if hand.waited is not None}
+            if not waited and not any(hand.introduction for hand in self.hands):
+                self._replace()
+                continue
+            ready, _ = self.ray.wait(list(waited), num_returns=1, timeout=_TICK) if waited else ([], [])
+            for one in ready:
+                self._take(waited[one])
+            if self.interrupt.requested:
+                self._wind_up()
+            else:
+                self._give()
+            if not told and not any(h.introduction for h in self.hands) and self._seconds > _PATIENCE:
+                told = True
+                self.progress.note("waiting for the first worker: the cluster is busy, or the model takes long to load")
+        self._conclude()
+        return self.work
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def _done(self) -> bool:
+        if any(hand.task for hand in self.hands):
+            return False
+        return self.interrupt.requested or (bool(self.work.cells) and not self.todo)
+
+    def _hire(self) -> None:
+        """Ask for a worker; it comes as soon as the cluster has room."""
+        options = {"num_cpus": self.need.cpus, "num_gpus": self.need.gpus, "memory": self.memory}
+        presses = [kvpress.get_press(spec) for spec in self.config.presses]
+        # Two calls at a time: the work, and the one that stops it.
+        actor = self.ray.remote(Worker).options(max_concurrency=2, **options)
+        actor = actor.remote(self.config, presses, free_bytes(self.need, self.memory))
+        self.hands.append(_Hand(actor, actor.introduce.remote()))
+
+    def _take(self, hand: _Hand) -> None:
+        """Take in what a worker has sent, or see that it is lost."""
+        errors = self.ray.exceptions
+        try:
+            if hand.introduction is None:
+                self._meet(hand, self.ray.get(hand.waited))
+            else:
+                self._obey(hand, self.ray.get(next(hand.waited)))
+        except StopIteration:
+            self._free(hand)
+        except errors.RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, EvalError) else error) from error
+        except errors.RayError as error:
+            self._lose(hand, error)
+
+    def _meet(self, hand: _Hand, introduction: Introduction) -> None:
+        """Note what a worker runs; the first one says how the cells are named."""
+        hand.introduction, hand.waited = introduction, None
+        log_run(self.config.out, introduction.record)
+        if not self.work.cells:
+            self.work.record, self.names = introduction.record, introduction.names
+            self.work.cells = make_cells(self.config, self.sources, *introduction.names)
+            self._divide()
+            self.started = time.monotonic()
+        elif introduction.names != self.names:
+            raise ConfigError(
+                f"the machines of the cluster differ: weights, device and dtype are {self.names} on one and "
+                f"{introduction.names} on another; give each of them the same model"
+            )
+
+    def _divide(self) -> None:
+        """Make tasks: the presses of a source together, as contexts are read once for them, in enough parts for all workers."""
+        each = -(-_PARTS_PER_WORKER * self.wanted // len(self.sources))
+        for source in self.sources:
+            cells = [cell for cell in self.work.cells if cell.source is source]
+            self.todo.extend(_Task(source, part) for part in parts(cells, -(-len(cells) // min(each, len(cells)))))
+        # The longest first, so that all workers end at about the same time.
+        self.todo = deque(sorted(self.todo, key=lambda task: -task.work))
+
+    def _give(self) -> None:
+        for hand in self.hands:
+            while self.todo and hand.introduction and hand.task is None:
+                self._start(hand, self.todo.popleft())
+
+    def _start(self, hand: _Hand, task: _Task) -> None:
+        """Claim the cells of a task that are free, and let a worker run them."""
+        cells = []
+        for cell in task.cells:
+            store = store_of(self.config.out, cell.id)
+            if cell.id in task.stores or task.claims.enter_context(store.claim()):
+                task.stores[cell.id] = store
+                cells.append(cell)
+            else:
+                self.work.busy.append(cell)
+        task.cells = cells
+        if not cells:
+            task.claims.close()
+            return
+        rows = {cell.id: task.stores[cell.id].open(cell.spec, task.source.ids) for cell in cells}
+        part = Part(task.source, cells, rows, shown=task.source is self.sources[0])
+        hand.task, hand.since = task, time.monotonic()
+        hand.waited = hand.actor.run.options(num_returns="streaming").remote(part)
+
+    def _obey(self, hand: _Hand, message: Call | Savings) -> None:
+        """Do with a result what the job would have done here."""
+        task = hand.task
+        if task is None:
+            raise RuntimeError("a worker without a task has sent a result")
+        if isinstance(message, Savings):
+            hand.savings += message
+            return
+        if message.method == "advance":
+            task.counted += message.arguments[0]
+        target = self.progress if message.cell is None else task.stores[message.cell]
+        getattr(target, message.method)(*message.arguments)
+
+    def _free(self, hand: _Hand) -> None:
+        if hand.task:
+            hand.task.claims.close()
+            hand.busy_seconds += time.monotonic() - hand.since
+        hand.task = hand.waited = None
+
+    def _lose(self, hand: _Hand, error: Exception) -> None:
+        """Let another worker run what is missing of a lost one's cells, unless they have lost too many."""
+        self.ray.kill(hand.actor)  # perhaps it only cannot be reached
+        self.hands.remove(hand)
+        self.past.append(hand)
+        task, hand.task = hand.task, None
+        reason = str(error).strip().partition("\n")[0]
+        if task is None:
+            self.progress.problem(f"a worker was lost before it had loaded the model: {reason}")
+            self.stillborn += 1
+        else:
+            hand.busy_seconds += time.monotonic() - hand.since
+            self.progress.advance(-task.counted)
+            task.counted, task.losses = 0, task.losses + 1
+            if task.losses < MOST_LOSSES:
+                where = f"{task.cells[0].place}, {len(task.cells)} presses"
+                self.progress.problem(f"a worker was lost; {where}: run again elsewhere")
+                self.todo.appendleft(task)
+            else:
+                self._give_up(task, reason)
+        if not self.interrupt.requested:
+            self._replace()
+
+    def _give_up(self, task: _Task, reason: str) -> None:
+        for cell in task.cells:
+            store = task.stores[cell.id]
+            if len(store.open(cell.spec, task.source.ids)) < len(task.source.ids):
+                message = f"{task.losses} workers were lost while they ran it"
+                store.fail("lost", message, reason, 0)
+                self.progress.problem(f"{cell.label}: {message}")
+        task.claims.close()
+
+    def _replace(self) -> None:
+        """Hire as many workers as there is room for, up to those that the run began with."""
+        try:
+            room = places(self.ray, self.need, self.most).workers if self.stillborn < MOST_LOSSES else 0
+        except ClusterError:
+            room = 0
+        for _ in range(min(room, self.wanted) - len(self.hands)):
+            self._hire()
+        if not self.hands:
+            raise ClusterError("all workers were lost: what is finished is kept, and the same command continues there")
+
+    def _wind_up(self) -> None:
+        """Let the samples in flight be the last ones."""
+        while self.todo:
+            self.todo.pop().claims.close()
+        for hand in self.hands:
+            if hand.task:
+                hand.actor.stop.remote()
+
+    def _conclude(self) -> None:
+        """Log what the workers did, and say how fast that was."""
+        hands = [hand for hand in (*self.past, *self.hands) if hand.introduction]
+        for hand in hands:
+            self.work.savings += hand.savings
+            if hand.introduction:
+                log_run(self.config.out, {**hand.introduction.record, "prefills": hand.savings.as_dict()})
+        self.work.interrupted = self.interrupt.requested
+        self.work.record = {**self.work.record, "prefills": self.work.savings.as_dict()}
+        seconds = max(self._seconds, 1e-9)
+        busy = sum(hand.busy_seconds for hand in hands)
+        done = len(self.work.cells) - len(self.work.busy)
+        self.progress.note(str(self.work.savings) if self.work.savings else "")
+        self.progress.note(
+            f"{done} cells in {seconds:.1f} s, {60 * done / seconds:.1f} a minute; "
+            f"{len(hands)} worker{'s' if len(hands) > 1 else ''} did {busy / seconds:.2f} times the work of one"
+        )

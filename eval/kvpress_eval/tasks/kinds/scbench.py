@@ -1,0 +1,130 @@
+"""SCBench (Li et al., 2024, arXiv:2412.10319) as tasks: several questions about one context that is compressed once.
+
+`scbench:SUBSET` asks each question behind the context alone, `scbench:SUBSET:turns` behind the questions before it with
+their right answers, as in a conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvpress_eval.tasks import infinitebench as scores
+from kvpress_eval.tasks.documents import Asked, Published, Score, sources_of, text_of, texts_of
+from kvpress_eval.tasks.hub import HubFile
+from kvpress_eval.tasks.kinds.infinitebench import require_rouge
+from kvpress_eval.tasks.longbench.subsets import CONTEXT
+from kvpress_eval.tasks.source import Kind, Request, Source
+
+_LETTERS = "ABCD"
+_READ_CHINESE = "请阅读下面的书，然后回答问题。\n\n"  # noqa: RUF001
+_ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF001
+TURNS = ":turns"
+
+
+def contains(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if the answer stands in the text: `kv` and `prefix_suffix`."""
+    return float(answers[0] in text)
+
+
+def mentions(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if any answer stands in the text, without case: `qa_eng` and `many_shot`."""
+    return float(any(answer.upper() in text.upper() for answer in answers))
+
+
+def share(text: str, answers: Sequence[str]) -> float:
+    """Return the share of answers that stand in the text, without case, to two digits: `vt`."""
+    return round(sum(answer.lower() in text.lower() for answer in answers) / len(answers), 2)
+
+
+def extreme(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if the first number is the right one, cut to a whole one where that is right: `mf`."""
+    found = re.search(r"\d+\.\d+|\d+", text)
+    if found is None:
+        return 0.0
+    return float(float(found[0]) == float(answers[0]) if "." in answers[0] else int(float(found[0])) == int(answers[0]))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a subset asks, in our words where the data has none, and how it scores."""
+
+    before: str
+    after: str
+    score: Score
+    max_new_tokens: int
+    options: bool = False
+
+
+_INPUT = "\n\n{input}\n"
+FORMS: Mapping[str, Form] = {
+    "kv": Form("Look up keys in this JSON object.\n\n", _INPUT, contains, 150),
+    "prefix_suffix": Form("", _INPUT, contains, 150),
+    "vt": Form("", _INPUT, share, 30),
+    "qa_eng": Form("Read the book; questions about it follow.\n\n", "\n\nQuestion: {input}\nAnswer:", mentions, 40),
+    "qa_chn": Form(_READ_CHINESE, _ASK_CHINESE, scores.best_f1_chinese, 40),
+    "choice_eng": Form(
+        "Read the book; questions about it follow.\n\n",
+        "\n\nQuestion: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\nThe letter of the right answer is",
+        scores.choice,
+        40,
+        options=True,
+    ),
+    "many_shot": Form("", _INPUT, mentions, 10),
+    "mf": Form("A list of numbers follows, and questions about it.\n\n", _INPUT, extreme, 5),
+    "summary": Form("", _INPUT, scores.summary, 200),
+}
+"""The subsets of one kind of question; `repoqa` and the two mixed ones need its parsers of code and are not offered."""
+
+
+def _parse(form: Form, turns: bool, number: str, row: Any) -> list[Asked]:
+    """Return the questions of a row: `context`, or `input`, and `multi_turns` of `input`, `answer` and perhaps `options`."""
+    context = form.before + text_of(row, "context", "input")
+    if not isinstance(row["multi_turns"], list) or not row["multi_turns"]:
+        raise TypeError("multi_turns must be a list with at least one turn")
+    asked, before = [], ""
+    for at, turn in enumerate(row["multi_turns"]):
+        answers = texts_of(turn["answer"], "answer")
+        fields = {"input": text_of(turn, "input")}
+        if form.options:
+            options = [str(option) for option in turn["options"]]
+            if len(options) != len(_LETTERS):
+                raise ValueError(f"options must be {len(_LETTERS)}, not {len(options)}")
+            fields = {**fields, **dict(zip(_LETTERS, options, strict=True))}
+        question = form.after.format(**fields)
+        asked.append(Asked(str(int(number) + at), number, context, before + question, answers))
+        if turns:
+            before += f"{question} {answers[0]}"
+    return asked
+
+
+TASKS = {
+    f"scbench:{subset}{mode}": Published(
+        f"scbench:{subset}{mode}",
+        HubFile(
+            (f"scbench_{subset}.jsonl", f"scbench_{subset}.parquet"),
+            "JSON objects with context (or input) and multi_turns, a list of objects with input and answer",
+            "microsoft/SCBench",
+            None,
+            f"data/scbench_{subset}.jsonl",
+        ),
+        form.before + CONTEXT + form.after,
+        partial(_parse, form, bool(mode)),
+        form.score,
+        form.max_new_tokens,
+    )
+    for subset, form in FORMS.items()
+    for mode in ("", TURNS)
+}
+
+
+def _expand(names: Sequence[str], request: Request) -> list[Source]:
+    for name in names:
+        require_rouge(TASKS[name])
+    return [source for name in names for source in sources_of(TASKS[name], request)]
+
+
+KIND = Kind(TASKS, _expand)

@@ -1,0 +1,166 @@
+"""Sealed pairs that several rows of a batch have in common: held once, and read once for all of them.
+
+Attention over a set of pairs can be computed in parts (`kvpress.cache.attention`), and what is sealed is never written to. So
+rows that begin alike, such as beams, samples of one prompt or questions about one text, need no copies of it: the queries of
+all go through the pairs together, and each row merges the result with that of its own pairs.
+
+Paper: Juravsky et al., Hydragen, 2024, arXiv:2402.05099.
+Differs from the paper: pairs may be encoded, evicted from head by head, weighted and chosen from by a selector; one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.held import Held, derived, part
+from kvpress.cache.layout import Layout, row_numbers
+from kvpress.cache.segment import OfStreams, Segment
+
+LEAST = 64
+"""Pairs that a stream holds on average at least, for its pairs to be shared instead of copied.
+
+Short segments are copied: the next ones are joined to them, which those that are shared are not."""
+
+
+@dataclass(eq=False, repr=False)
+class CommonSegment(Segment):
+    """Pairs of `base`, whose stream `origin[n]` is stream n; the same one may be several streams, and each is at least one."""
+
+    base: Annotated[Segment, part()]
+    origin: tuple[int, ...]
+    layout: OfStreams
+    _held_moves: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)
+    _held_places: Annotated[tuple[Tensor, Tensor] | None, derived("indexes")] = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, segment: Segment, streams: Sequence[int]) -> Segment:
+        """Return the given streams of a segment, in that order, without copies of pairs wherever that holds no more of them.
+
+        Pairs are copied where some streams are left out, so that these are freed; where streams are short; and where observers
+        write down something about each pair of each row.
+        """
+        segment = segment.own() if segment.side else segment
+        base, origin = (segment.base, segment.origin) if isinstance(segment, cls) else (segment, None)
+        chosen = list(streams) if origin is None else [origin[n] for n in streams]
+        if chosen == list(range(base.layout.streams)):
+            return base
+        used = sorted(set(chosen))
+        if (
+            base.side
+            or base.layout.total < LEAST * base.layout.streams
+            or len(used) == len(chosen) < base.layout.streams
+        ):
+            return base.take(*base.layout.take_streams(chosen))
+        if len(used) < base.layout.streams:
+            base = base.take(*base.layout.take_streams(used))
+        places = {n: place for place, n in enumerate(used)}
+        layout, own = base.layout, tuple(places[n] for n in chosen)
+        return cls(base, own, Layout(layout.lengths[n] for n in own), first=tuple(base.first[n] for n in own))
+
+    def own(self) -> Segment:
+        return self.take(torch.arange(self.layout.total), self.layout)
+
+    def known(self) -> Segment:
+        layout = Layout(min(1, length) for length in self.layout.lengths)
+        rows = self.layout.starts_tensor[self.layout.lengths_tensor > 0]
+        return self.take(rows, layout)
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def _moves(self) -> Tensor:
+        """How far the rows of each stream are from those of its origin, int64 [N]."""
+        if self._held_moves is None:
+            starts = self.base.layout.starts_tensor[list(self.origin)]
+            self._held_moves = (starts - self.layout.starts_tensor).to(self.device)
+        return self._held_moves
+
+    def located(self, rows: Tensor) -> tuple[Segment, Tensor]:
+        rows = rows.to(self.device).long()
+        return self.base, rows + self._moves()[self.layout.streams_of(rows)]
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self.located(rows)[1]
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return self.base.read(self._rows(row_numbers(rows, self.layout.total, self.device)))
+
+    def take(self, rows: Tensor, layout: Layout) -> Any:
+        taken = self.base.take(self._rows(rows).cpu(), layout)
+        taken.side |= {name: array[rows.to(array.device)] for name, array in self.side.items()}
+        return taken
+
+    def joins(self, other: Held, streams: Sequence[int]) -> bool:
+        del other, streams
+        return False
+
+    @property
+    def log_weight(self) -> Tensor | None:
+        weight = self.base.log_weight
+        return None if weight is None else weight[self._rows(torch.arange(self.layout.total))]
+
+    @log_weight.setter
+    def log_weight(self, log_weight: Tensor | None) -> None:
+        raise TypeError("rows have these pairs in common; weigh those of own()")
+
+    @property
+    def contiguous(self) -> bool:
+        return self.base.contiguous
+
+    @property
+    def positions(self) -> Tensor | None:
+        return None if self.base.contiguous else self.slots()
+
+    def slots(self) -> Tensor:
+        return self.base.slots()[self._rows(torch.arange(self.layout.total))]
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """For every stream of `base` those that it is, int64 [P, most], and where each of these stands among them, [N].
+
+        Streams that are fewer are filled up with the first of them.
+        """
+        if self._held_places is not None:
+            return self._held_places
+        streams: list[list[int]] = [[] for _ in range(self.base.layout.streams)]
+        for n, origin in enumerate(self.origin):
+            streams[origin].append(n)
+        most = max(map(len, streams))
+        asking = torch.tensor([own + own[:1] * (most - len(own)) for own in streams])
+        place = torch.tensor([origin * most + streams[origin].index(n) for n, origin in enumerate(self.origin)])
+        self._held_places = asking.to(self.device), place.to(self.device)
+        return self._held_places
+
+    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        if hidden is not None:
+            return self.own().attend(queries, logits, hidden)
+        asking, place = self._places()
+        rows = queries.shape[1]
+        step = max(1, kernels.MOST_QUERIES // rows)
+        parts = [self.base.attend(queries[some].flatten(1, 2), logits) for some in asking.split(step, dim=1)]
+        out = torch.cat([part.unflatten(1, (-1, rows)) for part, _ in parts], dim=1).flatten(0, 1)
+        lse = torch.cat([part.unflatten(1, (-1, rows)) for _, part in parts], dim=1).flatten(0, 1)
+        return out[place], lse[place]
+
+    def serves(self, queries: Tensor, logits: Logits) -> bool:
+        return self.base.serves(queries, logits)
+
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        if streams is None:
+            streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
+        origin = torch.tensor(self.origin, device=rows.device)[streams]
+        return self.base.attend_rows(queries, logits, self._rows(rows), counts, origin)
+
+    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
+        return self.own().mass(queries, logits, lse)

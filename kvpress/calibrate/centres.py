@@ -1,0 +1,33 @@
+"""Where the queries of a model lie before rotation, from which logits at any distance are predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpress.calibrate.run import Observed
+from kvpress.core.model import ModelFacts
+from kvpress.observe.centres import QueryCentres
+from kvpress.presses.triattention import METHOD
+
+
+@dataclass(frozen=True)
+class CentreSettings(Observed):
+    """Means of the queries before their rotary embedding, and of the lengths of their rotary pairs.
+
+    A layer gives `mean [Hq, D]` and `size [Hq, D]`, float32, for `triattention`.
+    """
+
+    method: ClassVar[str] = METHOD
+
+    def check(self, model: ModelFacts) -> None:
+        """There is nothing to choose."""
+
+    def observer(self) -> QueryCentres:
+        return QueryCentres()
+
+    def tensors(self, observed: QueryCentres) -> dict[str, Tensor]:
+        mean, size = observed.means([0])
+        return {"mean": mean[0], "size": size[0]}

@@ -1,0 +1,85 @@
+"""What `kvpress list` prints, read from the files of the methods without running them: that would take torch.
+
+The arguments of `register` and the docstring below it are literals, which a test holds the registry against.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from kvpress.core.registry import GROUP, ORDER, PACKAGES, entries, registered
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A press as a line of a table."""
+
+    name: str
+    role: str
+    paper: str
+    summary: str
+
+
+def listed() -> list[Listed]:
+    """Return all presses by role and name, in the order of `kvpress.list_presses`.
+
+    Where presses of other packages are installed, or modules with presses were imported, all are imported.
+    """
+    if registered() or entry_points(group=GROUP):
+        return [Listed(entry.name, entry.role, entry.paper, entry.summary) for entry in entries()]
+    found = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
+    return sorted(found, key=lambda line: (ORDER.index(line.role), line.name))
+
+
+def _files(package: str) -> list[Path]:
+    """Return the modules directly in a package, which is not imported."""
+    root, *rooms = package.split(".")
+    spec = importlib.util.find_spec(root)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return [path for folder in folders for path in sorted(Path(folder, *rooms).glob("*.py"))]
+
+
+def _read(path: Path) -> Iterator[Listed]:
+    """Yield the presses that a file registers: classes below `@register(...)`, or imported ones in `register(...)(name)`."""
+    text = path.read_text(encoding="utf-8")
+    if "register(" not in text:
+        return
+    body = ast.parse(text).body
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            for call in filter(_is_register, node.decorator_list):
+                yield _line(call, node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _is_register(node.value.func):
+            yield _line(node.value.func, _imported(ast.unparse(node.value.args[0]), body))
+
+
+def _is_register(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "register"
+
+
+def _imported(name: str, body: list[ast.stmt]) -> ast.ClassDef:
+    """Return the class that a file imports under a name."""
+    module = next(
+        node.module or ""
+        for node in body
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
+    )
+    package, _, stem = module.rpartition(".")
+    (path,) = (path for path in _files(package) if path.stem == stem)
+    classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    return next(found for found in classes if found.name == name)
+
+
+def _line(call: ast.expr, press: ast.ClassDef) -> Listed:
+    """Return the line of a press from the call that registers it."""
+    assert isinstance(call, ast.Call)  # noqa: S101 - for type checkers
+    given = dict(zip(("name", "role", "paper"), call.args, strict=False)) | {
+        word.arg: word.value for word in call.keywords
+    }
+    name, role, paper = (ast.literal_eval(given[key]) if key in given else "" for key in ("name", "role", "paper"))
+    return Listed(name, role, paper, (ast.get_docstring(press) or "").partition("\n")[0])

@@ -1,0 +1,47 @@
+"""A share of all tokens seen, kept while tokens are generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvpress.core.checks import Count, Ratio
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Amount, Eviction
+from kvpress.core.registry import Refusal, register
+from kvpress.presses.decoding import DecodingPress
+
+
+@register(
+    "compression_ratio_decoding",
+    "schedule",
+    example="compression_ratio_decoding(snapkv):compression_interval=128,target_compression_ratio=0.5",
+    refuses=(Refusal("compression_ratio_decoding(kivi)", "a codec has no scores; it acts on generated tokens anyway"),),
+)
+@dataclass
+class CompressionRatioDecodingPress(DecodingPress):
+    """Keep the share `1 - target_compression_ratio` of the tokens seen, every `compression_interval` generated tokens.
+
+    Tokens of the prompt count too, so that the cache grows with the text, more slowly. It is `DecodingPress` with a
+    `target_ratio`, under the names of NVIDIA kvpress. `base_press` is any scorer, head-wise ones included; the prompt is
+    cut once generated tokens fill an interval. A press that reads hidden states gets the newest
+    `hidden_states_buffer_size` of them.
+
+    Paper: none; a schedule.
+    Differs from the paper: nothing.
+    """
+
+    target_size: Count = field(default=1, init=False)
+    target_ratio: Ratio | None = field(default=None, init=False)
+    target_compression_ratio: Ratio = 0.5
+
+    def validate(self) -> None:
+        super().validate()
+        if self.target_size != 1 or self.target_ratio is not None:
+            raise ValueError(
+                f"target_compression_ratio says how many pairs stay, so target_size={self.target_size} and "
+                f"target_ratio={self.target_ratio} would have no effect; DecodingPress takes these"
+            )
+
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        found = super().wrap(step, model)
+        return replace(found, schedule=replace(found.schedule, target=Amount(self.target_compression_ratio)))

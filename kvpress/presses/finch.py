@@ -1,0 +1,198 @@
+"""Attention of the question behind a prompt, normalised by how much each of its tokens sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress.core.checks import Count, Size
+from kvpress.core.gaps import closing_gaps
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
+from kvpress.observe.view import View
+from kvpress.presses.chunk import InChunks
+
+
+@register(
+    "finch",
+    "evict",
+    "Corallo & Papotti, 2024, arXiv:2408.00167",
+    example="finch:0.5,window_size=64",
+    refuses=(
+        Refusal("finch:0.5", "neither a delimiter nor a window says which tokens are the question"),
+        Refusal(
+            "decoding(finch:window_size=8)", "it scores by the question of a prompt, which generated tokens are not"
+        ),
+    ),
+    exempt=(
+        Exemption(
+            EVERY_SUITE, "keys move, so hiding the evicted ones is another computation; its own tests compare each part"
+        ),
+        Exemption("fuzz", "random ids hold no delimiter; `snapkv`, `chunk` and `key_rerotation`, its parts, are drawn"),
+    ),
+)
+@dataclass
+class FinchPress(ScorerPress):
+    """Score a pair by the attention of the question, which stands behind a delimiter at the end of the prompt.
+
+        score[h, t] = mean over the question's tokens i and the group of c(i) softmax(q_i . k)[t]
+
+    c(i) is the number of tokens that i sees, 1 without `normalize_scores`. The question always stays, and the delimiter
+    never. With `chunk_length`, each stretch of at most so many pairs keeps the same share. `rerotate_keys` closes the gaps
+    between the positions of what stays. The question is what follows the last token `delimiter_token_id`, which
+    `update_model_and_tokenizer` makes for the text `delimiter_token`; or the newest `window_size` tokens, without a delimiter.
+
+    Paper: Corallo & Papotti, FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models, 2024,
+    arXiv:2408.00167.
+    Differs from the paper: the prompt is read at once, as in NVIDIA kvpress; the question's tokens see the delimiter, where
+    NVIDIA kvpress takes its embedding out of the input. Rows of a batch have questions of their own lengths.
+    """
+
+    chunk_length: Count | None = None
+    normalize_scores: bool = True
+    rerotate_keys: bool = True
+    window_size: Count | None = field(default=None, kw_only=True)
+    delimiter_token: str | None = field(default=None, kw_only=True)
+    delimiter_token_id: Size | None = field(default=None, kw_only=True)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.window_size is not None and self.delimiter_token_id is not None:
+            raise ValueError(
+                f"give either window_size={self.window_size} or delimiter_token_id={self.delimiter_token_id}: both would say "
+                "which tokens are the question"
+            )
+
+    def update_model_and_tokenizer(self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>") -> Any:  # noqa: S107
+        """Make a token for the delimiter, with an embedding, and return the tokenizer.
+
+        A prompt then is context + delimiter + question.
+        """
+        if delimiter_token not in tokenizer.get_vocab():
+            tokenizer.add_special_tokens({"additional_special_tokens": [delimiter_token]})
+        self.delimiter_token = delimiter_token
+        self.delimiter_token_id = int(tokenizer.convert_tokens_to_ids(delimiter_token))
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
+        return tokenizer
+
+    @property
+    def protected(self) -> int:
+        return self.window_size or 0
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(Question, self.window_size, self.delimiter_token_id),)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None and self.window_size is None and self.delimiter_token_id is None:
+            raise ValueError(
+                "FinchPress must know which tokens of a prompt are the question: call update_model_and_tokenizer and put the "
+                "delimiter before it, or give window_size="
+            )
+        found = super().recipe(model)
+        (step,) = found.evictions
+        if self.chunk_length is not None:
+            step = replace(step, scorer=InChunks(step.scorer, self.chunk_length))
+        if self.rerotate_keys:
+            step = closing_gaps(step)
+        return replace(found, evictions=(replace(step, fixed=True),))
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`, infinite for the question and minus infinite for the delimiter."""
+        whole = view if view.whole is None else view.whole
+        key = Question, whole.heads.start
+        if key not in whole.memo:
+            whole.memo[key] = self._scores(whole)
+        scores: Tensor = whole.memo[key]
+        return scores if view.index is None else scores.gather(2, view.index)
+
+    def _check_room(self, view: View, width: int) -> None:
+        """Refuse chunks of which the last one cannot keep a question of so many tokens."""
+        if self.chunk_length is None:
+            return
+        chunks = -(-view.length // self.chunk_length)
+        room = view.target - view.target * (view.length * (chunks - 1) // chunks) // view.length
+        if width > room:
+            raise ValueError(
+                f"chunk_length={self.chunk_length} leaves {room} pairs of the last chunk, fewer than the {width} tokens of the "
+                "question: use longer chunks or a smaller compression_ratio"
+            )
+
+    def _scores(self, view: View) -> Tensor:
+        asked = view.observer(*self.wants)
+        sizes = asked.sizes(view.rows, view.seen)
+        width = int(sizes.max())
+        self._check_room(view, width)
+        at = torch.arange(view.seen - width, view.seen, device=view.positions.device)
+        counts = (at >= view.seen - sizes[:, None]).float() / sizes[:, None]
+        if self.normalize_scores:
+            counts = counts * (at + 1)
+        scores = torch.empty(view.shape, device=view.positions.device)
+        for h, head in enumerate(view.per_head()):
+            weights = head.attention(head.query_heads(asked.queries)[:, :, -width:])[:, 0]
+            scores[:, h] = torch.einsum("bgwn,bw->bn", weights, counts) / weights.shape[1]
+        first = (view.seen - sizes)[:, None, None]
+        scores.masked_fill_(view.positions >= first, torch.inf)
+        if self.delimiter_token_id is not None:
+            scores.masked_fill_(view.positions == first - 1, -torch.inf)
+        return scores
+
+
+class Question(Observer):
+    """Queries of the newest prompt behind its last delimiter, `queries [B, Hq, w, D]`; without one, of `window` tokens.
+
+    `size [B]` says how many tokens of each row follow the delimiter, -1 where there is none.
+    """
+
+    held = ("queries", "size")
+
+    def __init__(self, window: int | None, delimiter: int | None) -> None:
+        self.window, self.delimiter = window, delimiter
+        self.queries: Tensor | None = None
+        self.size: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        if call.phase == "decode":
+            return
+        if call.seen_before == call.prompt_start or self.queries is None or self.size is None:
+            self.queries, self.size = (
+                call.queries[:, :, :0],
+                torch.full((len(call.queries),), -1, device=call.queries.device),
+            )
+        new = call.queries.shape[2]
+        self.size = torch.where(self.size >= 0, self.size + new, self.size)
+        if self.delimiter is not None:
+            if call.ids is None:
+                raise ValueError("FinchPress looks for its delimiter in token ids: give the prompt as input_ids")
+            order = torch.arange(new, device=call.ids.device)
+            last = torch.where(call.ids == self.delimiter, order, -1).amax(dim=1).to(self.size.device)
+            self.size = torch.where(last >= 0, new - 1 - last, self.size)
+        kept = int(self.size.max()) if self.window is None else self.window
+        whole = torch.cat([self.queries, call.queries], dim=2)
+        self.queries = whole[:, :, whole.shape[2] - min(max(0, kept), whole.shape[2]) :].clone()
+
+    def sizes(self, rows: list[int], seen: int) -> Tensor:
+        """Return how many tokens the question of each row has.
+
+        Raises:
+            ValueError: there is no delimiter, or nothing behind it.
+        """
+        assert self.size is not None  # noqa: S101 - a prompt has been read
+        if self.window is not None:
+            return torch.full((len(rows),), min(self.window, seen), device=self.size.device)
+        found = self.size[rows]
+        if bool((found < 1).any()):
+            row = rows[int((found < 1).nonzero()[0])]
+            raise ValueError(
+                f"row {row} of the prompt has no question: put the delimiter (token {self.delimiter}) between context and "
+                "question"
+            )
+        return found

@@ -1,0 +1,116 @@
+"""One learned direction per head that tells keys worth keeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import ScorerPress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.observe.view import View
+from kvpress.presses.learned import check_shape, fetch, holds, name_of, tensors_of
+
+METHOD = "qfilter"
+NAME = "q_filters"
+"""The tensor of a file of filters, `[L, H, D]`."""
+COLLECTION = "nthngdy/q-filters-67a4994dcb302a3d37f3d119"
+NEEDED = (
+    f"QFilterPress needs filters that were learned for the model; the hub's collection {COLLECTION} has them for some; for "
+    f"others make them with `kvpress calibrate --method {METHOD} --model ... --data ... --out filters.safetensors` and give "
+    "that file as filters="
+)
+
+
+@register(
+    "qfilter",
+    "evict",
+    "Godey et al., 2025, arXiv:2503.02812",
+    example="qfilter:0.5",
+    needs="filters that were learned for the model: published ones, or `kvpress calibrate --method qfilter` (`filters`)",
+    refuses=(Refusal("qfilter:0.5", "nobody has published filters for the model, and no file is given"),),
+    exempt=(
+        Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
+    ),
+)
+@dataclass
+class QFilterPress(ScorerPress):
+    """Score a pair by how its key lies along the main direction of the head's queries.
+
+        score[b, h, t] = -f[h] . k[b, h, t]
+
+    f of each layer `[H, D]` is minus the mean, over the query heads of the group, of the first right singular vector of
+    their rotated queries on other texts, which points to where queries point. `filters` is a file, a folder with
+    `model.safetensors` or a repository of the hub, either with one tensor `q_filters [L, H, D]` or what `kvpress calibrate
+    --method qfilter` writes; None is the authors' `nthngdy/<model>_qfilt`, and for the bundled reference model the file that
+    ships with it. Nothing is watched.
+
+    Paper: Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, 2025, arXiv:2503.02812.
+    Differs from the paper: nothing.
+    """
+
+    filters: str | None = field(default=None, kw_only=True)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is None or not model.loaded:
+            return super().recipe(model)
+        named = replace(self, filters=self.filters or self.published(model))
+        named.check(model)
+        return ScorerPress.recipe(named, model)
+
+    def published(self, model: ModelFacts) -> str:
+        """Return where the filters of a model are, if none are given."""
+        shipped = calibration.shipped(METHOD)
+        if shipped.is_file() and calibration.read(shipped).provenance["model"] == calibration.identify(model):
+            return str(shipped)
+        name = name_of(model, NEEDED)
+        return f"nthngdy/{name if '405B' in name else name.replace('Meta-Llama', 'Llama')}_qfilt"
+
+    def check(self, model: ModelFacts) -> None:
+        """Refuse filters that are not those of the model."""
+        found, place = self.load(), str(self.filters)
+        if isinstance(found, Calibration):
+            found.check(METHOD, model, place, lambda layer: {"filter": (layer.kv_heads, layer.head_dim)})
+            return
+        shapes = {(layer.kv_heads, layer.head_dim) for layer in model.growing}
+        if len(shapes) > 1:
+            raise ValueError(f"{place}: layers of {model.name} differ in shape, so one tensor cannot be their filters")
+        for shape in shapes:
+            check_shape(found, NAME, (len(model.layers), *shape), place, model.name)
+
+    def load(self) -> Calibration | dict[str, Tensor]:
+        """Read the filters, from either kind of file."""
+        if self.filters is None:
+            raise ValueError(
+                "which filters to read follows from the model: use the press inside `with press(model)`, or give "
+                "filters=, a file, a folder or a repository"
+            )
+        file = fetch(self.filters, "model.safetensors", NEEDED)
+        if file.name == "model.safetensors" or holds(file, NAME):
+            return tensors_of(file)
+        return calibration.read(file, METHOD)
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`."""
+        found = self.load()
+        of_layer = found.tensors[f"{view.layer}.filter"] if isinstance(found, Calibration) else found[NAME][view.layer]
+        chosen = of_layer[view.heads].to(view.keys.device, torch.float32)
+        return -torch.einsum("bhnd,hd->bhn", view.keys.float(), chosen)
+
+    @staticmethod
+    def load_q_filters(model_name: str) -> Tensor:
+        """Return the published filters `[L, H, D]` of a model, named as on the hub."""
+        place = f"nthngdy/{model_name.replace('Meta-Llama', 'Llama')}_qfilt"
+        return tensors_of(fetch(place, "model.safetensors", NEEDED))[NAME]
+
+    @staticmethod
+    def available_qfilters() -> list[str]:
+        """Return for which models filters are published; asks the hub."""
+        from huggingface_hub import get_collection
+
+        return [item.item_id.split("/")[-1].removesuffix("_qfilt") for item in get_collection(COLLECTION).items]

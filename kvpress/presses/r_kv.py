@@ -1,0 +1,91 @@
+"""Attention of the newest tokens, less what other keys repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize
+
+from kvpress.cache import attention
+from kvpress.core.checks import Count, Share
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import LOG_WEIGHT, View
+
+
+@register(
+    "r_kv",
+    "evict",
+    "Cai et al., 2025, arXiv:2505.24133",
+    example="r_kv:0.5",
+    cases=("r_kv:0.5,window_size=4,kernel_size=3,threshold=0.2",),
+)
+@dataclass
+class RKVPress(ScorerPress):
+    """Score a pair by the attention of the newest tokens, minus how much newer keys of its head repeat its key.
+
+        a[t]  = max_pool(mean over the last w queries i of softmax over t < n - w of max over the group of q_i . k_t)
+        r     = softmax over t of mean over i of cos(k_i, k_t), 0 at i = t and at the newest t with cos(k_i, k_t) > threshold
+        score = weight * a - (1 - weight) * r
+
+    So of keys that repeat each other the newest is spared. `window_size` is w, the tokens that ask and always stay;
+    `kernel_size` the odd number of neighbours whose largest attention counts; `threshold` the cosine above which two keys are
+    the same; `weight` how much attention counts against redundancy. The paper's schedule, which cuts thoughts down while they
+    are written, is `decoding(r_kv):compression_interval=128,target_size=1024`.
+
+    Paper: Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133.
+    Differs from the paper: the first eviction falls on an interval and not on the budget; cosines are taken in blocks, so a
+    prompt is scored too; attention sinks of a model (GPT-OSS) are left out of the softmax.
+    """
+
+    window_size: Count = 8
+    kernel_size: Count = 7
+    threshold: Share = 0.5
+    weight: Share = 0.1
+
+    def validate(self) -> None:
+        super().validate()
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
+
+    @property
+    def protected(self) -> int:
+        return self.window_size
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(RecentQueries, self.window_size),)
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`, infinite in the window."""
+        scores = torch.full(view.shape, torch.inf, device=view.positions.device)
+        older = view.length - self.window_size
+        if older > 0:
+            for h, head in enumerate(view.per_head()):
+                redundancy = self.redundancy(head.keys[:, 0])[:, :older]
+                scores[:, h, :older] = self.weight * self.importance(head, older) - (1 - self.weight) * redundancy
+        return scores
+
+    def importance(self, view: View, older: int) -> Tensor:
+        """Return `[b, older]`: how much attention the oldest pairs of a view of one head get from the window."""
+        keys = view.keys[:, 0, :older]
+        logits = view.call.logits(view.newest_queries(*self.wants), keys[:, None]).amax(dim=1)
+        if LOG_WEIGHT in view.side:
+            logits = logits + view.side[LOG_WEIGHT][:, :, :older]
+        paid = logits.softmax(dim=-1).mean(dim=1, keepdim=True)
+        return max_pool1d(paid, self.kernel_size, stride=1, padding=self.kernel_size // 2)[:, 0]
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        """Return `[b, n]` for the `keys [b, n, D]` of one head, in blocks of rows of the cosines."""
+        keys = normalize(keys.float(), dim=-1)
+        batch, length, _ = keys.shape
+        total, at = keys.new_zeros(batch, length), torch.arange(length, device=keys.device)
+        for rows in at.split(max(1, attention.BLOCK_BYTES // (12 * batch * length))):
+            cosines = (keys[:, rows] @ keys.mT).masked_fill_(at == rows[:, None], 0.0)
+            same = torch.where(cosines > self.threshold, at, -1).amax(dim=-1, keepdim=True)
+            total += cosines.masked_fill_(at == same, 0.0).sum(dim=1)
+        return (total / length).softmax(dim=-1)

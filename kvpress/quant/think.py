@@ -1,0 +1,200 @@
+"""Fewer channels of keys: those that hardly matter to the newest queries are not stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.held import per_pair, per_stream
+from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.core.checks import Count, Ratio
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.observer import Observer, Wanted
+
+
+@register("think", "quantise", "Xu et al., 2024, arXiv:2407.21018", example="think:0.5")
+@dataclass
+class ThinKPress(BasePress):
+    """Store keys without the channels that matter least to the newest queries of the prompt.
+
+        score[h, c] = mean over the last w queries and the group of q[c]^2 * mean over the stored keys of k[t, c]^2
+
+    Every row and head leaves out its `int(key_channel_compression_ratio * D)` channels of the lowest score. Queries are taken
+    to the channels that are left, so that attention reads fewer bytes and decodes nothing. `window_size` is w; as many of the
+    newest pairs keep all channels. What is generated is stored in the channels that the prompt chose, `window_size` pairs at
+    a time. Values stay as they are.
+
+    Paper: Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, 2024, arXiv:2407.21018.
+    Differs from the paper: generated tokens are stored in fewer channels too, once they are old enough. Unlike in NVIDIA
+    kvpress, which sets channels to zero, they are not held.
+    """
+
+    key_channel_compression_ratio: Ratio = 0.0
+    window_size: Count = 32
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction of the bytes of stored pairs that is left out."""
+        return self.key_channel_compression_ratio / 2
+
+    @compression_ratio.setter
+    def compression_ratio(self, value: float) -> None:
+        raise AttributeError(
+            f"compression_ratio cannot be set to {value}: it follows from key_channel_compression_ratio, which can be set"
+        )
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if not self.key_channel_compression_ratio:
+            return Recipe()
+        for layer in () if model is None else model.growing:
+            if layer.value_dim is not None:
+                raise NotImplementedError(
+                    f"{model.name if model else ''} caches latents, which are no keys: their channels cannot be left out"
+                )
+        return Recipe(codec=self.codec_at, observers=(Wanted(QueryEnergy, self.window_size),))
+
+    def codec_at(self, layer: int) -> Codec:
+        """Return the codec of an attention layer."""
+        del layer
+        return ThinKCodec(self.key_channel_compression_ratio, self.window_size)
+
+
+class QueryEnergy(Observer):
+    """Sum of the squares of the newest `size` queries of a prompt, meaned over the group: `total [B, H, D]` of `count [B]`.
+
+    Where a prompt had fewer, the first generated ones count too. `tail [B, Hq, <= size, D]` is held while a prompt comes in
+    chunks.
+    """
+
+    held = ("total", "count", "tail")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.total: Tensor | None = None
+        self.count: Tensor | None = None
+        self.tail: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        call.need("its queries")
+        queries = call.queries[:, :, -self.size :]
+        if call.phase == "decode":
+            self._add(call, queries)
+            return
+        if self.tail is not None and queries.shape[2] < self.size:
+            queries = torch.cat([self.tail, queries], dim=2)[:, :, -self.size :]
+        self.tail = None
+        if call.prompt_end and call.store.seen < call.prompt_end:
+            self.tail = queries.clone(memory_format=torch.contiguous_format)
+        else:
+            self.total = self.count = None
+            self._add(call, queries)
+
+    def _add(self, call: LayerCall, queries: Tensor) -> None:
+        batch, _, new, dim = queries.shape
+        if self.total is None or self.count is None:
+            self.total = torch.zeros(batch, call.store.heads, dim, device=queries.device)
+            self.count = torch.zeros(batch, device=queries.device)
+        counts = torch.ones(batch, new, device=queries.device)
+        if call.mask is not None and new > 1:
+            counts = call.mask[:, -new:].to(queries.device, torch.float32)
+        counts = counts * (counts.cumsum(dim=1) <= self.size - self.count[:, None])
+        if bool(counts.any()):
+            squares = queries.float().square() * counts[:, None, :, None]
+            self.total = self.total + squares.sum(dim=2).unflatten(1, (call.store.heads, -1)).mean(dim=2)
+            self.count = self.count + counts.sum(dim=1)
+
+    def means(self) -> Tensor:
+        """Return the mean squares of every stream, `[N, D]`."""
+        if self.total is None or self.count is None:
+            raise ValueError("no queries have been observed yet")
+        return (self.total / self.count.clamp_min(1)[:, None, None]).flatten(0, 1)
+
+
+class ThinKCodec(Codec):
+    """Leaves out the share `ratio` of the channels of keys; see `ThinKPress`."""
+
+    whole: ClassVar[bool] = True
+
+    def __init__(self, ratio: float, window: int) -> None:
+        self.ratio, self.group, self.residual = ratio, window, window
+
+    def width(self, dim: int) -> int:
+        """How many of `dim` channels are stored."""
+        return dim - int(dim * self.ratio)
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        stream = segment.layout.stream_of_row.to(segment.device)
+        channels = self._channels(segment, sealing, stream)
+        keys = segment.keys.gather(1, channels.long()[stream])
+        return ThinnedSegment(keys, segment.values, channels, segment.layout, dim=segment.keys.shape[1])
+
+    def _channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
+        """Return the channels of every stream, int16 `[N, C]`, ascending; streams keep those of their first pairs."""
+        lengths = segment.layout.lengths_tensor.to(segment.device)
+        energy = torch.zeros(len(lengths), segment.keys.shape[1], device=segment.device)
+        energy.index_add_(0, stream, segment.keys.float().square())
+        asked = sealing.observers[Wanted(QueryEnergy, self.residual)].means().to(segment.device)
+        scores = asked * energy / lengths.clamp_min(1)[:, None]
+        channels = scores.topk(self.width(scores.shape[1]), dim=1).indices.sort(dim=1).values.to(torch.int16)
+        for earlier in reversed(sealing.earlier):
+            if isinstance(earlier, ThinnedSegment):
+                known = (earlier.layout.lengths_tensor > 0).to(segment.device)
+                channels = torch.where(known[:, None], earlier.channels, channels)
+        return channels
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        return (self.width(dim) + dim) * dtype.itemsize
+
+    def fixed_bytes(self, dim: int) -> float:
+        return 2 * self.width(dim)
+
+
+@dataclass(eq=False, repr=False)
+class ThinnedSegment(Segment):
+    """Keys `[total, C]` in the `channels [N, C]` of their streams, of `dim` in all; values `[total, Dv]` as they were."""
+
+    keys: Annotated[Tensor, per_pair("dense")]
+    values: Annotated[Tensor, per_pair("dense")]
+    channels: Annotated[Tensor, per_stream("indexes")]
+    layout: OfStreams
+    dim: int = 0
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        kept = self.keys[rows]
+        if isinstance(rows, slice):
+            rows = torch.arange(*rows.indices(self.layout.total), device=kept.device)
+        channels = self.channels[self.layout.streams_of(rows)].long()
+        return kept.new_zeros(len(kept), self.dim).scatter_(1, channels, kept), self.values[rows]
+
+    def operand(self) -> kernels.Rows:
+        return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)
+
+    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        served = hidden is None and self.serves(queries, logits)
+        return super().attend(self._narrow(queries) if served else queries, logits, hidden)
+
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        asking = self._narrow(queries, streams) if self.serves(queries, logits) else queries
+        return super().attend_rows(asking, logits, rows, counts, streams)
+
+    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
+        return super().mass(self._narrow(queries) if kernels.available(self.keys) else queries, logits, lse)
+
+    def _narrow(self, queries: Tensor, streams: Tensor | None = None) -> Tensor:
+        """Return those channels of `queries [q * N, M, D]` that `streams` store; in turn where these are None."""
+        if streams is None:
+            streams = torch.arange(len(queries), device=queries.device) % self.layout.streams
+        index = self.channels[streams].long()
+        return queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))

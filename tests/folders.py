@@ -1,0 +1,13 @@
+"""Folders for what all tests of a process share; they go with the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+
+_ALL = TemporaryDirectory(prefix="kvpress-tests-")
+
+
+def new_folder() -> Path:
+    """Make a folder that is removed when the process ends."""
+    return Path(mkdtemp(dir=_ALL.name))

@@ -1,0 +1,92 @@
+"""Budget curves: what heads keep, sums, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kvpress
+from kvpress.presses.lukv import shares
+from tests.models import padded_batch, tiny_model, tokens
+
+LENGTH = 60
+
+
+def curve(path: Path, layers: int = 3, heads: int = 2) -> str:
+    """Write a curve in which later layers and first heads lose more, with the right mean."""
+    ratios = np.arange(1, 100)[:, None, None] / 100
+    tilt = np.linspace(-1, 1, layers * heads).reshape(layers, heads)
+    np.save(path / "curve.npy", (ratios + 0.6 * tilt * ratios * (1 - ratios)).astype(np.float32))
+    return str(path / "curve.npy")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_keep_what_the_curve_says(family: str, tmp_path: Path) -> None:
+    file, model = curve(tmp_path), tiny_model(family)
+    held = np.load(file)
+    ids, mask = padded_batch([LENGTH, 40])
+    with kvpress.LUKVPress(kvpress.KnormPress(), 0.5, curve=file)(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=1)
+    positions = kvpress.kept_positions(session.cache)
+    for row, length in enumerate((LENGTH, 40)):
+        first = LENGTH - length
+        for layer in range(3):
+            counts = [len(head) for head in positions[layer][row]]
+            ideal = (1 - held[49, layer]) * length
+            assert sum(counts) == round(float(ideal.sum()))
+            assert all(abs(count - want) < 1 for count, want in zip(counts, ideal, strict=True))
+            for head in positions[layer][row]:
+                assert head[:4].tolist() == [first, first + 1, first + 2, first + 3]
+                assert int(head[-1]) == LENGTH - 1
+        assert sum(len(head) for layer in positions for head in layer[row]) == pytest.approx(3 * 2 * length / 2, abs=3)
+
+
+def test_shares_add_up_and_lie_between_whole_percents(tmp_path: Path) -> None:
+    held = torch.from_numpy(np.load(curve(tmp_path)))[:, 0]
+    assert shares(held, 0.0, 100).tolist() == [100, 100]
+    for ratio in (0.015, 0.333, 0.5, 0.995):
+        found = shares(held, ratio, 1000)
+        low, high = int(ratio * 100), int(ratio * 100) + 1
+        ends = torch.cat([torch.zeros(1, 2), held, torch.ones(1, 2)])
+        assert bool((found <= (1 - ends[low]) * 1000 + 1).all())
+        assert bool((found >= (1 - ends[high]) * 1000 - 1).all())
+
+
+def test_the_ratio_reaches_the_inner_press() -> None:
+    press = kvpress.LUKVPress(compression_ratio=0.3)
+    assert press.press == kvpress.ExpectedAttentionPress(0.3, epsilon=0.02)
+    assert (press.sink, press.window) == (4, 1)
+    press.compression_ratio = 0.6
+    assert press.press.compression_ratio == 0.6  # type: ignore[attr-defined]
+    assert kvpress.get_press(kvpress.to_spec(press)) == press
+
+
+def test_curves_that_are_missing_or_foreign_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="needs a budget curve of LlamaForCausalLM"), kvpress.LUKVPress()(model):
+        pass
+    with pytest.raises(FileNotFoundError, match="no budget curve"):
+        kvpress.LUKVPress(curve=tmp_path / "none.npy")
+    foreign = kvpress.LUKVPress(compression_ratio=0.5, curve=curve(tmp_path, layers=4))
+    with pytest.raises(ValueError, match="a curve of 4 layers of 2 kv heads"), foreign(model):
+        pass
+    np.save(tmp_path / "flat.npy", np.zeros((99, 3)))
+    with pytest.raises(ValueError, match=r"got shape \[99, 3\]"):
+        kvpress.LUKVPress(curve=tmp_path / "flat.npy")
+    (tmp_path / "text.npy").write_text("0.5")
+    with pytest.raises(ValueError, match=r"no \.npy file"):
+        kvpress.LUKVPress(curve=tmp_path / "text.npy")
+
+
+def test_a_ratio_of_all_tokens_while_they_are_generated(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    press = kvpress.CompressionRatioDecodingPress(kvpress.KnormPress(), 4, 256, 0.5)
+    with press(model) as session:
+        model.generate(tokens(2, 40), max_new_tokens=9, do_sample=False)
+    assert kvpress.memory_report(session.cache).kept == 3 * 2 * 2 * 24
+    press.target_size = 7
+    with pytest.raises(ValueError, match="target_size=7"), press(model):
+        pass

@@ -1,0 +1,156 @@
+"""What SCOPE holds of generated tokens, replayed token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from tests.caches import CODEC, generate, positions, prefill
+from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
+from tests.oracle import Oracle
+from tests.probes import Watching
+
+LENGTHS, STEPS, BUDGET, RECENT, INTERVAL = [24, 15], 24, 8, 5, 3
+
+
+def budget_behind(strategy: str, steps: int) -> int:
+    return BUDGET if strategy == "slide" else min(BUDGET, RECENT + steps // INTERVAL)
+
+
+def spec(strategy: str) -> str:
+    return f"scope:{strategy},budget={BUDGET},recent={RECENT},interval={INTERVAL}"
+
+
+def real(held: list[list[list[list[int]]]]) -> list[list[list[list[int]]]]:
+    """Positions without those of padding, which the open window holds."""
+    pads = [max(LENGTHS) - length for length in LENGTHS]
+    return [
+        [[[at for at in head if at >= pads[row]] for head in heads] for row, heads in enumerate(rows)] for rows in held
+    ]
+
+
+def follow_prompt(model: Any, press: Any, ids: Tensor, mask: Tensor, look: Any) -> DynamicCache:
+    """Read a prompt and given tokens behind it one by one; `look(step, cache)` after each."""
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
+        for step, new in enumerate(tokens(len(ids), STEPS, seed=4).split(1, dim=1), start=1):
+            grown = grow(mask, step)
+            model(new, attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
+            look(step, cache)
+    return cache
+
+
+@pytest.mark.parametrize("strategy", ["slide", "adaptive", "discontinuous"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(family: str, strategy: str) -> None:
+    model, (ids, mask) = tiny_model(family, "eager"), padded_batch(LENGTHS)
+    asked: dict[int, Tensor] = {}
+    keys: dict[int, Tensor] = {}
+    held = [[[list[int]() for _ in range(2)] for _ in LENGTHS] for _ in model.model.layers]
+    prompt = ids.shape[1]
+    since = 0
+
+    def note(call: Any) -> None:
+        asked[call.layer] = call.queries[:, :, -1].double()
+        new = call.written[0].double()
+        keys[call.layer] = torch.cat([keys[call.layer], new], dim=2) if call.layer in keys else new
+
+    def replay(step: int, cache: DynamicCache) -> None:
+        nonlocal since
+        since += 1
+        cut = False
+        for layer in full_layers(model):
+            scale = cache.layers[layer].store is not None and model.model.layers[layer].self_attn.scaling
+            for row, length in enumerate(LENGTHS):
+                own = list(range(prompt - length, prompt))
+                for head in range(2):
+                    mine = held[layer][row][head]
+                    mine.append(prompt + step - 1)
+                    most = budget_behind(strategy, step)
+                    due = strategy != "discontinuous" or since >= INTERVAL
+                    if due and len(mine) > most:
+                        cut, seen = True, [*own, *mine]
+                        groups = asked[layer].shape[1] // 2
+                        asking = asked[layer][row, head * groups : (head + 1) * groups]
+                        logits = asking @ keys[layer][row, head, seen].T * scale
+                        if family == "gpt_oss":
+                            sinks = model.model.layers[layer].self_attn.sinks.double()
+                            logits = torch.cat([logits, sinks.view(2, -1)[head][:, None]], dim=1)
+                        paid = logits.softmax(dim=1).mean(dim=0)[: len(seen)]
+                        older = mine[: len(mine) - RECENT]
+                        ranked = sorted(older, key=lambda at: -float(paid[seen.index(at)]))
+                        mine[:] = sorted(ranked[: most - RECENT]) + mine[-RECENT:]
+                    found = [at for at in positions(cache)[layer][row][head] if at >= prompt - length]
+                    assert found == own + mine, (layer, row, head, step)
+        since = 0 if cut else since
+
+    follow_prompt(model, kvpress.get_press(spec(strategy)) + Watching(note), ids, mask, replay)
+    assert all(len(head) >= RECENT for layer in full_layers(model) for row in held[layer] for head in row)
+
+
+def test_decoding_reads_exactly_what_is_held() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch(LENGTHS)
+    cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(ids, attention_mask=mask, past_key_values=stock, position_ids=position_ids(mask))
+    follow, found, held = tokens(2, 14, seed=4), [], []
+    with kvpress.get_press("knorm:0.5 + " + spec("slide"))(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
+        for step, new in enumerate(follow.split(1, dim=1), start=1):
+            held.append(kvpress.kept_positions(cache))
+            grown = grow(mask, step)
+            at = position_ids(grown, 1)
+            found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
+    for step, new in enumerate(follow.split(1, dim=1), start=1):
+        grown = grow(mask, step)
+        oracle = Oracle(model, held[step - 1], ids.shape[1] + step - 1)
+        expected = oracle.logits(new, stock, grown, position_ids(grown, 1))
+        torch.testing.assert_close(found[step - 1], expected, atol=3e-4, rtol=1e-4)
+    assert sum(map(len, held[-1][0][0])) < sum(map(len, held[-5][0][0])) + 5
+
+
+@pytest.mark.parametrize("strategy", ["slide", "adaptive", "discontinuous"])
+@pytest.mark.parametrize(
+    "beside", ["", "adakv(snapkv:0.5,window_size=4) + ", f"{CODEC} + "], ids=["alone", "ragged", "codec"]
+)
+def test_heads_hold_their_prompt_and_the_budget(strategy: str, beside: str) -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch(LENGTHS)
+    before = real(positions(prefill(model, kvpress.get_press(beside + spec(strategy)), ids, mask)))
+    with kvpress.get_press(beside + spec(strategy))(model):
+        cache = generate(model, ids, mask, max_new_tokens=31).past_key_values
+    for layer, rows in enumerate(real(positions(cache))):
+        for row, heads in enumerate(rows):
+            for head, own in enumerate(heads):
+                assert [at for at in own if at < 24] == before[layer][row][head]
+                left = len([at for at in own if at >= 24])
+                assert BUDGET <= left <= BUDGET + (INTERVAL if strategy == "discontinuous" else 0)
+                assert own[-RECENT:] == list(range(54 - RECENT, 54))
+
+
+def test_a_later_turn_stays_with_what_it_finds() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with kvpress.get_press(spec("slide"))(model):
+        model.generate(tokens(1, 20), past_key_values=cache, max_new_tokens=21, do_sample=False)
+        found = positions(cache)[0][0][0]
+        assert len(found) == 20 + BUDGET
+        ids = torch.cat([tokens(1, 41), tokens(1, 12, seed=3)], dim=1)
+        model(ids[:, 40:], past_key_values=cache)
+        turn = found + list(range(40, 53))
+        assert positions(cache)[0][0][0] == turn
+        for new in tokens(1, 20, seed=8).split(1, dim=1):
+            model(new, past_key_values=cache)
+    assert positions(cache)[0][0][0][: len(turn)] == turn
+    assert len(positions(cache)[0][0][0]) == len(turn) + BUDGET
+
+
+def test_recent_tokens_must_fit_the_budget() -> None:
+    with pytest.raises(ValueError, match="budget must be >= 256, got 100"):
+        kvpress.ScopePress(budget=100)
+    with pytest.raises(ValueError, match="strategy must be 'slide', 'adaptive' or 'discontinuous', got 'slow'"):
+        kvpress.ScopePress("slow")  # type: ignore[arg-type]

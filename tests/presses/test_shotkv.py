@@ -1,0 +1,129 @@
+"""Which shots stay, from eager attention; that they stay whole, in all layers and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpress
+from kvpress import ShotKVPress
+from kvpress.presses.shotkv import best_that_fit
+from tests.caches import CODEC, generate, positions, prefill
+from tests.models import full_layers, tiny_model, tokens
+from tests.oracle import decode_both
+from tests.presses.test_scores import weights
+from tests.words import Words, batch_of, ids_of
+
+SEPARATOR, WINDOW = "<|im_start|>", 4
+SIZES = [7, 4, 9, 5, 6]
+"""Words of every shot, which its separator stands before."""
+ROWS = [ids_of(3, *(part for size in SIZES for part in (SEPARATOR, size)), SEPARATOR, 5)]
+ROWS.append(ids_of(1, *(part for size in SIZES[:3] for part in (SEPARATOR, size)), SEPARATOR, 2))
+SHOTS = [
+    [range(3, 11), range(11, 16), range(16, 26), range(26, 32), range(32, 39)],
+    [range(1, 9), range(9, 14), range(14, 24)],
+]
+
+
+def press(ratio: float = 0.5, **settings: Any) -> ShotKVPress:
+    return ShotKVPress(ratio, SEPARATOR, window_size=WINDOW, tokenizer=Words(), **settings)
+
+
+def chosen(scores: list[float], sizes: list[int], room: int) -> list[int]:
+    kept: list[int] = []
+    for shot in sorted(range(len(scores)), key=lambda shot: -scores[shot]):
+        if not kept or sum(sizes[other] for other in kept) + sizes[shot] <= room:
+            kept.append(shot)
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_the_shots_with_the_most_attention_stay_whole(family: str) -> None:
+    model = tiny_model(family, "eager")
+    found = positions(prefill(model, press(), *batch_of(*ROWS)))
+    for row, shots in enumerate(SHOTS):
+        ids, pads = ROWS[row], ROWS[0].shape[1] - ROWS[row].shape[1]
+        paid = torch.stack(
+            [weights(model, ids)[layer][0, :, -WINDOW:].mean(dim=(0, 1)) for layer in full_layers(model)]
+        )
+        scores = [float(paid[:, list(shot)].mean()) for shot in shots]
+        tokens_of = [len(shot) for shot in shots]
+        gone = [
+            t for i, shot in enumerate(shots) if i not in chosen(scores, tokens_of, sum(tokens_of) // 2) for t in shot
+        ]
+        assert 0 < len(gone) < sum(tokens_of)
+        expected = [pads + t for t in range(ids.shape[1]) if t not in gone]
+        for layer in full_layers(model):
+            assert [[at for at in head if at >= pads] for head in found[layer][row]] == [expected] * 2
+
+
+def test_ranges_and_separators_name_the_same_shots() -> None:
+    model = tiny_model("llama")
+    ranges = " ".join(f"{shot.start}:{shot.stop}" for shot in SHOTS[0])
+    by_range = kvpress.get_press(f"shotkv:0.5,shots={ranges},window_size={WINDOW}")
+    assert positions(prefill(model, by_range, ROWS[0])) == positions(prefill(model, press(), ROWS[0]))
+    with pytest.raises(ValueError, match="16:26 ends behind a prompt of 20 tokens"):
+        prefill(model, by_range, ROWS[0][:, :20])
+
+
+@pytest.mark.parametrize("beside", ["none", CODEC, "quest:budget=16,page_size=4,skip_layers=0"])
+def test_whole_shots_beside_codecs_and_selectors(beside: str) -> None:
+    model, (ids, mask) = tiny_model("llama"), batch_of(*ROWS)
+    with (press() + kvpress.get_press(beside))(model):
+        held = positions(generate(model, ids, mask).past_key_values)
+    for layer in held:
+        for row, heads in enumerate(layer):
+            pads = ids.shape[1] - ROWS[row].shape[1]
+            for head in heads:
+                kept = {at - pads for at in head}
+                whole = [set(shot) <= kept for shot in SHOTS[row]]
+                assert any(whole)
+                assert not all(whole)
+                assert all(whole[i] or not set(shot) & kept for i, shot in enumerate(SHOTS[row]))
+
+
+def test_decoding_reads_the_shots_that_stay() -> None:
+    ids, mask = batch_of(*ROWS)
+    found, expected, cache = decode_both(tiny_model("llama"), press(), ids, mask)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert kvpress.memory_report(cache).kept < kvpress.memory_report(cache).seen
+
+
+def test_shots_are_judged_once_and_later_turns_bring_their_own() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with press(0.4)(model):
+        model(ROWS[0], past_key_values=cache)
+        first = positions(cache)[0][0][0]
+        more = ids_of(4, SEPARATOR, 6, SEPARATOR, 3)
+        model(more, past_key_values=cache)
+    later = positions(cache)[0][0][0]
+    assert [at for at in later if at < 39] == [at for at in first if at < 39]
+    # The question of the first prompt has become a shot, and so has the one after it: the better one stays.
+    question, shot = set(range(39, 49)), set(range(49, 56))
+    assert (question <= set(later)) != (shot <= set(later))
+
+
+def test_chunks_of_a_prompt_change_nothing() -> None:
+    model = tiny_model("llama")
+    with press()(model):
+        held = [positions(generate(model, ROWS[0], **how).past_key_values) for how in ({}, {"prefill_chunk_size": 9})]
+    assert held[0] == held[1]
+
+
+def test_the_best_that_fit() -> None:
+    scores, sizes = torch.tensor([0.3, 0.9, 0.5, 0.4]), torch.tensor([2.0, 6.0, 5.0, 2.0])
+    assert best_that_fit(scores, sizes, 10).tolist() == [True, True, False, True]
+    assert best_that_fit(scores, sizes, 3).tolist() == [False, True, False, False]
+
+
+def test_what_cannot_be_found_is_refused() -> None:
+    with pytest.raises(ValueError, match="give either separator="):
+        ShotKVPress(0.5, separator="Q:", shots="0:4")
+    with pytest.raises(ValueError, match="shots must be ranges first:end"):
+        ShotKVPress(0.5, shots="4")
+    with pytest.raises(ValueError, match="there is none beside"):
+        prefill(tiny_model("llama"), ShotKVPress(0.5, separator="Q:"), tokens(1, 20))

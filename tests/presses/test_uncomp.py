@@ -1,0 +1,101 @@
+"""Entropies, stages and groups of UNComp, and what heads keep, from sampled queries and eager attention."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress import UNCompPress
+from kvpress.presses.uncomp import ByEntropy, truncated_entropy
+from tests.caches import positions, prefill
+from tests.models import full_layers, padded_batch, tiny_model, tokens
+from tests.presses.test_cake import by_hand
+from tests.presses.test_scores import weights
+from tests.presses.test_triattention import unrotated
+
+LENGTH, WINDOW = 48, 8
+
+
+def entropy(rows: Tensor, rank: int) -> float:
+    """By singular values of the centred directions, one matrix `[n, D]`."""
+    centred = rows - rows.mean(dim=0)
+    values = torch.linalg.svdvals(torch.stack([row / row.norm() for row in centred])) ** 2
+    shares = [float(value / values.sum()) for value in values[:rank]]
+    return -sum(share * math.log(share) for share in shares) / math.log(rows.shape[1])
+
+
+@pytest.mark.parametrize("rank", [1, 5, 99])
+def test_entropy_of_the_largest_eigenvalues(rank: int) -> None:
+    vectors = torch.randn(3, 40, 12, generator=torch.Generator().manual_seed(0)).double() * torch.rand(12).double() ** 3
+    found = truncated_entropy(vectors, rank)
+    for head in range(3):
+        assert float(found[head]) == pytest.approx(entropy(vectors[head], rank), abs=1e-9)
+
+
+def test_entropy_knows_directions_and_not_sizes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(400, 16, generator=generator).double()
+    vectors = vectors - vectors.mean(dim=0)
+    turned = vectors @ torch.linalg.qr(torch.randn(16, 16, generator=generator).double()).Q
+    torch.testing.assert_close(truncated_entropy(turned, 32), truncated_entropy(vectors, 32))
+    assert float(truncated_entropy(vectors, 32)) > 0.98
+    line = torch.randn(400, 1, generator=generator).double() * torch.ones(1, 16).double()
+    assert float(truncated_entropy(line, 32)) < 1e-6
+    assert float(truncated_entropy(torch.zeros(5, 4).double(), 2)) == 0
+
+
+def test_stages_begin_where_entropy_falls() -> None:
+    shares = ByEntropy(4, UNCompPress(drop=0.5, spread=0.25))
+    assert shares.stages([5.0, 5.2, 4.6, 4.2, 3.0, 3.4]).tolist() == [0, 0, 1, 1, 2, 2]
+    assert shares.groups(torch.tensor([0.1, 0.9, 0.5, 0.7])).tolist() == [0.75, 1.25, 0.75, 1.25]
+    assert shares.groups(torch.tensor([0.1, 0.9, 0.5])).tolist() == [0.75, 1.25, 1.0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_keep_what_their_entropies_say(family: str) -> None:
+    model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
+    press = UNCompPress(0.5, window_size=WINDOW, kernel_size=1, rank=6, drop=0.0, last_stage=0.4, spread=0.5)
+    found = positions(prefill(model, press, ids))
+    layers = full_layers(model)
+    for row in range(2):
+        alone = ids[row : row + 1]
+        each = [[entropy(head, 6) for head in unrotated(model, alone, layer)[0]] for layer in layers]
+        stages = [0]
+        for before, here in itertools.pairwise(each):
+            stages.append(stages[-1] + (sum(here) < sum(before)))
+        wanted: list[float] = []
+        for stage, heads in zip(stages, each, strict=True):
+            of_kv = [sum(heads[:2]) / 2, sum(heads[2:]) / 2]
+            wanted += [(1 - 0.6 * stage / max(1, stages[-1])) * (1.5 if own == max(of_kv) else 0.5) for own in of_kv]
+        total = len(wanted) * (LENGTH // 2 - WINDOW)
+        budgets = by_hand(total, wanted, [LENGTH - WINDOW] * len(wanted))
+        assert len(set(budgets)) > 2
+        for place, layer in enumerate(layers):
+            paid = weights(model, alone)[layer][0, :, -WINDOW:, :-WINDOW].mean(dim=1).view(2, 2, -1).mean(dim=1)
+            for head in range(2):
+                best = paid[head].argsort(descending=True)[: budgets[2 * place + head]].tolist()
+                assert found[layer][row][head] == sorted(best) + list(range(LENGTH - WINDOW, LENGTH))
+
+
+def test_the_budget_is_met_in_padded_batches_and_after_ragged_evictions() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([48, 31])
+    for spec in ("uncomp:0.5,window_size=4", "adakv(knorm:0.2) + uncomp:0.375,window_size=4"):
+        held = positions(prefill(model, kvpress.get_press(spec), ids, mask))
+        for row, length in enumerate([48, 31]):
+            kept = sum(len(head) for layer in held for head in layer[row])
+            assert kept == pytest.approx(6 * length / 2, abs=6)
+    with kvpress.get_press(
+        "prefill_decoding(uncomp:0.5,window_size=4; decoding(uncomp:window_size=4):compression_interval=3,target_size=12)"
+    )(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert sum(len(head) for layer in positions(session.cache) for head in layer[0]) <= 6 * 14
+
+
+def test_a_spread_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="spread must be < 1, got 1"):
+        UNCompPress(0.5, spread=1)

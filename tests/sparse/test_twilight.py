@@ -1,0 +1,113 @@
+"""What Twilight reads of a selector's choice: the fewest pairs that hold a share of the attention, by loops over pairs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress.hf.models import facts_of
+from kvpress.kernels import quantise
+from kvpress.sparse.twilight import top_share
+from tests.models import tiny_model, tokens
+from tests.sparse.selecting import STORAGE, build, prefilled, step
+from tests.sparse.test_selectors import Record
+
+INNER = {
+    "quest": "quest:budget={budget},page_size=4,skip_layers=0",
+    "forced": "double_sparsity:budget={budget},skip_layers=0,calibration={channels},n_sink=3,n_recent=5",
+    "sparq": "sparq:budget={budget},channels=8,mean_value=false",
+}
+
+
+def fewest(weights: list[float], share: float) -> set[int]:
+    """Places of the largest weights until their sum reaches a share."""
+    taken, total = set(), 0.0
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        if total >= share:
+            break
+        taken.add(place)
+        total += weights[place]
+    return taken
+
+
+@pytest.mark.parametrize("share", [0.1, 0.7, 1.0])
+def test_the_fewest_that_reach_a_share(share: float) -> None:
+    weights = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    for found, each in zip(top_share(weights, share).flatten(0, 1), weights.flatten(0, 1), strict=True):
+        assert set(found.nonzero().flatten().tolist()) == fewest(each.double().tolist(), share)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("storage", ["dense", "ragged", "ragged and packed"])
+def test_read_is_what_any_head_of_the_group_looks_at(inner: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = INNER[inner]
+    press = build(STORAGE[storage] + f"twilight({spec}):p=0.6", 64)
+    state = prefilled(press, padded=True)
+    record = Record(monkeypatch)
+    step(*state, press)
+    smaller = 0
+    for call, queries, sets, _ in record.choices:
+        chosen = press.recipe(facts_of(tiny_model("llama"))).selector(call.layer).inner.choose(call, queries)
+        assert sets is not None
+        for n in range(len(queries)):
+            logits, names = [], []
+            for place, segment in enumerate(call.store.segments):
+                rows = chosen[0][place].rows[n, : chosen[0][place].counts[n]].long()
+                keys = segment.read(slice(None))[0]
+                copied = quantise(keys, 4, (1, keys.shape[1])).read(rows)
+                logits.append(call.logits(queries[n].float(), copied))
+                names += [(place, row) for row in rows.tolist()]
+            weights = torch.cat(logits, dim=1).softmax(dim=1).double()
+            wanted = {names[at] for head in weights for at in fewest(head.tolist(), 0.6)}
+            if inner == "forced":
+                order = [
+                    (p, r) for p, s in enumerate(call.store.segments) for r in range(s.layout.total)[s.layout.rows(n)]
+                ]
+                wanted |= set(order[:3]) | set(order[-5:])
+            read = {
+                (place, row) for place, part in enumerate(sets[0]) for row in part.rows[n, : part.counts[n]].tolist()
+            }
+            assert read == wanted
+            smaller += len(read) < len(names)
+    assert smaller
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_a_share_of_everything_reads_what_the_selector_reads(storage: str) -> None:
+    plain, whole = build(INNER["quest"], 64, storage), build(f"twilight({INNER['quest']}):p=1.0", 64, storage)
+    model, cache, mask = prefilled(plain, padded=True)
+    expected = step(model, copy.deepcopy(cache), mask, plain)
+    torch.testing.assert_close(step(model, cache, mask, whole), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_several_tokens_choose_as_if_each_came_alone() -> None:
+    press = build(f"twilight({INNER['quest']}):p=0.5", 64)
+    model, cache, mask = prefilled(press, padded=True)
+    new = tokens(2, 4, seed=8)
+    together = step(model, copy.deepcopy(cache), mask, press, new)
+    grown: Tensor | None = mask
+    for place in range(4):
+        alone = step(model, cache, grown, press, new[:, place : place + 1])
+        torch.testing.assert_close(together[:, place], alone[:, 0], atol=1e-4, rtol=1e-4)
+        grown = None if grown is None else torch.nn.functional.pad(grown, (0, 1), value=1)
+
+
+def test_a_selector_that_would_read_everything_is_pruned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    press = build(f"twilight({INNER['quest']}):p=0.3", 4096)
+    state = prefilled(press, padded=False)
+    record = Record(monkeypatch)
+    step(*state, press)
+    assert record.read
+    for call, n, columns in record.read:
+        assert 0 < len(columns) < sum(segment.layout.lengths[n] for segment in call.store.segments)
+
+
+def test_what_cannot_be_pruned_is_refused() -> None:
+    with pytest.raises(TypeError, match="needs a selector alone"):
+        kvpress.TwilightPress(kvpress.SnapKVPress(0.5))
+    with pytest.raises(ValueError, match="p must be"):
+        kvpress.TwilightPress(kvpress.QuestPress(), p=0.0)

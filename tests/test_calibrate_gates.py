@@ -1,0 +1,208 @@
+"""Gates of heads: what a gated pass computes, that training finds the head that matters, and the tables it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import kvpress
+from kvpress.calibrate import DuoAttentionSettings, RLKVSettings, calibrate
+from kvpress.calibrate.gates import Gated, frozen
+from kvpress.cli import app
+from kvpress.core.host import Asked, host
+from kvpress.core.registry import find
+from kvpress.presses.head_table import read_head_table
+from tests.caches import prefill
+from tests.models import full_layers, tiny_model, tokens
+
+SINKS, RECENT, LENGTH, START = 2, 5, 30, 22
+
+
+def by_hand(gates: Tensor, growing: list[int]) -> Any:
+    """Attention of a whole sequence by loops over query heads: queries from `START` on are gated, others see everything."""
+
+    def attend(asked: Asked) -> Tensor:
+        batch, heads, length, _ = asked.queries.shape
+        out = torch.zeros(batch, heads, length, asked.values.shape[3])
+        kv_heads = asked.keys.shape[1]
+        at = torch.arange(length)
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            logits = asked.logits(asked.queries[:, head], asked.keys[:, kv])
+            seen = at <= at[:, None]
+            if asked.window:
+                seen &= at[:, None] - at < asked.window
+            near = seen & ((at < SINKS) | (at[:, None] - at < RECENT))
+            parts = []
+            for visible in (seen, near):
+                scores = logits.masked_fill(~visible, -torch.inf)
+                if asked.sinks is not None:
+                    scores = torch.cat([scores, asked.sinks[head].expand(batch, length, 1)], dim=-1)
+                parts.append(scores.softmax(-1)[..., :length] @ asked.values[:, kv])
+            gate = torch.ones(length, 1)
+            if asked.layer in growing:
+                gate[START:] = gates[asked.layer, kv]
+            out[:, head] = gate * parts[0] + (1 - gate) * parts[1]
+        return out
+
+    return attend
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss", "phi3"])
+def test_a_gated_answer_is_a_mixture_of_full_and_streaming_attention(family: str) -> None:
+    model, ids = tiny_model(family, "eager"), tokens(1, LENGTH)[0]
+    growing = full_layers(model)
+    gates = torch.rand(3, 2, generator=torch.Generator().manual_seed(0))
+    attention = Gated(gates, set(growing), SINKS, RECENT)
+    with torch.no_grad(), host().attending(model, attention):
+        attention.read(model, ids)
+        found = attention.follow(model, ids[None, START:], torch.tensor([START])).logits
+        alone = attention.follow(model, ids[None, START:], torch.tensor([START]), gate=1.0).logits
+    with torch.no_grad(), host().attending(model, by_hand(gates, growing)):
+        expected = model(ids[None], use_cache=False).logits[:, START:]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(alone, model(ids[None], use_cache=False).logits[:, START:], atol=2e-4, rtol=1e-3)
+
+
+def test_rows_follow_different_parts_of_what_was_read() -> None:
+    model, ids = tiny_model("llama"), tokens(1, LENGTH)[0]
+    attention = Gated(torch.full((3, 2), 0.3), {0, 1, 2}, SINKS, RECENT)
+    starts = torch.tensor([9, 21, 15])
+    rows = torch.stack([ids[start : start + 4] for start in starts])
+    with torch.no_grad(), host().attending(model, attention):
+        attention.read(model, ids)
+        together = attention.follow(model, rows, starts).logits
+        for row, start in enumerate(starts):
+            attention.read(model, ids[:start])
+            alone = attention.follow(model, rows[row : row + 1], start[None]).logits
+            torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model("llama")
+    before = model.config._attn_implementation
+    needed = [p.requires_grad for p in model.parameters()]
+
+    def fails(asked: Asked) -> Tensor:
+        raise KeyError(asked.layer)
+
+    with pytest.raises(KeyError), frozen(model), host().attending(model, fails):
+        model(tokens(1, 5))
+    assert model.config._attn_implementation == before
+    assert [p.requires_grad for p in model.parameters()] == needed
+
+
+def test_gradients_are_those_of_the_gates() -> None:
+    """Against differences of the loss of two gates; the sampled answers of a policy are the same for the same seed."""
+    model, ids = tiny_model("llama"), tokens(1, LENGTH)[0]
+    settings = DuoAttentionSettings(SINKS, RECENT, answer=8, price=0.05)
+    gates = torch.full((3, 2), 0.6, requires_grad=True)
+    attention = Gated(gates, {0, 1, 2}, SINKS, RECENT)
+
+    def loss() -> Tensor:
+        return settings.loss(model, attention, prompt, torch.Generator())
+
+    with frozen(model), host().attending(model, attention):
+        with torch.no_grad():
+            prompt = settings.prompt(model, attention, ids)
+        with torch.enable_grad():
+            loss().backward()
+        for layer, head in ((0, 1), (2, 0)):
+            values = []
+            for step in (1e-2, -1e-2):
+                with torch.no_grad():
+                    attention.gates = gates.detach().clone()
+                    attention.gates[layer, head] += step
+                    values.append(float(loss()))
+            assert gates.grad is not None
+            assert float(gates.grad[layer, head]) == pytest.approx((values[0] - values[1]) / 2e-2, rel=2e-2, abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [DuoAttentionSettings, RLKVSettings], ids=["duo_attention", "rlkv"])
+def test_a_high_price_closes_gates_and_the_table_is_one_that_presses_read(settings: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    # What the full model says itself, so that it is right about it.
+    ids = model.generate(tokens(2, 20), max_new_tokens=12, do_sample=False)
+    common = {"sink_size": SINKS, "recent_size": RECENT, "answer": 10, "steps": 12, "lr": 0.2}
+    closed = calibrate(model, ids, settings(price=100.0, **common), tmp_path / "closed.tsv").tensors["gates"]
+    if settings is DuoAttentionSettings:
+        assert float(closed.max()) == 0
+    again = calibrate(model, ids, settings(price=100.0, **common), tmp_path / "again.tsv").tensors["gates"]
+    assert torch.equal(closed, again)
+    table = read_head_table(str(tmp_path / "closed.tsv"))
+    torch.testing.assert_close(table.values, closed.double(), atol=1e-4, rtol=0)
+    assert (tmp_path / "closed.json").is_file()
+    press = kvpress.get_press(f"rlkv:0.5,table='{tmp_path / 'closed.tsv'}',sink_size=2,recent_size=5")
+    report = kvpress.memory_report(prefill(model, press, ids))
+    assert report.kept < report.seen
+
+
+def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), torch.full((2, LENGTH), 5)
+    with pytest.raises(ValueError, match=r"must end in \.tsv"):
+        calibrate(model, ids, DuoAttentionSettings(SINKS, RECENT, answer=8), tmp_path / "gates.safetensors")
+    with pytest.raises(ValueError, match=r"T >= 449"):
+        calibrate(model, ids, DuoAttentionSettings(), tmp_path / "gates.tsv")
+    with pytest.raises(ValueError, match="answer must be >= 2, got 1"):
+        calibrate(model, ids, RLKVSettings(SINKS, RECENT, answer=1), tmp_path / "gates.tsv")
+    with pytest.raises(ValueError, match="needs the full model to be right where one that streams is wrong"):
+        calibrate(model, ids, RLKVSettings(SINKS, 20, answer=4, steps=2), tmp_path / "gates.tsv")
+    assert not list(tmp_path.glob("*.tsv"))
+
+
+@pytest.mark.parametrize("name", ["duo_attention", "rlkv"])
+def test_shipped_tables_keep_the_heads_that_answer(name: str, tmp_path: Path) -> None:
+    """A fact far before the question: half of the heads do, if they are those of the table, and not if they are the others."""
+    model, tokenizer = kvpress.load_model("reference")
+    press = find(name).press
+    table = read_head_table(str(Path(model.name_or_path) / press.beside))
+    turned = tmp_path / "turned.tsv"
+    turned.write_text("\n".join("\t".join(map(str, row)) for row in (1 - table.values).tolist()))
+    filler = " The old river runs near the green hill." * 25
+    prompt = f"{filler} The code for tiger is 4837.{filler}\nWhat is the code for tiger?\nThe code for tiger is"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    said = []
+    for path in (None, str(turned)):
+        with press(0.5, table=path, sink_size=16, recent_size=64)(model):
+            said.append(tokenizer.decode(model.generate(ids, max_new_tokens=2, do_sample=False)[0, ids.shape[1] :]))
+    assert said[0].strip() == "4837"
+    assert said[1].strip() != "4837"
+
+
+def test_the_command_trains(tmp_path: Path) -> None:
+    out = tmp_path / "heads.tsv"
+    data = Path(kvpress.__file__).parent / "data" / "reference" / "calibration.jsonl"
+    arguments = [
+        "calibrate",
+        "--model",
+        "reference",
+        "--data",
+        str(data),
+        "--method",
+        "duo_attention",
+        "--out",
+        str(out),
+    ]
+    sizes = [
+        "--steps",
+        "1",
+        "--answer",
+        "8",
+        "--sink-size",
+        "2",
+        "--recent-size",
+        "8",
+        "--tokens",
+        "64",
+        "--sequences",
+        "1",
+    ]
+    result = CliRunner().invoke(app, [*arguments, *sizes])
+    assert result.exit_code == 0, result.output
+    assert read_head_table(str(out)).values.shape == (4, 2)
