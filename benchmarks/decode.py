@@ -83,6 +83,12 @@ GOALS = {
 }
 """Most that a token may take, over one of `ours off` at the same level; meant for long contexts, such as 32768 tokens."""
 
+for _entry in kvpress.list_presses():
+    _listed = any(spec.partition(":")[0] == _entry.name for spec, _ in OURS.values())
+    if _entry.role == "quantise" and _entry.press.__module__.startswith("kvpress.") and not _listed:
+        OURS[f"ours {_entry.name}"] = _entry.example, None
+        GOALS[f"ours {_entry.name}"] = 1.0
+
 
 class RandomBooks(kvpress.CoupledQuantPress):
     """Coupled quantisation with books drawn at random: reading costs the same whatever is in them."""

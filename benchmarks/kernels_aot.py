@@ -123,7 +123,7 @@ def packed_variant(
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
-        "HIGH": packed.outlier_tiles(D),
+        "HIGH": packed.outlier_tiles(D), "K_NARROW": 0, "V_NARROW": 0,
     }  # fmt: skip
     for side in "KV":
         constants |= {f"{side}_RANK": rank, f"{side}_RP": packed.padded_rank(rank)}

@@ -218,7 +218,7 @@ def accuracy_row(summary: PressSummary) -> dict[str, Any]:
 def about(result: RunResult) -> dict[str, Any]:
     """Return what a study was measured with."""
     names = ("date", "kvpress", "torch", "transformers", "machine", "device", "dtype", "threads", "weights")
-    command = shlex.join(["python", "benchmarks/quality.py", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {"command": command, **{name: result.record[name] for name in names}}
 
 

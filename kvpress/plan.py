@@ -88,6 +88,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
         _fill(stream, recipe, context, generated)
         if stream.codec is not None and stream.segments:
             total += stream.codec.table_bytes(layer.head_dim)
+            total += layer.kv_heads * batch * stream.codec.observed_bytes(layer.head_dim)
             shared = max(shared, stream.codec.shared_bytes(tokens, layer.head_dim))
         total += layer.kv_heads * batch * stream.bytes
         uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes

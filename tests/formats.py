@@ -12,7 +12,9 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.quant.coupled import CoupledCodec
+from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
+from kvpress.quant.kvarn import BalancedCodec
 from kvpress.quant.rotated import CentredCodec
 from kvpress.quant.uniform import UniformCodec
 from kvpress.quant.zipcache import ZipCacheCodec
@@ -29,6 +31,9 @@ CODECS: dict[str, Codec] = {
     "corrected": GEARCodec(2, 2, None, 3, 2, 0.2, 3, 4, 3),
     "mixed": ZipCacheCodec((4, 4), (2, 2), 0.5, 4, 3),
     "centred": CentredCodec((4, 3), 3, group=4),
+    "balanced": BalancedCodec((4, 2), 4, 3, 0, 4),
+    "floats": FloatCodec("fp8", 3, group=4),
+    "floats in blocks": FloatCodec("nvfp4", 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
 }
 every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])
@@ -57,7 +62,7 @@ def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segme
             made.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
         found: Segment = MixedSegment(made[0], made[1], Flags.of(second), layout)
     else:
-        found = CODECS[name.split()[0]].encode(dense, sealing(name, pads=[3, 0]))
+        found = CODECS[name.removesuffix(" and rotated")].encode(dense, sealing(name, pads=[3, 0]))
     found.describe(dense, without=("saliency", "probes"))
     return found
 

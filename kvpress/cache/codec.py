@@ -115,6 +115,11 @@ class Codec(ABC):
         del dim
         return 0
 
+    def observed_bytes(self, dim: int) -> int:
+        """Bytes of what observers hold of every stream for this codec alone."""
+        del dim
+        return 0
+
     def shared_bytes(self, tokens: int, dim: int) -> int:
         """Bytes that all layers of a cache have in common once it has seen so many tokens, such as tables of angles."""
         del tokens, dim

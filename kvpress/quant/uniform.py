@@ -32,7 +32,7 @@ class UniformRows(Held):
     """Quantised rows: `codes [R, D * bits / 8]` uint8, `scale` and `zero [blocks, D / channel_group]`.
 
     `runs` says which rows share a block: rows that survive an eviction keep the scale they were encoded with. `residual`
-    is added to the decoded rows, which have the given `dtype`.
+    is added to the decoded rows, which have the given `dtype`. Each row of keys may have a factor `row_scale [R]`.
     """
 
     codes: Annotated[Tensor, per_pair("codes")]
@@ -43,6 +43,7 @@ class UniformRows(Held):
     channel_group: int
     dtype: torch.dtype
     residual: Annotated[Residual | None, part("corrections")] = None
+    row_scale: Annotated[Tensor | None, per_pair("scales")] = None
 
     @classmethod
     def encode(cls, values: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype | None = None) -> UniformRows:
@@ -52,6 +53,7 @@ class UniformRows(Held):
         """
         dtype = dtype or values.dtype
         packed = kernels.quantise(values, bits, group, dtype=dtype)
+        assert packed.zero is not None  # noqa: S101 - for the type checker
         return cls(packed.codes, packed.scale, packed.zero, Runs(group[0]), bits, group[1], dtype)
 
     @staticmethod
@@ -70,6 +72,8 @@ class UniformRows(Held):
         block = self.runs.of(rows)
         codes = kernels.unpack(self.codes[rows], self.bits).unflatten(-1, (-1, self.channel_group)).float()
         values = (codes * self.scale[block].float()[..., None] + self.zero[block].float()[..., None]).flatten(-2)
+        if self.row_scale is not None:
+            values *= self.row_scale[rows, None].float()
         if self.residual is not None:
             values += self.residual.operand(len(self.codes)).dense(rows, values.shape[1])
         return values.to(self.dtype)
@@ -84,7 +88,16 @@ class UniformRows(Held):
         total = len(self.codes)
         correction = None if self.residual is None else self.residual.operand(total)
         row_group = self.runs.of_rows(total) if self.runs.size > 1 else None
-        return kernels.Packed(self.codes, self.scale, self.zero, self.bits, self.group, row_group, correction)
+        return kernels.Packed(
+            self.codes,
+            self.scale,
+            self.zero,
+            self.bits,
+            self.group,
+            row_group,
+            correction,
+            row_scale=self.row_scale,
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -121,10 +134,8 @@ def rotated(side: Tensor, block: int) -> Tensor:
     """Rows `[R, D]` times the Hadamard matrix of blocks of at most `block` channels, which is its own inverse; 0 for none."""
     if not block:
         return side
-    matrix, out = hadamard(side.shape[1], side.device, block), torch.empty_like(side)
-    for rows, into in zip(side.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True):
-        into.copy_(rows.float() @ matrix)
-    return out
+    matrix = hadamard(side.shape[1], side.device, block)
+    return torch.cat([(rows.detach().float() @ matrix).to(side.dtype) for rows in side.split(BLOCK_ROWS)])
 
 
 @dataclass

@@ -104,3 +104,11 @@ def test_settings_that_cannot_be_are_refused() -> None:
         kvpress.SAWInt4Press(block_size=24)
     with pytest.raises(ValueError, match="group_size must divide the head dim"):
         kvpress.SAWInt4Press(group_size=24).recipe(facts_of(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("spec", ["saw_int4", "kivi:rotate=true,residual_length=0", "kvarn:tile_size=16,sinks=0"])
+def test_codes_remember_no_gradients(spec: str) -> None:
+    segment = pairs()
+    segment.keys.requires_grad_()
+    found = encoded(spec, segment)
+    assert not any(tensor.requires_grad for part in found.tensors().values() for tensor in part)

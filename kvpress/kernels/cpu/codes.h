@@ -90,10 +90,18 @@ class PackedRows {
         default:
           unpack<8>(codes(row) + plane.offset, plane, out);
       }
-    if (side_.dtype == kFloat16)
-      rescale<f16>(group(row), out);
-    else
-      rescale<float>(group(row), out);
+    if (side_.levels)
+      for (int c = 0; c < side_.channels; ++c) out[c] = side_.levels[int(out[c])];
+    switch (side_.dtype) {
+      case kFloat16:
+        return rescale<f16>(group(row), out);
+      case kFloat8:
+        return rescale<e4m3>(group(row), out);
+      case kPower:
+        return rescale<e8m0>(group(row), out);
+      default:
+        rescale<float>(group(row), out);
+    }
   }
 
   // Fetch the codes of the rows and the scales between the first and the last one.
@@ -105,9 +113,9 @@ class PackedRows {
       for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
     const int64_t first = group(rows[0]), groups = group(rows[count - 1]) - first + 1;
     if (groups < 1 || groups > count) return;
-    const int64_t bytes = scales_per_row() * (side_.dtype == kFloat16 ? 2 : 4);
+    const int64_t bytes = scales_per_row() * (side_.dtype == kFloat32 ? 4 : side_.dtype == kFloat16 ? 2 : 1);
     prefetch_row(static_cast<const char*>(side_.scale) + first * bytes, groups * bytes);
-    prefetch_row(static_cast<const char*>(side_.zero) + first * bytes, groups * bytes);
+    if (side_.zero) prefetch_row(static_cast<const char*>(side_.zero) + first * bytes, groups * bytes);
   }
 
  private:
@@ -124,7 +132,20 @@ class PackedRows {
   template <class S>
   void rescale(int64_t group, float* out) const {
     const S* scale = static_cast<const S*>(side_.scale) + group * scales_per_row();
-    const S* zero = static_cast<const S*>(side_.zero) + group * scales_per_row();
+    const int channels = int(side_.channels), width = int(side_.group_channels);
+    if (!side_.zero) {
+      for (int g = 0; g * width < channels; ++g) {
+        const float s = to_float(scale[g]);
+        for (int c = g * width; c < (g + 1) * width; ++c) out[c] *= s;
+      }
+      return;
+    }
+    if constexpr (sizeof(S) == 1) return;  // scales of eight bits have no zeros
+    else rescale_and_move(scale, static_cast<const S*>(side_.zero) + group * scales_per_row(), out);
+  }
+
+  template <class S>
+  void rescale_and_move(const S* scale, const S* zero, float* out) const {
     const int channels = int(side_.channels), width = int(side_.group_channels);
     if (width > 1) {
       for (int g = 0; g * width < channels; ++g) {

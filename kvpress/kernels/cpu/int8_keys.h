@@ -13,7 +13,7 @@ class Int8Keys {
 
  public:
   static bool fits(const Rows& side) {
-    return side.dtype == kFloat16 && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
+    return side.dtype == kFloat16 && side.zero && !side.levels && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
   }
 
   // Whether every row has one scale and one zero: then queries are folded once for all rows.

@@ -85,7 +85,7 @@ class Int8Values {
  public:
   // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
   static bool fits(const Rows& side) {
-    if (side.dtype != kFloat16 || side.group_rows != 1) return false;
+    if (side.dtype != kFloat16 || !side.zero || side.levels || side.group_rows != 1) return false;
     for (const Plane& plane : Planes(side))
       for (int first = 0; first < side.channels; first += plane.bytes)
         for (int at = 0; at < plane.bytes; at += 16) {

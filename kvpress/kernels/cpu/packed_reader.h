@@ -54,6 +54,7 @@ class PackedReader {
       if (run > 0) score_codes(rows + end, run, scores + end);
       t = end + run;
     }
+    scale_rows(chunk, scores);
     key_terms_.score(chunk, scores);
   }
 
@@ -71,6 +72,20 @@ class PackedReader {
   }
 
  private:
+  // Multiply the products with each key by its own factor.
+  void scale_rows(const Chunk& chunk, float* scores) const {
+    const auto scale = [&](const auto* factors) {
+      for (int t = 0; t < chunk.count; ++t) {
+        const float factor = to_float(factors[chunk.rows[t]]);
+        for (int64_t m = 0; m < p_.queries; ++m) scores[m * kScoreStride + t] *= factor;
+      }
+    };
+    if (!p_.keys.row_scale) return;
+    if (p_.keys.row_dtype == kFloat32) return scale(static_cast<const float*>(p_.keys.row_scale));
+    if (p_.keys.row_dtype == kFloat16) return scale(static_cast<const f16*>(p_.keys.row_scale));
+    scale(static_cast<const bf16*>(p_.keys.row_scale));
+  }
+
 #if defined(KVPRESS_INT8)
   // Length of the run of one group at row t; 0 when folding the group's scales would not pay off.
   int codes_run(const Chunk& chunk, int t) const {

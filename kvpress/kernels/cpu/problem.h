@@ -6,7 +6,7 @@
 
 namespace kvpress {
 
-enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat8 = 3, kPower = 4 };  // kFloat8 is e4m3, kPower e8m0
 
 // What is added to decoded rows. Each half is absent when its first pointer is null.
 struct Correction {
@@ -27,7 +27,7 @@ struct Correction {
 struct Rows {
   const void* data;          // dense [R, channels], or codes uint8 [R, channels * bits / 8]
   const void* scale;         // [R / group_rows, channels / group_channels]
-  const void* zero;          // same shape as scale
+  const void* zero;          // same shape as scale, or null for zeros
   const int32_t* row_group;  // [R] or null
   int64_t channels;
   int64_t stride;            // elements (dense) or bytes (codes) between two rows
@@ -36,6 +36,9 @@ struct Rows {
   int64_t group_rows;
   int64_t group_channels;
   int64_t groups;            // rows of scale and zero
+  const float* levels;       // [2^bits]: what each code stands for, or null where it is its number
+  const void* row_scale;     // [R]: factor of the product of each key with a query, or null
+  int64_t row_dtype;         // of row_scale
   Correction correction;
 };
 

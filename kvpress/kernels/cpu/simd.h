@@ -25,11 +25,33 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+struct e4m3 {
+  uint8_t bits;
+};
+struct e8m0 {
+  uint8_t bits;
+};
 
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {
   const uint32_t wide = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+inline float to_float(e4m3 x) {
+  const int exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
+  const uint32_t wide = uint32_t(exponent + 120) << 23 | uint32_t(mantissa) << 20;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  if (exponent == 0) out = float(mantissa) * 0x1p-9f;  // subnormal
+  return x.bits >> 7 ? -out : out;
+}
+
+inline float to_float(e8m0 x) {
+  const uint32_t wide = x.bits ? uint32_t(x.bits) << 23 : 0x00400000u;
   float out;
   std::memcpy(&out, &wide, sizeof out);
   return out;

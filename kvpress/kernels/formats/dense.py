@@ -57,4 +57,4 @@ class Dense:
         return (data, None, None, None, data.shape[1], data.stride(0), DTYPES[data.dtype], *_UNUSED)
 
 
-_UNUSED = (0,) * 15
+_UNUSED = (0,) * 18

@@ -62,6 +62,8 @@ class Rows:
         values.check("values", rows)
         if isinstance(keys, Dense) and keys.data.dtype != values.storage.dtype:
             raise ValueError(f"values must be {keys.data.dtype} like keys, got {values.storage.dtype}")
+        if isinstance(values, Packed) and values.row_scale is not None:
+            raise ValueError("values.row_scale must be None: only keys have factors of rows beside their scales")
         if isinstance(keys, Coded) and isinstance(values, Coded):
             if values.book.shape[0] != keys.book.shape[0]:
                 books = keys.book.shape[0]

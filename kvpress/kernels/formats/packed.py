@@ -5,7 +5,9 @@ usually (32, 1) for keys and (1, 32) for values:
 
     value[r, c] = code[r, c] * scale[r // gr, c // gc] + zero[r // gr, c // gc]      scale, zero [ceil(R / gr), D / gc]
 
-``row_group`` replaces ``r // gr`` wherever gr > 1: rows that survived an eviction keep the group they were coded with.
+``row_group`` replaces ``r // gr`` wherever gr > 1: rows that survived an eviction keep the group they were coded with. With
+``levels`` a code stands for its level instead of its number, without ``zero`` nothing is added, and a key times its
+``row_scale`` is what it decodes to.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from kvpress.kernels.formats.correction import NOTHING, Correction
 from kvpress.kernels.formats.dense import DTYPES, Field
 from kvpress.kernels.formats.packing import BITS, row_step, unpack
 
+NARROW = {torch.float8_e4m3fn: 3, torch.float8_e8m0fnu: 4}
+"""Dtypes of scales of eight bits, numbered as in ``cpu/problem.h``."""
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -28,21 +33,26 @@ class Packed:
 
     Args:
         codes: uint8 [R, D * bits / 8].
-        scale: float16 or float32 [ceil(R / gr), D / gc] for ``group = (gr, gc)``.
-        zero: as scale.
+        scale: float16 or float32 [ceil(R / gr), D / gc] for ``group = (gr, gc)``; without `zero` also float8_e4m3fn or
+            float8_e8m0fnu, finite.
+        zero: as scale; None for zeros.
         bits: bits per code: 1, 2, 3, 4 or 8.
         group: rows and channels that share a scale.
         row_group: group of each row where it is not ``r // gr``, int32 [R].
-        correction: terms added to the decoded rows.
+        correction: terms added to the decoded rows; none beside `row_scale`.
+        levels: what each code stands for, float32 [2 ** bits], of magnitudes that float16 holds.
+        row_scale: factor of each row, float32, bfloat16 or float16 [R]; of keys only.
     """
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     bits: int
     group: tuple[int, int]
     row_group: Tensor | None = None
     correction: Correction | None = None
+    levels: Tensor | None = None
+    row_scale: Tensor | None = None
 
     name: ClassVar[str] = "packed"
 
@@ -61,14 +71,23 @@ class Packed:
         group = rows // self.group[0]
         if self.row_group is not None and self.group[0] > 1:
             group = self.row_group[rows].long()
-        scale, zero = (x[group].float().repeat_interleave(self.group[1], dim=-1) for x in (self.scale, self.zero))
-        values = unpack(self.codes[rows], self.bits).float() * scale + zero
+        codes = unpack(self.codes[rows], self.bits)
+        values = codes.float() if self.levels is None else self.levels[codes.long()]
+        values = values * self._spread(self.scale, group)
+        if self.zero is not None:
+            values = values + self._spread(self.zero, group)
+        if self.row_scale is not None:
+            values = values * self.row_scale[rows, None].float()
         return values if self.correction is None else values + self.correction.dense(rows, self.channels)
+
+    def _spread(self, parameters: Tensor, group: Tensor) -> Tensor:
+        """Entries of the given groups for every channel, float32 [S, D]."""
+        return parameters[group].float().repeat_interleave(self.group[1], dim=-1)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that is stored."""
         terms = () if self.correction is None else self.correction.tensors()
-        return (self.codes, self.scale, self.zero, self.row_group, *terms)
+        return (self.codes, self.scale, self.zero, self.row_group, self.levels, self.row_scale, *terms)
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
         """Refuse codes, scales and zeros that do not belong together; `channels` are those of the queries, if they must be."""
@@ -90,12 +109,23 @@ class Packed:
             checks.shape(f"{name}.row_group", self.row_group, (rows,), torch.int32)
             checks.contiguous(f"{name}.row_group", self.row_group)
             groups = "G" if group_rows > 1 else groups
-        checks.shape(f"{name}.scale", self.scale, (groups, channels // group_channels), torch.float16, torch.float32)
-        checks.shape(f"{name}.zero", self.zero, tuple(self.scale.shape), self.scale.dtype)
+        wide = (torch.float16, torch.float32)
+        scales = wide if self.zero is not None else (*wide, *NARROW)
+        checks.shape(f"{name}.scale", self.scale, (groups, channels // group_channels), *scales)
         checks.contiguous(f"{name}.codes", self.codes)
         checks.contiguous(f"{name}.scale", self.scale)
-        checks.contiguous(f"{name}.zero", self.zero)
+        if self.zero is not None:
+            checks.shape(f"{name}.zero", self.zero, tuple(self.scale.shape), self.scale.dtype)
+            checks.contiguous(f"{name}.zero", self.zero)
+        if self.levels is not None:
+            checks.shape(f"{name}.levels", self.levels, (2**self.bits,), torch.float32)
+            checks.contiguous(f"{name}.levels", self.levels)
+        if self.row_scale is not None:
+            checks.shape(f"{name}.row_scale", self.row_scale, (rows,), *checks.FLOATS)
+            checks.contiguous(f"{name}.row_scale", self.row_scale)
         if self.correction is not None:
+            if self.row_scale is not None:
+                raise ValueError(f"{name} must have a correction or a row_scale, not both")
             self.correction.check(f"{name}.correction", rows, channels)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
@@ -111,7 +141,9 @@ class Packed:
     def fields(self) -> tuple[Field, ...]:
         """``Rows`` of cpu/problem.h."""
         scale, (group_rows, group_channels) = self.scale, self.group
-        shape = (scale.shape[1] * group_channels, self.codes.shape[1], DTYPES[scale.dtype], self.bits)
+        shape = (scale.shape[1] * group_channels, self.codes.shape[1], (DTYPES | NARROW)[scale.dtype], self.bits)
+        row_dtype = 0 if self.row_scale is None else DTYPES[self.row_scale.dtype]
         correction = NOTHING if self.correction is None else self.correction.fields()
         where = (self.codes, scale, self.zero, self.row_group)
-        return (*where, *shape, group_rows, group_channels, scale.shape[0], *correction)
+        groups = (group_rows, group_channels, scale.shape[0])
+        return (*where, *shape, *groups, self.levels, self.row_scale, row_dtype, *correction)

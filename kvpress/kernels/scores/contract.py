@@ -49,6 +49,8 @@ def check_labels(q: Tensor, labels: Dense | Packed, where: Ranges, reduce: str) 
         if tuple(labels.group) != (1, q.shape[2]):
             wanted = f"(1, {q.shape[2]}), one scale for each label"
             raise ValueError(f"labels.group must be {wanted}, got {tuple(labels.group)}")
+        if labels.zero is None or labels.levels is not None or labels.row_scale is not None:
+            raise ValueError("labels must have a scale and a zero, and neither levels nor a row_scale")
     labels.check("labels", labels.storage.shape[0], q.shape[2])
     where.check(q)
     checks.same_device(q, *labels.tensors())

@@ -88,10 +88,35 @@ def _plane(CODES, at, i, live, COUNT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_group(SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr):
-    """Scale and zero of groups of GC channels at (row group, channel)."""
+def stand_for(code, LEVELS):
+    """What float16 codes stand for: their levels, or themselves where there are none."""
+    if LEVELS is None:
+        return code
+    else:
+        return tl.load(LEVELS + code.to(tl.int32)).to(tl.float16)
+
+
+@triton.jit
+def load_group(SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr, NARROW: tl.constexpr = 0):
+    """Scale and zero of groups of GC channels at (row group, channel); `NARROW` names the dtype of scales in eight bits."""
     at = group * (D // GC) + channel // GC
-    return tl.load(SCALE + at, mask=live, other=0.0), tl.load(ZERO + at, mask=live, other=0.0)
+    scale = tl.load(SCALE + at, mask=live, other=0)
+    if NARROW != 0:
+        scale = _from_byte(scale.to(tl.int32), NARROW)
+    if ZERO is None:
+        return scale, tl.zeros_like(scale)
+    else:
+        return scale, tl.load(ZERO + at, mask=live, other=0.0)
+
+
+@triton.jit
+def _from_byte(byte, NARROW: tl.constexpr):
+    """Numbers that are not negative, as float32: 3 for e4m3, 4 for e8m0; all but the codes of no number."""
+    if NARROW == 4:
+        return tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+    else:
+        normal = ((byte + 960) << 20).to(tl.float32, bitcast=True)  # 960 = (127 - 7) * 8: the exponents' difference
+        return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit

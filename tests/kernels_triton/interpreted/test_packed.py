@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpress.kernels import Listed, Options, Rows, Where
+from kvpress.kernels import Listed, Options, Packed, Rows, Where
 from kvpress.kernels.attention import reference
 from kvpress.kernels.attention.triton import decode
-from tests.kernels.builders import correction, quantise, streams
+from tests.kernels.builders import correction, pack, quantise, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
 
 FOLDED, SHARED = (32, 1), (1, 32)
@@ -166,3 +166,34 @@ def test_large_and_small_keys_neither_overflow_nor_vanish(size: float) -> None:
     args = (s.q, Rows(keys, values), s.where, Options(0.1 / size))
     expected = reference.decode(*args)
     assert_close(decode(*args), expected, expected[0] * (1 + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "key_group", "value_group"),
+    [
+        (torch.float8_e4m3fn, 4, (1, 16), (1, 16)),
+        (torch.float8_e8m0fnu, 4, (1, 32), (1, 32)),
+        (torch.float16, 8, (1, 64), (1, 64)),
+        (torch.float32, 3, FOLDED, SHARED),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_codes_stand_for_levels(
+    kind: torch.dtype, bits: int, key_group: tuple[int, int], value_group: tuple[int, int], listed: bool
+) -> None:
+    s = streams(LENGTHS, 4, 64)
+
+    def side(group: tuple[int, int]) -> Packed:
+        scale = torch.exp2(torch.randint(-3, 2, (-(-s.rows // group[0]), 64 // group[1])).float()).to(kind)
+        codes = torch.randint(0, 2**bits, (s.rows, 64), dtype=torch.uint8)
+        return Packed(pack(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits).half().float())
+
+    check(s.q, Rows(side(key_group), side(value_group)), s.listed() if listed else s.where)
+
+
+@pytest.mark.parametrize("group", [FOLDED, (1, 64)])
+def test_keys_are_multiplied_by_the_factors_of_their_rows(group: tuple[int, int]) -> None:
+    s = streams(LENGTHS, 4, 64)
+    keys, _ = quantise(torch.randn(s.rows, 64), 4, group)
+    values, _ = quantise(torch.randn(s.rows, 64), 2, SHARED)
+    check(s.q, Rows(replace(keys, row_scale=torch.rand(s.rows).half() + 0.5), values), s.where)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from kvpress.kernels.attention.triton.operand import causal, most_rows, streams,
 from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
 from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
-from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.formats.packed import NARROW, Packed
 from kvpress.kernels.triton.grid import padded, plan
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -109,10 +110,10 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         decode_kernel[grid.programs](
             q.contiguous(),
             keys.codes,
-            keys.scale,
+            scales(keys),
             keys.zero,
             values.codes,
-            values.scale,
+            scales(values),
             values.zero,
             key_group,
             value_group,
@@ -120,6 +121,9 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             rows.weights(),
             tuple(key_terms.tensors()),
             tuple(value_terms.tensors()),
+            keys.levels,
+            values.levels,
+            keys.row_scale,
             out,
             lse,
             q.shape[1],
@@ -149,11 +153,18 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             value_rank,
             padded_rank(value_rank),
             outlier_tiles(DV),
+            NARROW.get(keys.scale.dtype, 0),
+            NARROW.get(values.scale.dtype, 0),
             num_warps=WARPS,
             num_stages=STAGES,
             maxnreg=most.registers,
         )
     return merged(out, lse)
+
+
+def scales(side: Packed) -> Tensor:
+    """Scales as the kernel reads them: those of eight bits as bytes, which every chip can load."""
+    return side.scale.view(torch.uint8) if side.scale.dtype in NARROW else side.scale
 
 
 def row_group(side: Packed) -> Tensor | None:

@@ -26,12 +26,14 @@ QUERY_LIFT = tl.constexpr(32.0)
 @triton.jit(do_not_specialize=["M", "width", "causal"])
 def decode_kernel(
     Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, KEY_GROUP, VALUE_GROUP,
-    LISTED, STARTS, LENGTHS, LOG_WEIGHT, KEY_TERMS, VALUE_TERMS, OUT, LSE, M, width, causal, scale, softcap,
+    LISTED, STARTS, LENGTHS, LOG_WEIGHT, KEY_TERMS, VALUE_TERMS, KEY_LEVELS, VALUE_LEVELS, KEY_ROW_SCALE,
+    OUT, LSE, M, width, causal, scale, softcap,
     D: tl.constexpr, K_BITS: tl.constexpr, K_GR: tl.constexpr, K_GC: tl.constexpr,
     DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
     VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
+    K_NARROW: tl.constexpr = 0, V_NARROW: tl.constexpr = 0,
 ):  # fmt: skip
     """Attend from a tile of queries to one share of a stream; sides are described by `packed.ByteChunks`."""
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
@@ -86,12 +88,12 @@ def decode_kernel(
             live_j = column < D // KPARTS
             low, high = codes.load(KEYS, row[None, :], column[:, None], live[None, :] & live_j[:, None], D, K_BITS)
             for p in tl.static_range(KPARTS):
-                part = codes.unpack(low, high, column[:, None], p, D, K_BITS)
+                part = codes.stand_for(codes.unpack(low, high, column[:, None], p, D, K_BITS), KEY_LEVELS)
                 channel = p * (D // KPARTS) + column
                 query = q[c * KPARTS + p]
                 if FOLD:
                     whole = (start + at) // K_GR
-                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC)
+                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC, K_NARROW)
                     products = tl.dot((query * s[None, :]).to(tl.float16), part, products)
                     offsets += query * z[None, :]
                 else:
@@ -101,10 +103,14 @@ def decode_kernel(
                         live_s = live[None, :]
                     else:
                         live_s = live[None, :] & live_j[:, None]
-                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC)
+                    s, z = codes.load_group(
+                        KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC, K_NARROW
+                    )
                     products = tl.dot(query.to(tl.float16), codes.decode(part, s, z), products)
         if FOLD:
             products += tl.sum(offsets, 1)[:, None]
+        if KEY_ROW_SCALE is not None:
+            products *= tl.load(KEY_ROW_SCALE + row, mask=live, other=0.0).to(tl.float32)[None, :]
         logits = online.to_logits(products, factor[:, None], softcap)
         if LOG_WEIGHT is not None:
             logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
@@ -123,7 +129,7 @@ def decode_kernel(
             live_j = column < DV // VPARTS
             low, high = codes.load(VALUES, row[:, None], column[None, :], live[:, None] & live_j[None, :], DV, V_BITS)
             for p in tl.static_range(VPARTS):
-                part = codes.unpack(low, high, column[None, :], p, DV, V_BITS)
+                part = codes.stand_for(codes.unpack(low, high, column[None, :], p, DV, V_BITS), VALUE_LEVELS)
                 own = _group(VALUE_GROUP, row, live, V_GR)
                 if V_GC % VW == 0:
                     channel = p * (DV // VPARTS) + c * VW + tl.arange(0, 1)
@@ -131,7 +137,9 @@ def decode_kernel(
                 else:
                     channel = p * (DV // VPARTS) + column
                     live_s = live[:, None] & live_j[None, :]
-                s, z = codes.load_group(VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC)
+                s, z = codes.load_group(
+                    VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC, V_NARROW
+                )
                 new += (tl.dot(weights, codes.decode(part, s, z), acc[c * VPARTS + p] * keep[:, None]),)
         acc = new
         if value_factor is not None:

@@ -1,0 +1,98 @@
+"""SQuat: `kivi` without weight, and less error where queries look with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpress
+from kvpress.cache.codec import Sealing
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
+from kvpress.observe.observer import Wanted
+from kvpress.quant.squat import OrthogonalCodec, QueryGram
+from kvpress.quant.uniform import UniformRows
+from tests.models import padded_batch, position_ids, tiny_model
+
+
+def problem(queries: int = 6, dim: int = 32) -> tuple[DenseSegment, torch.Tensor, QueryGram]:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 128, dim)
+    q = 5 * torch.randn(2, queries, dim)
+    watched = QueryGram()
+    watched.gram = (q.mT @ q)[None]
+    return DenseSegment(keys, values, Layout([64, 64])), q, watched
+
+
+def codec(weight: float, channels: int = 16, rank: int = 60) -> OrthogonalCodec:
+    return OrthogonalCodec(2, 2, (32, 1), (1, 32), 32, 0, rank=rank, weight=weight, channels=channels)
+
+
+def decoded(weight: float, channels: int = 16, rank: int = 60) -> torch.Tensor:
+    segment, _, watched = problem()
+    sealing = Sealing(2, observers={Wanted(QueryGram): watched})
+    return codec(weight, channels, rank).encode(segment, sealing).read(slice(None))[0]
+
+
+def test_without_weight_it_is_kivi() -> None:
+    segment, _, _ = problem()
+    plain = UniformRows.encode(segment.keys, 2, (32, 1)).read(slice(None))
+    assert torch.equal(decoded(0.0), plain)
+    assert not torch.equal(decoded(1.0), plain)
+
+
+def test_errors_fall_where_queries_look_and_grow_elsewhere() -> None:
+    segment, q, _ = problem()
+
+    def errors(weight: float) -> tuple[float, float]:
+        error = (decoded(weight) - segment.keys).view(2, 64, -1)
+        return float((error @ q.mT).norm()), float(error.norm())
+
+    seen, whole = zip(*(errors(weight) for weight in (0.0, 1e-2, 1.0)), strict=True)
+    assert seen[2] < 0.75 * seen[0]
+    assert seen[1] < seen[0]
+    assert whole[2] > whole[0]
+
+
+@pytest.mark.parametrize(("channels", "rank"), [(16, 60), (8, 60), (8, 3)])
+def test_channels_move_by_the_closed_form(channels: int, rank: int) -> None:
+    """Block by block, the rest of the channels minimises |e|^2 + weight * |Q e|^2 over what it may still be."""
+    segment, _, watched = problem()
+    assert watched.gram is not None
+    found = codec(0.5, channels, rank).moved(segment, watched.gram[0])
+    for n in range(2):
+        values, vectors = torch.linalg.eigh(watched.gram[0, n].double())
+        gram = vectors[:, -rank:] * values[-rank:].clamp_min(0) @ vectors[:, -rank:].T
+        a = torch.eye(32, dtype=torch.float64) + 0.5 * gram
+        keys, error = segment.keys[segment.layout.rows(n)].double(), torch.zeros(64, 0, dtype=torch.float64)
+        for start in range(0, 32, channels):
+            # The errors of all channels so far decide, not only those of the block before.
+            moved = keys[:, start:]
+            if start:
+                moved = moved - error @ a[:start, start:] @ torch.linalg.inv(a[start:, start:])
+            block = moved[:, :channels]
+            torch.testing.assert_close(
+                found[segment.layout.rows(n), start : start + channels], block.float(), atol=1e-4, rtol=1e-4
+            )
+            coded = UniformRows.encode(block.float(), 2, (32, 1)).read(slice(None))
+            error = torch.cat([error, coded.double() - keys[:, start : start + channels]], dim=1)
+
+
+def test_a_row_has_its_own_queries() -> None:
+    model, (ids, mask) = tiny_model("qwen3"), padded_batch([90, 60])
+    press = kvpress.get_press("squat:bits=2,group_size=16,residual_length=0,block_size=8,weight=1.0")
+    with press(model) as session:
+        model(ids, attention_mask=mask, position_ids=position_ids(mask))
+        together = session.cache.layers[0].store
+    with press(model) as session:
+        model(ids[1:, -60:])
+        alone = session.cache.layers[0].store
+    whole, single = together.segments[0], alone.segments[0]
+    for head in range(2):
+        for a, b in zip(whole.read(whole.layout.rows(2 + head)), single.read(single.layout.rows(head)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_rotated_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotate must be False for squat"):
+        kvpress.SQuatPress(rotate=True).recipe()
