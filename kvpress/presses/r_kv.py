@@ -22,18 +22,18 @@ from kvpress.observe.view import LOG_WEIGHT, View
     "evict",
     "Cai et al., 2025, arXiv:2505.24133",
     example="r_kv:0.5",
-    cases=("r_kv:0.5,window_size=4,kernel_size=3,threshold=0.2",),
+    cases=("r_kv:0.5,window_size=4,kernel_size=3,similarity=0.2",),
 )
 @dataclass
 class RKVPress(ScorerPress):
     """Score a pair by the attention of the newest tokens, minus how much newer keys of its head repeat its key.
 
         a[t]  = max_pool(mean over the last w queries i of softmax over t < n - w of max over the group of q_i . k_t)
-        r     = softmax over t of mean over i of cos(k_i, k_t), 0 at i = t and at the newest t with cos(k_i, k_t) > threshold
+        r     = softmax over t of mean over i of cos(k_i, k_t), 0 at i = t and at the newest t with cos(k_i, k_t) > similarity
         score = weight * a - (1 - weight) * r
 
     So of keys that repeat each other the newest is spared. `window_size` is w, the tokens that ask and always stay;
-    `kernel_size` the odd number of neighbours whose largest attention counts; `threshold` the cosine above which two keys are
+    `kernel_size` the odd number of neighbours whose largest attention counts; `similarity` the cosine above which two keys are
     the same; `weight` how much attention counts against redundancy. The paper's schedule, which cuts thoughts down while they
     are written, is `decoding(r_kv):compression_interval=128,target_size=1024`.
 
@@ -44,7 +44,7 @@ class RKVPress(ScorerPress):
 
     window_size: Count = 8
     kernel_size: Count = 7
-    threshold: Share = 0.5
+    similarity: Share = 0.5
     weight: Share = 0.1
 
     def validate(self) -> None:
@@ -86,6 +86,6 @@ class RKVPress(ScorerPress):
         total, at = keys.new_zeros(batch, length), torch.arange(length, device=keys.device)
         for rows in at.split(max(1, attention.BLOCK_BYTES // (12 * batch * length))):
             cosines = (keys[:, rows] @ keys.mT).masked_fill_(at == rows[:, None], 0.0)
-            same = torch.where(cosines > self.threshold, at, -1).amax(dim=-1, keepdim=True)
+            same = torch.where(cosines > self.similarity, at, -1).amax(dim=-1, keepdim=True)
             total += cosines.masked_fill_(at == same, 0.0).sum(dim=1)
         return (total / length).softmax(dim=-1)

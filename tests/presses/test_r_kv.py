@@ -18,12 +18,12 @@ from tests.probes import Watching
 LENGTH, WINDOW = 40, 6
 
 
-def redundancy(keys: Tensor, threshold: float) -> Tensor:
+def redundancy(keys: Tensor, similarity: float) -> Tensor:
     """One head `[n, D]`, pair by pair: the newest that repeats a key is not charged for it."""
     n = len(keys)
     charged = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
-        same = [t for t in range(n) if t != i and torch.cosine_similarity(keys[i], keys[t], dim=0) > threshold]
+        same = [t for t in range(n) if t != i and torch.cosine_similarity(keys[i], keys[t], dim=0) > similarity]
         for t in range(n):
             if t != i and t not in same[-1:]:
                 charged[i, t] = torch.cosine_similarity(keys[i], keys[t], dim=0)
@@ -33,7 +33,7 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_oss"])
 def test_scores_are_importance_less_redundancy(family: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(1, LENGTH)
-    press = RKVPress(0.5, window_size=WINDOW, kernel_size=3, threshold=0.1, weight=0.4)
+    press = RKVPress(0.5, window_size=WINDOW, kernel_size=3, similarity=0.1, weight=0.4)
     layer = len(model.model.layers) - 1
     view, scores = one_view(model, press, ids, layer)
     paid = weights(model, ids)[layer][0, :, -WINDOW:, :-WINDOW].double()
@@ -64,9 +64,9 @@ def test_of_repeated_keys_the_newest_stays() -> None:
 
 def test_blocks_of_cosines_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(0))
-    whole = RKVPress(threshold=0.3).redundancy(keys)
+    whole = RKVPress(similarity=0.3).redundancy(keys)
     monkeypatch.setattr(attention, "BLOCK_BYTES", 12 * 3 * 50 * 7)
-    torch.testing.assert_close(RKVPress(threshold=0.3).redundancy(keys), whole)
+    torch.testing.assert_close(RKVPress(similarity=0.3).redundancy(keys), whole)
 
 
 def test_thoughts_are_cut_while_they_are_written() -> None:
