@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_a_gated_answer_is_a_mixture_of_full_and_streaming_attention(family: str
 
 
 def test_rows_follow_different_parts_of_what_was_read() -> None:
-    model, ids = tiny_model("llama"), tokens(1, LENGTH)[0]
+    model, ids = copy.deepcopy(tiny_model("llama")), tokens(1, LENGTH)[0]
     attention = Gated(torch.full((3, 2), 0.3), {0, 1, 2}, SINKS, RECENT)
     starts = torch.tensor([9, 21, 15])
     rows = torch.stack([ids[start : start + 4] for start in starts])
@@ -85,7 +86,7 @@ def test_rows_follow_different_parts_of_what_was_read() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))
     before = model.config._attn_implementation
     needed = [p.requires_grad for p in model.parameters()]
 
@@ -100,7 +101,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_gradients_are_those_of_the_gates() -> None:
     """Against differences of the loss of two gates; the sampled answers of a policy are the same for the same seed."""
-    model, ids = tiny_model("llama"), tokens(1, LENGTH)[0]
+    model, ids = copy.deepcopy(tiny_model("llama")), tokens(1, LENGTH)[0]
     settings = DuoAttentionSettings(SINKS, RECENT, answer=8, price=0.05)
     gates = torch.full((3, 2), 0.6, requires_grad=True)
     attention = Gated(gates, {0, 1, 2}, SINKS, RECENT)
@@ -126,7 +127,7 @@ def test_gradients_are_those_of_the_gates() -> None:
 
 @pytest.mark.parametrize("settings", [DuoAttentionSettings, RLKVSettings], ids=["duo_attention", "rlkv"])
 def test_a_high_price_closes_gates_and_the_table_is_one_that_presses_read(settings: Any, tmp_path: Path) -> None:
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))
     # What the full model says itself, so that it is right about it.
     ids = model.generate(tokens(2, 20), max_new_tokens=12, do_sample=False)
     common = {"sink_size": SINKS, "recent_size": RECENT, "answer": 10, "steps": 12, "lr": 0.2}
@@ -144,7 +145,7 @@ def test_a_high_price_closes_gates_and_the_table_is_one_that_presses_read(settin
 
 
 def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path: Path) -> None:
-    model, ids = tiny_model("llama"), torch.full((2, LENGTH), 5)
+    model, ids = copy.deepcopy(tiny_model("llama")), torch.full((2, LENGTH), 5)
     with pytest.raises(ValueError, match=r"must end in \.tsv"):
         calibrate(model, ids, DuoAttentionSettings(SINKS, RECENT, answer=8), tmp_path / "gates.safetensors")
     with pytest.raises(ValueError, match=r"T >= 449"):

@@ -80,6 +80,10 @@ NON_DEFAULT: list[kvpress.BasePress] = [
         ComposedPress([KnormPress(0.5), kvpress.KeyDiffPress(0.25)]), kvpress.DecodingPress(kvpress.TOVAPress())
     ),
 ]
+NON_DEFAULT += [
+    kvpress.HeadKVPress(0.5, table=str(TABLE)),
+    kvpress.ScopePress("adaptive", 300),
+]
 NON_DEFAULT += [kvpress.get_press(spec) for entry in kvpress.list_presses() for spec in (entry.example, *entry.cases)]
 named = pytest.mark.parametrize("press", NON_DEFAULT, ids=lambda p: type(p).__name__)
 
@@ -359,7 +363,7 @@ bits = st.sampled_from([1, 2, 3, 4, 8])
 codecs = st.builds(
     KIVIPress, bits | st.tuples(bits, bits), budgets, st.integers(0, 999), st.lists(st.integers(0, 99)).map(tuple)
 )
-decoders = st.builds(kvpress.DecodingPress, evictors, budgets, budgets, budgets, st.none() | ratios)
+decoders = st.builds(kvpress.DecodingPress, evictors, budgets, budgets, budgets, target_ratio=st.none() | ratios)
 presses = st.one_of(
     evictors, codecs, decoders,
     st.builds(kvpress.PrefillDecodingPress, st.none() | evictors, st.none() | decoders),

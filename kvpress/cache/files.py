@@ -27,7 +27,17 @@ kept_whole: dict[str, type] = {}
 
 
 def keep_whole(kind: ClassT) -> ClassT:
-    """Let objects of a class be written: whatever their attributes hold must be of what can be written too."""
+    """Let objects of a class be written: whatever their attributes hold must be of what can be written too.
+
+    Raises:
+        TypeError: another class of kvpress has this name, so that a file could not tell them apart.
+    """
+    known = kept_whole.get(kind.__name__)
+    ours = known is not None and all(each.__module__.startswith("kvpress.") for each in (known, kind))
+    if known is not None and ours and known.__module__ != kind.__module__:
+        raise TypeError(
+            f"{kind.__module__} and {known.__module__} both define {kind.__name__}, which files know by name"
+        )
     kept_whole[kind.__name__] = kind
     return kind
 

@@ -27,14 +27,14 @@ class FilterSettings(Observed):
     def check(self, model: ModelFacts) -> None:
         del model
 
-    def observer(self) -> QueryGram:
-        return QueryGram()
+    def observer(self) -> QuerySquares:
+        return QuerySquares()
 
-    def tensors(self, observed: QueryGram) -> dict[str, Tensor]:
+    def tensors(self, observed: QuerySquares) -> dict[str, Tensor]:
         return {"filter": -observed.directions()}
 
 
-class QueryGram(Observer):
+class QuerySquares(Observer):
     """Sums over the rotated queries of real tokens: `total [Hq, D]` and `gram [Hq, D, D]`, float64, for `heads` kv heads."""
 
     def __init__(self) -> None:

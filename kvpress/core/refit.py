@@ -106,6 +106,7 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
         bare = copy.copy(store)
         bare.observers = {}
         store = copy.deepcopy(bare)
+        store.observers = call.store.observers  # which a codec may read
         store.settle(own, replace(call.sealing, shared=dict(call.shared)))
     return lambda n: torch.cat([part.read(part.layout.rows(n))[0] for part in store.sealed]).float()
 

@@ -21,7 +21,7 @@ from kvpress.presses.adakv import Competition
     "dms",
     "budget",
     "Lancucki et al., 2025, arXiv:2506.05345",
-    example="dms(keydiff):threshold=0.0",
+    example="dms(keydiff:0.5):sliding_window_size=32",
     cases=("dms(keydiff):threshold=-0.1,sliding_window_size=6", "dms(snapkv:0.5,window_size=4):sliding_window_size=6"),
     refuses=(
         Refusal("dms(knorm)", "neither a threshold nor a ratio or budget says what goes"),

@@ -129,7 +129,7 @@ def vocabulary_of(tokenizer: Any, model: ModelFacts | None, what: str) -> Vocabu
             f"{what} finds tags and roles by the tokenizer, and there is none beside {model.name} ({model.source!r}): give "
             "tokenizer="
         ) from error
-    return Vocabulary(found)
+    return None if found is None else Vocabulary(found)
 
 
 def between(opening: str, closing: str, vocabulary: Vocabulary | None, **how: bool) -> Between:

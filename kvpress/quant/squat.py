@@ -30,7 +30,8 @@ class SQuatPress(KIVIPress):
 
     The sum of all errors is then small where queries look, at the same bits: what is stored, and how it is read, are those of
     `kivi`, whose other settings it takes. A belongs to a head of a sequence and stays that of the prompt: later keys are coded
-    with it too. `weight` is how much more an error counts in the direction of queries, 0 is `kivi`.
+    with it too. `rank` is how many directions count, and `weight` is how much more an error counts in these, 0 is `kivi`.
+    `block_size` is how many channels are coded together.
 
     Paper: Wang et al., SQuat: Subspace-orthogonal KV Cache Quantization, 2025, arXiv:2503.24358.
     Differs from the paper: keys are coded after their rotary embedding, as queries are seen, where its default is before;

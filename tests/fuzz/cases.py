@@ -92,15 +92,16 @@ COUNT = 156
 
 @cache
 def ci_cases() -> list[Case]:
-    """The cases of CI: every two values of what specs are tried on meet, and every scorer is drawn equally often."""
+    """The cases of CI: every two values of what specs are tried on meet, and every scorer and codec is drawn equally often."""
     known = dimensions()
     trials = pairwise(allowed, **{name: values for name, values in known.items() if name not in SPEC})
-    return [
-        next(
-            _cases(seeded(seed), {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]})
-        )
-        for seed in range(COUNT)
-    ]
+    found = []
+    for seed in range(COUNT):
+        given = {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]}
+        if seed % 2:
+            given["codec"] = known["codec"][seed // 2 % len(known["codec"])]
+        found.append(next(_cases(seeded(seed), given)))
+    return found
 
 
 def random_cases(seed: int) -> Iterator[Case]:
@@ -114,7 +115,7 @@ def _cases(rng: random.Random, given: dict[str, Any]) -> Iterator[Case]:
     while True:
         row = {name: given.get(name, rng.choice(values)) for name, values in known.items()}
         for name, share in (("outer", 0.3), ("codec", 0.5), ("selector", 0.5)):
-            row[name] = row[name] if rng.random() < share else None
+            row[name] = row[name] if name in given or rng.random() < share else None
         if given.get("check") == "beside" and row["scorer"] is None:
             row["scorer"] = "knorm"
         if not allowed(row):

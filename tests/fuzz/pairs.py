@@ -13,7 +13,7 @@ from tests.fuzz.specs import Tree, inside, intervals, methods, parts_of, place_o
 
 STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
-BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose"}
+BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose", "headkv", "uncomp"}
 """Layers share one budget, so only their mean is known."""
 DECIDING = {"simlayerkv", "lukv"}
 """How much they keep depends on what they see, or on a file."""
@@ -93,6 +93,8 @@ def _phases(tree: Tree) -> tuple[list[Tree], list[Tree]]:
             schedules.append(part["decoding_press"])
         elif part["name"] in intervals():
             schedules.append(part)
+        elif place_of(part) == "selector":
+            continue
         elif place_of(part) in ("scorer", "wrapper") or methods()[part["name"]].holds == "press":
             prompt.append(part)
             if any(inner["name"] == "h2o" for inner in inside(part)):

@@ -292,9 +292,11 @@ def keep_all(case: Case, tree: Tree, base: Talk) -> None:
 
 def alone(case: Case, tree: Tree, base: Talk) -> None:
     """A row of a batch is that row alone, without its padding."""
-    lengths = ROWS[case.rows]
+    lengths, window = ROWS[case.rows], streaming_window(tree)
     layers = full_layers(base.model)
     for row, length in enumerate(lengths):
+        if window is not None and length < window[0]:
+            continue  # its streaming heads are first cut when those of its neighbours are
         found = talk(case, tree, rows=(row,))
         batch = logits_of(base, slice(row, row + 1))
 

@@ -303,7 +303,7 @@ def selects_all(tree: Tree) -> Tree:
     """
     evictions = kvpress.press_from_dict(tree).recipe().evictions
     settings = {"correction": 0} if any(step.acts_in("decode") for step in evictions) else {}
-    return changed(tree, {"budget": EVERYTHING, **settings}, "selector")
+    return changed(tree, {"budget": EVERYTHING, "p": 1.0, **settings}, "selector")
 
 
 def without(tree: Tree, place: str) -> Tree:

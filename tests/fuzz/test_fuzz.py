@@ -37,6 +37,7 @@ def test_every_method_is_drawn() -> None:
 ALONE = {
     "prefill_decoding": "prefill_decoding(knorm:0.5)",
     "composed": "knorm:0.5 + tova:0.5",
+    "twilight": "twilight(quest:budget=16,page_size=4,skip_layers=0):p=0.5",
 }
 
 

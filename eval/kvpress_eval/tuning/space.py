@@ -1,8 +1,8 @@
 """What is searched: evicting presses, presses around them and codecs, as the registry has them.
 
-A press joins by what its example is: one with a `compression_ratio` evicts, one around a single other press wraps, one with
-`bits` stores, and one with `smaller` is told its size and sets everything else itself. Left out are presses that need a file
-made for the model, and those that free nothing of a prompt: schedules and selectors.
+A press joins by what its example is: one with a `compression_ratio` evicts, one around a single other press wraps, one that
+quantises stores, and one with `smaller` is told its size and sets everything else itself. Left out are presses that need a file
+made for the model or words about its prompts, and those that free nothing of a prompt: schedules, selectors and patterns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, find
 
 NOTHING = "none"
-LEFT_OUT = ("baseline", "schedule", "select")
+LEFT_OUT = ("baseline", "schedule", "select", "prefill")
 """Roles of presses that hold no less of a prompt."""
 DEFAULT = "default"
 BITS = (DEFAULT, "2", "3", "4", "8")
@@ -107,8 +107,9 @@ class Space:
     def _stored(self, codec: str, parameters: Parameters) -> str:
         """Return the spec of a codec with the bits and the residual of a point."""
         name, _, own = codec.partition(":")
-        given = {} if parameters["bits"] == DEFAULT else {BITS_OF: parameters["bits"]}
-        if RESIDUAL in {item.name for item in dataclasses.fields(find(name).press)}:
+        names = {item.name for item in dataclasses.fields(find(name).press)}
+        given = {} if parameters["bits"] == DEFAULT or BITS_OF not in names else {BITS_OF: parameters["bits"]}
+        if RESIDUAL in names:
             given[RESIDUAL] = parameters["residual"]
         arguments = [*([own] if own else []), *(f"{key}={value}" for key, value in given.items())]
         return ":".join([name, ",".join(arguments)] if arguments else [name])
@@ -163,9 +164,9 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
         return "", []
     if SMALLER in names:
         return "whole", _variants(entry, _without(press, SMALLER))
-    if RATIO in names:
+    if RATIO in names and _says_all(entry):
         return "evict", _variants(entry, _without(press, RATIO, BUDGET, _SEED))
-    if BITS_OF in names:
+    if entry.role == "quantise":
         return "codec", _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
     return "", []
 
@@ -183,6 +184,15 @@ def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
     except ValueError:  # it says itself how many stay
         return False
     return kept[0] > kept[1]
+
+
+def _says_all(entry: Entry) -> bool:
+    """Whether a press needs to be told nothing about the prompts that it will see."""
+    try:
+        kvpress.get_press(entry.name)
+    except ValueError:
+        return False
+    return True
 
 
 def _variants(entry: Entry, example: str) -> list[str]:
