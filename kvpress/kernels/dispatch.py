@@ -6,6 +6,7 @@ Nothing below imports this module; a back end is imported where it is first used
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         TypeError: for keys and values in different formats.
     """
     attention.check(q, rows, where, options)
+    if isinstance(where, Listed) and not where.rows.shape[1]:
+        # Back ends get lists with a place, which counts of zero leave unread and which is no row.
+        where = replace(where, rows=where.rows.new_full((len(where.rows), 1), -1))
     moved = None
     if rows.key_basis is not None:
         moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)

@@ -81,6 +81,19 @@ def test_select_matches_reference(index: torch.dtype) -> None:
     assert_same_lse(lse, expected_lse, 1e-5)
 
 
+@needs_compiler
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_lists_without_a_place_read_nothing(index: torch.dtype) -> None:
+    s = streams([40] * 3, 4, 64, torch.bfloat16)
+    keys, values = storage(s, 64, 32, torch.bfloat16)
+    rows, counts = torch.empty(3, 0, dtype=index), torch.zeros(3, dtype=torch.int64)
+    out, lse = decode(s.q, dense(keys, values), Listed(rows, counts), Options(0.1))
+    assert torch.equal(out, torch.zeros(3, 4, 32))
+    assert bool(lse.isneginf().all())
+    with pytest.raises(ValueError, match="rows outside the"):
+        decode(s.q, dense(keys, values), Listed(rows, counts + 1), Options(0.1))
+
+
 def test_strided_rows_and_unused_rows_do_not_matter() -> None:
     s = streams([40, 0, 300], 4, 64, torch.bfloat16)
     wide = torch.full((s.rows, 160), float("nan"), dtype=torch.bfloat16)
