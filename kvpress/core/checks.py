@@ -14,13 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that an argument may be: from `least` to `most`, without these where they are `above` or `below` all of them."""
+    """Numbers that an argument may be: from `least` to `most`, without these where they are `above` or `below` all of them.
+
+    With `odd`, only odd ones of these.
+    """
 
     least: float
     most: float = math.inf
     whole: bool = False
     above: bool = False
     below: bool = False
+    odd: bool = False
 
     def __str__(self) -> str:
         if self.most == math.inf:
@@ -35,9 +39,12 @@ class Range:
         above = self.least < value if self.above else self.least <= value
         if not (above and (value <= self.most if self.most < math.inf and not self.below else value < self.most)):
             raise ValueError(f"{name} must be {self}, got {value}")
+        if self.odd and value % 2 == 0:
+            raise ValueError(f"{name} must be odd, got {value}")
 
 
 Count = Annotated[int, Range(1, whole=True)]
+Odd = Annotated[int, Range(1, whole=True, odd=True)]
 Size = Annotated[int, Range(0, whole=True)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpress.core.checks import Count, Positive
+from kvpress.core.checks import Count, Odd, Positive
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
@@ -55,7 +55,7 @@ class HeadKVPress(SnapKVPress):
     """
 
     window_size: Count = 32
-    kernel_size: Count = 7
+    kernel_size: Odd = 7
     beta: Positive = 1.2
     power: Positive = 1.0
     table: str | None = field(default=None, kw_only=True)

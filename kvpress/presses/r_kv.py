@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvpress.cache import attention
-from kvpress.core.checks import Count, Share
+from kvpress.core.checks import Count, Odd, Share
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -43,14 +43,9 @@ class RKVPress(ScorerPress):
     """
 
     window_size: Count = 8
-    kernel_size: Count = 7
+    kernel_size: Odd = 7
     similarity: Share = 0.5
     weight: Share = 0.1
-
-    def validate(self) -> None:
-        super().validate()
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
 
     @property
     def protected(self) -> int:

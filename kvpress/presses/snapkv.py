@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d
 
-from kvpress.core.checks import Count
+from kvpress.core.checks import Count, Odd
 from kvpress.core.helpers import arguments_of, helper, of_heads, override_of
 from kvpress.core.host import host
 from kvpress.core.press import ScorerPress
@@ -37,12 +37,7 @@ class SnapKVPress(ScorerPress):
     """
 
     window_size: Count = 64
-    kernel_size: Count = 5
-
-    def validate(self) -> None:
-        super().validate()
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
+    kernel_size: Odd = 5
 
     @property
     def protected(self) -> int:

@@ -16,9 +16,9 @@ from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Request, Source
 
 _REPOSITORY, _REVISION = "xinrongzhang2022/InfiniteBench", "90f0394333616266d9fe85824ceaf505093cbaa5"
-_LETTERS = "ABCD"
-_READ_CHINESE = "请阅读下面的书，然后回答问题。\n\n"  # noqa: RUF001
-_ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF001
+LETTERS = "ABCD"
+READ_CHINESE = "请阅读下面的书，然后回答问题。\n\n"  # noqa: RUF001
+ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,20 @@ class Form:
     options: bool = False
 
 
-_CHOICES = "\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n"
+CHOICES = "\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n"
 _FIND = "One fact stands in much irrelevant text. Find it.\n\n"
 _READ = "Read the book; a question about it follows.\n\n"
 
 FORMS: Mapping[str, Form] = {
-    "passkey": Form(
-        "One fact stands in much irrelevant text. Find it.\n\n", "\n\n{input}\nThe pass key is", scores.first_number, 6
-    ),
+    "passkey": Form(_FIND, "\n\n{input}\nThe pass key is", scores.first_number, 6),
     "number_string": Form(_FIND, "\n\n{input}\nThe digits are", scores.first_number, 12),
     "kv_retrieval": Form("Look up a key in this JSON object.\n\n", "\n\n{input}\n", scores.among_words, 50),
     "longbook_sum_eng": Form("Summarize this book.\n\n", "\n\nSummary:", scores.summary, 1200),
     "longbook_choice_eng": Form(
-        _READ, f"\n\nQuestion: {{input}}{_CHOICES}The letter of the right answer is", scores.choice, 40, options=True
+        _READ, f"\n\nQuestion: {{input}}{CHOICES}The letter of the right answer is", scores.choice, 40, options=True
     ),
     "longbook_qa_eng": Form(_READ, "\n\nQuestion: {input}\nReply in a few words. Answer:", scores.best_f1, 40),
-    "longbook_qa_chn": Form(_READ_CHINESE, _ASK_CHINESE, scores.best_f1_chinese, 40),
+    "longbook_qa_chn": Form(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
     "longdialogue_qa_eng": Form(
         "In this script, $$MASK$$ stands in place of the name of one character.\n\n",
         "\n\nThe name of the character that $$MASK$$ stands for is",
@@ -67,7 +65,7 @@ FORMS: Mapping[str, Form] = {
     "code_run": Form("Python functions follow.\n\n", "\n\n{input}\nThe value is", scores.returned, 5),
     "code_debug": Form(
         "In one function of this code an error was hidden on purpose.\n\n",
-        f"\n\nWhich function is it?{_CHOICES}The right option is:",
+        f"\n\nWhich function is it?{CHOICES}The right option is:",
         scores.erroneous_function,
         5,
         options=True,
@@ -75,17 +73,23 @@ FORMS: Mapping[str, Form] = {
 }
 
 
+def options_of(row: Any) -> list[str]:
+    """Return the four answers that a question offers."""
+    options = [str(option) for option in row["options"]]
+    if len(options) != len(LETTERS):
+        raise ValueError(f"options must be {len(LETTERS)}, not {len(options)}")
+    return options
+
+
 def _parse(form: Form, number: str, row: Any) -> list[Asked]:
     """Return the question of a row: `context`, `input`, `answer` (one or a list), and `options` where there are any."""
     fields = {"input": text_of(row, "input")}
     answers = texts_of(row["answer"], "answer")
     if form.options:
-        options = [str(option) for option in row["options"]]
-        if len(options) != len(_LETTERS):
-            raise ValueError(f"options must be {len(_LETTERS)}, not {len(options)}")
-        fields = {**fields, **dict(zip(_LETTERS, options, strict=True))}
-        if not (len(answers) == 2 and answers[1] in _LETTERS):
-            answers = (answers[0], _LETTERS[options.index(answers[0])])
+        options = options_of(row)
+        fields = {**fields, **dict(zip(LETTERS, options, strict=True))}
+        if not (len(answers) == 2 and answers[1] in LETTERS):
+            answers = (answers[0], LETTERS[options.index(answers[0])])
     context = form.before + text_of(row, "context")
     return [Asked(number, number, context, form.after.format(**fields), answers)]
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvpress_eval.tasks import infinitebench as scores
-from kvpress_eval.tasks.documents import Asked, Published, Score, sources_of, text_of, texts_of
+from kvpress_eval.tasks.documents import Asked, Published, sources_of, text_of, texts_of
 from kvpress_eval.tasks.hub import HubFile
-from kvpress_eval.tasks.kinds.infinitebench import require_rouge
+from kvpress_eval.tasks.kinds.infinitebench import (
+    ASK_CHINESE,
+    CHOICES,
+    LETTERS,
+    READ_CHINESE,
+    Form,
+    options_of,
+    require_rouge,
+)
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Request, Source
 
-_LETTERS = "ABCD"
-_READ_CHINESE = "请阅读下面的书，然后回答问题。\n\n"  # noqa: RUF001
-_ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF001
 TURNS = ":turns"
 
 
@@ -48,27 +52,16 @@ def extreme(text: str, answers: Sequence[str]) -> float:
     return float(float(found[0]) == float(answers[0]) if "." in answers[0] else int(float(found[0])) == int(answers[0]))
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a subset asks, in our words where the data has none, and how it scores."""
-
-    before: str
-    after: str
-    score: Score
-    max_new_tokens: int
-    options: bool = False
-
-
 _INPUT = "\n\n{input}\n"
 FORMS: Mapping[str, Form] = {
     "kv": Form("Look up keys in this JSON object.\n\n", _INPUT, contains, 150),
     "prefix_suffix": Form("", _INPUT, contains, 150),
     "vt": Form("", _INPUT, share, 30),
     "qa_eng": Form("Read the book; questions about it follow.\n\n", "\n\nQuestion: {input}\nAnswer:", mentions, 40),
-    "qa_chn": Form(_READ_CHINESE, _ASK_CHINESE, scores.best_f1_chinese, 40),
+    "qa_chn": Form(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
     "choice_eng": Form(
         "Read the book; questions about it follow.\n\n",
-        "\n\nQuestion: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\nThe letter of the right answer is",
+        f"\n\nQuestion: {{input}}{CHOICES}The letter of the right answer is",
         scores.choice,
         40,
         options=True,
@@ -90,10 +83,7 @@ def _parse(form: Form, turns: bool, number: str, row: Any) -> list[Asked]:
         answers = texts_of(turn["answer"], "answer")
         fields = {"input": text_of(turn, "input")}
         if form.options:
-            options = [str(option) for option in turn["options"]]
-            if len(options) != len(_LETTERS):
-                raise ValueError(f"options must be {len(_LETTERS)}, not {len(options)}")
-            fields = {**fields, **dict(zip(_LETTERS, options, strict=True))}
+            fields = {**fields, **dict(zip(LETTERS, options_of(turn), strict=True))}
         question = form.after.format(**fields)
         asked.append(Asked(str(int(number) + at), number, context, before + question, answers))
         if turns:
