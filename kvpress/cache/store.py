@@ -103,9 +103,10 @@ class KVStore:
     def dense(self) -> DenseSegment | None:
         """The dense sealed segment, which no rows have in common: pairs that they have are copied when it is asked for."""
         held = self._dense
-        if held is not None and held.own() is not held:
-            self.dense = held = held.own()
-        return held  # type: ignore[return-value]
+        own = None if held is None else held.own()
+        if own is not held:
+            self.dense = own
+        return own  # type: ignore[return-value]
 
     @dense.setter
     def dense(self, dense: Segment | None) -> None:
