@@ -98,6 +98,7 @@ SEALING = {
     "think": "think:0.5,window_size=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
+    "loki": "loki:budget=32",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",
     "double_sparsity": "double_sparsity:budget=32,skip_layers=0,calibration='{channels}'",

@@ -33,6 +33,7 @@ SELECTORS = {
     "offloaded": f"{LABELS},offload=true",
     "tidal": "tidal_decode:budget=12,skip_layers=0",
     "sparq": "sparq:budget=12,channels=8",
+    "loki": "loki:budget=12,channels=8",
 }
 EVICTING = {
     "again and again": "h2o:0.4,interval=3 + kivi:bits=8,group_size=4,residual_length=4",
