@@ -369,17 +369,12 @@ BEFORE = ("knorm", "snapkv", "expected_attention", "tova")
 def is_spec(trees: list[Tree]) -> bool:
     """Whether the presses can be composed; what is refused, and in which words, is tested elsewhere."""
     try:
-        kvpress.press_from_dict(resolved_tree(composed(trees)))
+        recipe = kvpress.press_from_dict(resolved_tree(composed(trees))).recipe()
     except (TypeError, ValueError):
         return False
-    # Keys cannot be turned to other positions, nor values merged into, once they are sealed: refused in the second turn.
-    sealed = any(place_of(tree) in ("codec", "selector") for tree in trees)
-    return not (
-        sealed
-        and any(
-            part["name"] in ("key_rerotation", "merging") or part.get("reindex") for t in trees for part in inside(t)
-        )
-    )
+    # Pairs can be neither turned nor merged into once they are sealed: refused in the second turn.
+    sealed = recipe.codec is not None or recipe.selector is not None
+    return not (sealed and any(step.rewrite is not None for step in recipe.evictions))
 
 
 def resolved_tree(tree: Tree, family: str = "llama") -> Tree:
