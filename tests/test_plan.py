@@ -20,6 +20,7 @@ from kvpress.calibrate import ChannelSettings, CoupledSettings, calibrate
 from kvpress.cli import PLANNED, app
 from kvpress.plan import LONGEST, Geometry, longest_context, plan
 from tests.models import tiny_model, tokens
+from tests.scales import write_scales
 from tests.test_memory import held
 
 LENGTH, BATCH = 1024, 2
@@ -96,6 +97,7 @@ SEALING = {
     "mxfp4": "mxfp4",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "think": "think:0.5,window_size=16",
+    "leank": "leank:0.5,calibration='{scales}',sink_size=4,recent_size=16,interval=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
     "loki": "loki:budget=32",
@@ -112,7 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     settings = CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2), ChannelSettings()
     for path, chosen in zip(made.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)
-    return made
+    return made | {"scales": write_scales(tiny_model("llama"), folder / "scales.safetensors")}
 
 
 def measured(press: Any, context: int, generated: int) -> tuple[int, int]:
