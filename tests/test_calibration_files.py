@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import save
 
 import kvpress
-from kvpress.calibrate import ChannelSettings, CoupledSettings, FilterSettings, QuerySettings, calibrate
+from kvpress.calibrate import (
+    ChannelSettings,
+    CoupledSettings,
+    FilterSettings,
+    KeyDirectionSettings,
+    QuerySettings,
+    calibrate,
+)
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, digest_of
 from kvpress.calibrate.run import Parts
@@ -25,15 +32,23 @@ SETTINGS = {
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
+    "loki": KeyDirectionSettings(),
     "qfilter": FilterSettings(),
 }
 SPECS = {
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
+    "loki": "loki:calibration='{}'",
     "qfilter": "qfilter:0.5,filters='{}'",
 }
-TENSOR = {"cq": "2.keys", "double_sparsity": "2.qk", "expected_attention": "2.covariance", "qfilter": "2.filter"}
+TENSOR = {
+    "cq": "2.keys",
+    "double_sparsity": "2.qk",
+    "expected_attention": "2.covariance",
+    "loki": "2.rotated",
+    "qfilter": "2.filter",
+}
 each_method = pytest.mark.parametrize("method", SETTINGS)
 
 
