@@ -450,7 +450,8 @@ class Recipe:
         """Return what has to be watched in a phase, each wish once."""
         evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
         wants = [wanted for eviction in evictions for wanted in eviction.wants]
-        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if self.reads_tokens else ())]))
+        tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
+        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 
     @property
     def chunk(self) -> int | None:

@@ -26,6 +26,7 @@ from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
@@ -188,6 +189,13 @@ class Installation:
         self._undo.append(Replaced(self.decoder, "forward", self._decode).put())
         if session.reads_itself:
             self._undo += [Replaced(module, "forward", attend).put() for module in self.modules]
+        embedder = embedder_of(self.model, self.decoder)
+        if embedder is not None:
+            handles = [
+                embedder.register_forward_pre_hook(Hook(_note_ids), with_kwargs=True),
+                embedder.register_forward_hook(Hook(_forget_ids), always_call=True),
+            ]
+            self._undo += [handle.remove for handle in handles]
         rotary = getattr(self.decoder, "rotary_emb", None)
         for module in self.modules:
             handles = [
@@ -350,6 +358,17 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     del args, kwargs
     return output if here.forward is None else here.forward.session.after(here.forward, module, output)
+
+
+def _note_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    del module
+    given = kwargs.get("input_ids", args[0] if args else None)
+    here.given = given if isinstance(given, Tensor) and given.dim() == 2 else None
+
+
+def _forget_ids(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    del module, args, output
+    here.given = None
 
 
 def _generates(model: PreTrainedModel) -> bool:

@@ -200,7 +200,8 @@ class Session:
             )
         if forward.watch is None:
             until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
-            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached)
+            known = forward.ids_among(args, kwargs) is not None
+            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our layer into the cache, and say what the attention module under way is about to do."""
