@@ -135,10 +135,8 @@ def test_what_is_said_to_be_refused_is(refusal: Refusal) -> None:
 @pytest.mark.parametrize("entry", MEASURABLE, ids=by_name)
 def test_presses_act_on_the_prompt_where_they_say_so(entry: Entry) -> None:
     model, tokenizer = kvpress.load_model("reference")
-    text = " The code for tiger is 4837. The old river runs." * 60
+    ids = tokenizer(" The code for tiger is 4837. The old river runs." * 60, return_tensors="pt")["input_ids"]
     press = kvpress.get_press(entry.example)
-    text = f"<think>{text}</think>" if any(step.among for step in press.recipe().evictions) else text
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
     cache = DynamicCache(config=model.config)
     with press(model):
         model(ids, past_key_values=cache)
