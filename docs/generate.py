@@ -291,7 +291,7 @@ def phases(press: BasePress) -> tuple[str, ...]:
     named = any(
         step.among is not None and not step.among.reads_tokens for step in recipe.evictions
     )  # lies in the prompt
-    prompt = stored or named or bool(recipe.acting("prefill")) or "prefill" in hooks
+    prompt = stored or named or recipe.dropping is not None or bool(recipe.acting("prefill")) or "prefill" in hooks
     generated = stored or recipe.selector is not None or bool(recipe.acting("decode")) or "decode" in hooks
     return tuple(name for name, acts in (("prompt", prompt), ("generated tokens", generated)) if acts)
 

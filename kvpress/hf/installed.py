@@ -25,6 +25,7 @@ from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
+from kvpress.hf.dropping import decoder_layers, hand_on
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
@@ -146,6 +147,7 @@ class Installation:
         self.sessions: list[Running] = []
         self.running = 0
         self.forward: Replaced | None = None
+        self.hands_on = False
         self._was_open_to_all = False
         self._undo: list[Callable[[], Any]] = []
         self._undo_generate: Callable[[], Any] | None = None
@@ -160,6 +162,10 @@ class Installation:
             self._undo.append(run_eagerly([session.given]))
             if self._undo_generate is None and hasattr(self.model, "generate"):
                 self._undo_generate = Replaced(self.model, "generate", self._generate).put()
+            if session.recipe.dropping is not None and not self.hands_on:
+                self.hands_on = True
+                for layer in decoder_layers(self.model, self.modules):
+                    self._undo.append(layer.register_forward_pre_hook(Hook(hand_on), with_kwargs=True).remove)
             if session.replaces_forward:
                 if self.forward is None:
                     self.forward = Replaced(self.model, "forward", self._run_model)
@@ -235,7 +241,7 @@ class Installation:
         if not self.running:
             while self._undo:
                 self._undo.pop()()
-            self.forward = None
+            self.forward, self.hands_on = None, False
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -388,7 +394,7 @@ def _name(config: Any, name: str) -> None:
 # -- what copies of a model do not have ------------------------------------------------------------------------
 
 
-class Hook(partial[None]):
+class Hook(partial[Any]):
     """A hook that copies of its module do not have."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -63,7 +63,8 @@ class Forward:
     session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
     that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
     a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings; `given` are those that
-    a model with images was given and handed its decoder as embeddings. `guard` is the lock of the cache, which those who look
+    a model with images was given and handed its decoder as embeddings. `handed` says
+    which tokens layers are handed, None for all (`kvpress.hf.dropping`). `guard` is the lock of the cache, which those who look
     at it from other threads wait for. Without `owns_cache`, no block can say that the cache is its own.
     """
 
@@ -82,6 +83,7 @@ class Forward:
     axes: Tensor | None = None
     ids: Tensor | None = None
     given: Tensor | None = None
+    handed: Any = None
     guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
