@@ -155,8 +155,8 @@ def check_pass(session: Running, forward: Forward, args: tuple[Any, ...], kwargs
         return
     if forward.prompt_end(cache) > length_of(kwargs if kwargs else {"input_ids": args[0]}):
         raise NotImplementedError(
-            "tokens are dropped by what the end of the prompt asks for, so it must be read at once: leave out "
-            "prefill_chunk_size"
+            "tokens are dropped by what the end of the prompt asks for, so it must be read at once, in one "
+            "process: leave out prefill_chunk_size"
         )
     if kwargs.get("output_hidden_states"):
         raise ValueError("output_hidden_states is not available where later layers are handed some tokens only")

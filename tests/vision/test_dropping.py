@@ -76,10 +76,28 @@ def fastv(free: Tensor, layer: int, ratio: float) -> Any:
     return decide
 
 
-def agree(kind: str, spec: str, decide: Any) -> tuple[Any, DynamicCache, Hidden]:
+def must_drop(free: Tensor, real: Tensor, layers: tuple[int, ...], all_below: float, each_below: float) -> Any:
+    """What MustDrop hides behind some layers, token by token."""
+
+    def decide(after: int, weights: Tensor, gone: Tensor | None) -> Tensor:
+        hidden = torch.zeros_like(free) if gone is None else gone.clone()
+        for row in range(len(free)) if after in layers else ():
+            text = (real[row] & ~free[row]).nonzero().flatten().tolist()
+            left = (free[row] & ~hidden[row]).nonzero().flatten().tolist()
+            paid = weights[row].mean(dim=0)
+            total = sum(float(paid[t, j]) for t in text for j in left)
+            for j in left:
+                few = sum(float(paid[t, j]) for t in text) < all_below * total
+                hidden[row, j] = few and max(float(paid[t, j]) for t in text) < each_below
+        return hidden
+
+    return decide
+
+
+def agree(kind: str, spec: str, decide: Any, cut: tuple[int, int] = (0, -1)) -> tuple[Any, DynamicCache, Hidden]:
     """Compare a press with the full reading that hides what `decide` says."""
     model, inputs, free = inputs_of(kind)
-    hidden = Hidden(decide(free))
+    hidden = Hidden(decide(free), cut)
     with hidden.on(model):
         prompt, further, _ = read(model, inputs)
     before = fingerprint(model)
@@ -109,6 +127,37 @@ def test_fastv_is_a_full_reading_that_hides_what_the_last_token_looks_at_least(k
     spec = "fastv:0.6,layer=1" + ("" if kind in VISION else f",tokens={SPEC}")
     _, cache, hidden = agree(kind, spec, lambda free: fastv(free, 1, 0.6))
     holds(cache, kind, [None, None, *(hidden.gone[layer] for layer in range(2, len(cache.layers)))])
+
+
+@pytest.mark.parametrize("kind", ["granite", *VISION])
+@pytest.mark.parametrize("all_below", [0.3, 1.0])
+def test_must_drop_is_a_full_reading_that_hides_what_no_text_looks_at(kind: str, all_below: float) -> None:
+    _, inputs, free = inputs_of(kind)
+    layers = (0, 1) if kind == "granite" else (0, 2)
+    spec = f"must_drop:all_below={all_below},each_below=0.25,layers={layers}".replace(" ", "")
+    spec += "" if kind in VISION else f",tokens={SPEC}"
+    real = inputs["attention_mask"].bool()
+    plain = must_drop(free, real, layers, all_below, 0.25)
+    _, cache, hidden = agree(kind, spec, lambda _: plain, cut=(0, layers[-1]))
+    final = hidden.gone[layers[-1] + 1]
+    assert bool(final.any())
+    holds(cache, kind, [final] * len(cache.layers))
+
+
+def test_thresholds_that_drop_nothing_and_key_tokens() -> None:
+    model, inputs, free = inputs_of("llava")
+    plain = read(model, inputs)
+    with kvpress.get_press("must_drop:layers=(0,1)")(model):
+        found = read(model, inputs)
+    assert torch.equal(found[0], plain[0])
+    keys = kvpress.get_press("protect(must_drop:each_below=1.0,layers=(0,1)):tokens=6:8")
+    with keys(model):
+        cache = read(model, inputs)[2]
+    for layer in positions(cache):
+        for row, heads in enumerate(layer):
+            pads = int((1 - inputs["attention_mask"][row]).sum())
+            left = set(free[row].nonzero().flatten().tolist())
+            assert all(left & set(head) == {pads + 6, pads + 7} for head in heads)
 
 
 def test_later_layers_compute_nothing_of_dropped_tokens() -> None:
