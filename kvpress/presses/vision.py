@@ -18,7 +18,12 @@ from kvpress.presses.protect import ranges_in
     "schedule",
     example="vision(snapkv:0.5):tokens=4:260",
     cases=("vision(knorm:0.5):tokens=2:8", "vision(adakv(snapkv:0.5,window_size=4)):tokens=1:4 6:9"),
-    exempt=(Exemption("pairs per layer", "what does not lie in its spans stays; its own tests count pairs of images"),),
+    exempt=(
+        Exemption("pairs per layer", "what does not lie in its spans stays; its own tests count pairs of images"),
+        Exemption(
+            "fuzz", "random prompts hold no images; its own tests read them in batches, turns and while generating"
+        ),
+    ),
     refuses=(
         Refusal("vision(snapkv:0.5):kind=video,tokens=0:4", "the ranges say already which tokens are meant"),
         Refusal("vision(decoding(knorm:0.5))", "images are cut once, after the prompt or turn that brings them"),
