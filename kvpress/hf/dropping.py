@@ -140,6 +140,10 @@ def check_model(session: Running, recipe: Recipe) -> None:
         )
     watched = [wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted != SPANS]
     hooks = bool(recipe.hooks) or any(step.prepare is not None for step in recipe.evictions)
+    if recipe.chunk is not None:
+        raise NotImplementedError(
+            "tokens are dropped by what the end of the prompt asks for, so it cannot be read in chunks: leave out bounded(x)"
+        )
     if watched or hooks or recipe.pattern is not None:
         found = ", ".join(sorted(set(watched))) or ("a pattern" if recipe.pattern is not None else "a second reading")
         raise NotImplementedError(
@@ -240,6 +244,9 @@ def cut_back(session: Running, forward: Forward, call: LayerCall) -> None:
 
 def whole_output(forward: Forward, output: Any) -> Any:
     """Return what the decoder made of the tokens that reached its end in the shape of all tokens."""
-    if forward.handed is not None:
-        output.last_hidden_state = forward.handed.whole(output.last_hidden_state)
+    if forward.handed is None:
+        return output
+    if isinstance(output, tuple):
+        return forward.handed.whole(output[0]), *output[1:]
+    output.last_hidden_state = forward.handed.whole(output.last_hidden_state)
     return output

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 import kvpress
+from kvpress.hf.attention import PressMask
 from tests.bad_input.refusals import forward, generate, refused
 from tests.caches import positions
 from tests.models import fingerprint, grow, padded_batch, position_ids, tiny_model, tokens
@@ -233,6 +235,24 @@ def test_protected_image_tokens_go_on_and_later_turns_are_read_whole() -> None:
                 assert sum(at < length for at in head) < int(inputs["attention_mask"][row].sum())
 
 
+@pytest.mark.parametrize(
+    "spec", ["vision(knorm:0.5)", "must_drop:each_below=0.2,layers=(0,1)", "video_xl2:dense=0,pool=4"]
+)
+def test_a_cache_with_images_goes_on_from_a_file_and_as_a_tuple(spec: str, tmp_path: Path) -> None:
+    model, inputs, _ = inputs_of("llava")
+    cache, press = DynamicCache(config=model.config), kvpress.get_press(spec)
+    with press(model), torch.no_grad():
+        logits = model(**inputs, past_key_values=cache).logits
+        assert torch.equal(model(**inputs, return_dict=False)[0], logits)
+        kvpress.save(cache, tmp_path / "images.kv", model, press)
+        loaded = kvpress.load(tmp_path / "images.kv", model)
+        mask, new = grow(inputs["attention_mask"], 1), tokens(3, 1, seed=3) % IMAGE
+        given = {"input_ids": new, "attention_mask": mask}
+        found, direct = (model(**given, past_key_values=one).logits for one in (loaded, cache))
+    assert torch.equal(found, direct)
+    assert positions(loaded) == positions(cache)
+
+
 def test_beams_copies_and_files_go_on_from_what_is_left(tmp_path: Path) -> None:
     model, inputs, _ = inputs_of("llama")
     press = kvpress.get_press(f"fastv:0.5,layer=0,tokens={SPEC}")
@@ -262,6 +282,7 @@ SHORT = "fastv:0.5,layer=0,tokens=2:5"
         ("llama", "fastv:0.5,layer=0", ValueError, "names none"),
         ("llama", f"{SHORT} + snapkv:0.5", NotImplementedError, "RecentQueries"),
         ("llama", f"{SHORT} + minference", NotImplementedError, "a pattern"),
+        ("llama", f"{SHORT} + bounded(knorm:0.5):chunk=8", NotImplementedError, "bounded(x)"),
     ],
 )
 def test_models_and_presses_that_cannot_be_handed_fewer_tokens_are_refused(
@@ -283,3 +304,24 @@ def test_a_prompt_without_images_is_read_whole_with_a_warning() -> None:
     with kvpress.get_press("fastv:0.5,layer=0")(model), pytest.warns(RuntimeWarning, match="no image or video tokens"):
         cache = model(input_ids=ids % IMAGE, attention_mask=mask, use_cache=True).past_key_values
     assert kvpress.memory_report(cache).kept == kvpress.memory_report(cache).seen
+
+
+@pytest.mark.parametrize("build", [sdpa_mask, eager_mask])
+def test_a_mask_of_some_tokens_is_that_of_all_at_their_places(build: Any) -> None:
+    """Masks that are more than causal are gathered, so that places in the whole prompt count."""
+    real = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+
+    def near(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return causal_mask_function(batch, head, query, key) & (query - key < 4)
+
+    given = {"batch_size": 2, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0, "attention_mask": real}
+    given |= {"dtype": torch.float32, "mask_function": near}
+    whole = PressMask(real, given, build).native()
+    index, left = torch.tensor([[0, 2, 5, 6, 7], [0, 1, 3, 4, 7]]), torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool()
+    found = PressMask(real, given, build).of_tokens(index, left).native()
+    assert found.shape == (2, 1, 5, 5)
+    for row in range(2):
+        at = index[row][left[row]]
+        assert torch.equal(found[row, 0][left[row]][:, left[row]], whole[row, 0][at][:, at])
+    hidden = False if found.dtype == torch.bool else torch.finfo(found.dtype).min
+    assert bool((found[0, 0, 1:, 0] == hidden).all())
