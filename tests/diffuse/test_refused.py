@@ -76,6 +76,25 @@ def test_presses(spec: str) -> None:
     refused(tiny_model("llama"), NotImplementedError, SPECS[spec], press=kvpress.get_press(spec))
 
 
+@pytest.mark.parametrize("name", [entry.name for entry in kvpress.list_presses() if entry.role in ("evict", "budget")])
+def test_every_press_that_evicts_does_so_around_a_block_or_is_refused(name: str) -> None:
+    (entry,) = (entry for entry in kvpress.list_presses() if entry.name == name)
+    model = tiny_model("llama")
+    for spec in entry.cases:
+        press = kvpress.get_press(spec)
+        runs: list[Any] = []
+        hook = model.register_forward_pre_hook(lambda *args, runs=runs: runs.append(args))
+        try:
+            found = kvpress.diffuse(model, tokens(1, 64), 4, mask_token=96, block_length=4, steps=2, press=press)
+        except (NotImplementedError, ValueError):
+            assert not runs, f"{spec} is refused after the model has run"
+            continue
+        finally:
+            hook.remove()
+        report = kvpress.memory_report(found.cache)
+        assert (report.kept < report.seen) == (not press.recipe().is_identity)
+
+
 def test_models() -> None:
     refused(tiny_model("qwen3_next"), NotImplementedError, "the causal mask .* has linear_attention layers")
     refused(tiny_model("mistral"), ValueError, "window of 8 tokens .* prompt and new tokens are 28: keep them within 8")

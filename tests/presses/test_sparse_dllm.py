@@ -31,26 +31,26 @@ def test_what_stays_around_a_block_is_what_plain_code_chooses(family: str, kerne
     """The first layer's queries and keys are made by hand, from the tokens of the last pass over all of them."""
     model, (ids, mask) = tiny_model(family), padded_batch([26, 19])
     press = kvpress.SparseDLLMPress(0.6, block_length=8, kernel_size=kernel)
-    states: list[Tensor] = []
-    found = kvpress.diffuse(
+    held: list[Any] = []
+    kvpress.diffuse(
         model, ids, 24, attention_mask=mask, mask_token=96, block_length=8, steps=2, cache=cache, press=press,
-        on_step=lambda found: states.append(found.sequences.clone()),
+        on_step=lambda found: held.append(found.cache and kvpress.kept_positions(found.cache)[0]),
     )  # fmt: skip
-    # The last block is the third of 24 tokens: its first pass saw what four steps had written.
-    read = states[3]
-    first, stop, total = ids.shape[1] + 16, ids.shape[1] + 24, ids.shape[1] + 24
-    kept = kvpress.kept_positions(found.cache)[0]
+    # The first block of three was chosen for by the first pass, which read masked tokens behind the prompt.
+    read = torch.cat([ids, torch.full((2, 24), 96)], dim=1)
+    first, stop, total = ids.shape[1], ids.shape[1] + 8, ids.shape[1] + 24
+    anew = total if cache == "prefix" else stop
     for row in range(2):
         pads = int((mask[row] == 0).sum())
         queries, keys = made(model, read[row, pads:])
-        at, block = torch.arange(total), slice(first - pads, stop - pads)
-        around = torch.cat([at[pads:first], at[stop:]]) - pads
-        worth = plain(queries[:, block], keys[:, around], kernel)
+        at = torch.arange(total)
+        around = torch.cat([at[pads:first], at[anew:]]) - pads
+        worth = plain(queries[:, first - pads : stop - pads], keys[:, around], kernel)
         count = int(len(around) * (1 - 0.6))
         least = worth.sort(descending=True).values[count - 1]
-        assert len(kept[row][0]) == count + 8
-        for head in kept[row]:
-            chosen = {int(c) - pads for c in head if not first <= c < stop}
+        assert len(held[0][row][0]) == count + anew - first
+        for head in held[0][row]:
+            chosen = {int(c) - pads for c in head if not first <= c < anew}
             assert {int(a) for a, w in zip(around, worth, strict=True) if w > least + 1e-4} <= chosen
             assert chosen <= {int(a) for a, w in zip(around, worth, strict=True) if w >= least - 1e-4}
 
