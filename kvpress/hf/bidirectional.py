@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.model import ModelFacts
+from kvpress.hf.attending import check_free
 from kvpress.hf.attention import native_name
 from kvpress.hf.models import attention_modules, decoder_of, facts_of, layer_types, uses_interface
 
@@ -23,7 +24,9 @@ def check_bidirectional(model: Any, tokens: int) -> ModelFacts:
     Raises:
         NotImplementedError: it cannot be removed; says why.
         ValueError: the sequence is longer than a sliding window of the model.
+        RuntimeError: its attention is replaced by something else.
     """
+    check_free(model)
     name, why = type(model).__name__, None
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -257,9 +258,21 @@ def test_a_pass_that_fails_half_way_leaves_no_mixed_cache() -> None:
     assert diffuse(model, ids).finished
 
 
-def test_two_models_in_two_threads_are_written_as_each_alone() -> None:
-    from concurrent.futures import ThreadPoolExecutor
+def test_another_thread_reads_the_plain_model_meanwhile() -> None:
+    model, ids, other = tiny_model("llama"), tokens(1, 12), tokens(2, 9, seed=5)
+    plain, whole = model(other).logits, diffuse(model, ids).sequences
+    with ThreadPoolExecutor(1) as pool:
+        both: list[Tensor] = []
+        found = diffuse(
+            model, ids, on_step=lambda found: both.append(pool.submit(lambda: model(other).logits).result().detach())
+        )
+    assert torch.equal(found.sequences, whole)
+    assert all(torch.equal(each, plain) for each in both)
+    with pytest.raises(RuntimeError, match="is replaced already, by a press or in another thread"):
+        diffuse(model, ids, on_step=lambda found: diffuse(model, ids) and None)
 
+
+def test_two_models_in_two_threads_are_written_as_each_alone() -> None:
     models, ids = [tiny_model("llama"), tiny_model("gpt_oss", "eager")], tokens(1, 6)
     short: Any = {"new_tokens": 2, "mask_token": MASK}
     alone = [kvpress.diffuse(model, ids[:, :5], **short).sequences for model in models]
