@@ -11,6 +11,7 @@ _EXPORTS = {
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
+    "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
     "kvpress.hf.branches": ["branch"],
     "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.handover": ["receive", "send"],
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
+    from kvpress.diffusion.generate import Diffusion, diffuse
     from kvpress.hf.branches import branch
     from kvpress.hf.files import CacheInfo, cache_info, load, save
     from kvpress.hf.handover import receive, send

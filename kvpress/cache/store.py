@@ -138,12 +138,13 @@ class KVStore(Rollback):
         sinks: Tensor | None = None,
         reader: Reader | None = None,
         opened: Opened | None = None,
+        causal: bool = True,
     ) -> Partial:
         """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
 
         Layers that share `mask` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
         `reader` reads the segments, unless the mask hides tokens in them: then all visible pairs are read. `opened` reads the
-        window, unless its pairs have weights of their own: then all of it is read.
+        window, unless its pairs have weights of their own: then all of it is read. Without `causal`, new tokens see later ones.
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
@@ -161,7 +162,7 @@ class KVStore(Rollback):
         if opened is not None and self.window.log_weight is None:
             parts.append(opened(self.window, mask))
         elif self.window.length:
-            parts.append(self.window.attend(rows, logits, length, mask))
+            parts.append(self.window.attend(rows, logits, length if causal else 1, mask))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])

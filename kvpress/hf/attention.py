@@ -164,11 +164,7 @@ def attention(
         return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None and not isinstance(attention_mask, PressMask):
         raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
-    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
-    if unknown:
-        raise NotImplementedError(
-            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
-        )
+    check_known(module, kwargs)
 
     store, length = call.store, query.shape[2]
     session, static, whole = forward.session, forward.static, forward.watch is not None or lent is not None
@@ -207,6 +203,15 @@ def attention(
     if static is None and not whole:
         session.observe(call)
     return result, call.attentions
+
+
+def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that a module hands its attention and that ours would leave out."""
+    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
+        )
 
 
 def logits_of(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
