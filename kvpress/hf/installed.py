@@ -107,11 +107,11 @@ def _alike(one: Running, other: Running) -> bool:
         and (one.recorder is None) == (other.recorder is None)
         and not one.block.private
         and not other.block.private
-        and _same(one.press, other.press)
+        and same(one.press, other.press)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two settings are the same, presses and tensors included."""
     if one is other:
         return True
@@ -121,11 +121,11 @@ def _same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and one.device == other.device and bool((one == other).all())
     if isinstance(one, BasePress):
         mine, theirs = ({n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (one, other))
-        return _same(mine, theirs)
+        return same(mine, theirs)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     try:
         return bool(one == other)
     except (TypeError, ValueError, RuntimeError):
