@@ -272,7 +272,7 @@ class Loop:
         """Choose anew what the draft and a partial verification read, after a round that the whole cache verified."""
         if isinstance(self.retrieve, RetrievedChunks) and rounds >= self.due:
             self.due = rounds + self.retrieve.every
-            attention = self.target.attention_at(self.target.seen - 1)
+            attention = self.target.newest_attention()
             choose(self.retrieve, self.target.mask, attention).put(self.drafter.cache)
         if self.partial is not None:
             self.partial.copy_of(self.target)

@@ -90,8 +90,9 @@ class Reader:
                 layer.crop(min(0, seen - layer.get_seq_length()))
         self.mask = self.mask[:, :seen]
 
-    def attention_at(self, place: int) -> Tensor:
-        """Return the attention `[B, seen]` that token `place`, one of the newest pass, pays in the layer that is watched."""
+    def newest_attention(self) -> Tensor:
+        """Return the attention `[B, seen]` that the newest token, one of the newest pass, pays in the layer that is watched."""
+        place = self.seen - 1
         for before, queries, store, logits in self.session.asked or ():
             if before <= place < before + queries.shape[2]:
                 return attention_of(queries[:, :, place - before, None], store, logits, self.mask)

@@ -240,6 +240,16 @@ def test_more_protected_pairs_than_the_budget_stay_with_a_warning_and_nothing_el
         prefill(model, kvpress.KnormPress(budget=6).protect(RANGES), ids)
 
 
+def test_a_budget_of_everything_leaves_every_layer_whole() -> None:
+    press = kvpress.get_press(
+        "decoding(protect(pyramidkv:window_size=8):tokens=0:2):compression_interval=3,target_size=99"
+    )
+    model = tiny_model("llama")
+    with press(model) as session:
+        model.generate(tokens(1, 30), max_new_tokens=8, do_sample=False)
+    assert [layer.store.stored() for layer in session.cache.layers] == [[37, 37]] * 3
+
+
 def test_one_reading_for_several_presses_protects_what_each_would_alone() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*CHAT)
     presses = [
