@@ -25,7 +25,7 @@ from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.layer import stop_recording
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
@@ -319,11 +319,7 @@ def _recording(request: Request, generate: Callable[[], Any]) -> Any:
     try:
         return generate()
     finally:
-        for layer in getattr(request.cache, "layers", ()):
-            if getattr(layer, "record_past", False) and id(layer) not in before:
-                layer.record_past = False
-                if isinstance(layer, PressLayer) and layer.store is not None:
-                    layer.store.record(False)
+        stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in before)
 
 
 def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from kvpress.cache.report import memory_report
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
 from kvpress.hf.clock import now
+from kvpress.hf.layer import stop_recording
 from kvpress.hf.models import new_cache
 from kvpress.speculation.accept import accept, draw, pulled
 from kvpress.speculation.checks import check_cache, check_draft, check_models, check_partial, check_settings, inputs_of
@@ -104,9 +105,9 @@ def speculate(
     Differs from the paper: the draft may be the target on less of its cache; rows of a batch go on together.
     """
     loop = Loop(model, press, as_draft(draft), verify, kwargs.get("streamer"))
-    ids = inputs_of(inputs)
+    given = {name: tensor.to(model.device) for name, tensor in inputs_of(inputs).items()}
     check_settings(kwargs, (kwargs.get("generation_config"), model.generation_config))
-    found: Speculation = model.generate(**ids, custom_generate=loop.generate, **kwargs)
+    found: Speculation = model.generate(**given, custom_generate=loop.generate, **kwargs)
     return found
 
 
@@ -176,6 +177,11 @@ class Loop:
         self.drafter = Reader(self.model if self.own else self.draft.model, self.proposing, None, mask)
         self.partial = None if self.verifying is None else Reader(self.model, self.verifying, None, mask)
         self.others = [reader for reader in (self.drafter, self.partial) if reader is not None]
+        if isinstance(self.retrieve, RetrievedChunks) and self.target.session.reads_itself:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} computes attention by itself, so that its queries are not known and cannot "
+                "choose chunks; use a press as the draft"
+            )
         short = self.retrieve if isinstance(self.retrieve, RetrievedPassages) else None
         together = [reader for reader in self.others if reader is self.partial or (self.own and short is None)]
         logits = read_prompt(self.target, together, self.ids)
@@ -203,6 +209,8 @@ class Loop:
             except BaseException:
                 self._take_back()
                 raise
+            finally:
+                stop_recording(self.target.cache.layers)
 
     # -- rounds ----------------------------------------------------------------------------------------------
 

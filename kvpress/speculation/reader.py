@@ -73,15 +73,15 @@ class Reader:
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         with torch.no_grad(), nullcontext() if self.installed else as_pass(Forward(self.session)):
             output = self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
+                ids.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
+                position_ids=positions.to(self.model.device),
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=logits,
             )
         self.mask, self.passes = mask, self.passes + 1
-        return output.logits[:, -logits:].float()
+        return output.logits[:, -logits:].float().to(ids.device)
 
     def take_back(self, seen: int) -> None:
         """Go back to the first `seen` tokens, which are accepted; also after a pass that failed between two layers."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import kvpress
+from benchmarks import tiny
 from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
 from tests.models import padded_batch, tiny_model
 
@@ -58,6 +59,8 @@ def test_greedy_is_plain_decoding(name: str) -> None:
     assert found.tokens == 1 + sum(found.accepted) + len(found.accepted)
     assert found.target_passes == len(found.accepted)
     assert found.draft_passes == sum(found.proposed)
+    assert not any(layer.record_past for layer in found.cache.layers)
+    assert kvpress.memory_report(found.cache).components.get("rollback", 0) == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
@@ -232,6 +235,15 @@ def test_bad_input_is_refused(settings: dict[str, Any], error: type[Exception], 
     given = {"inputs": inputs, "draft": "streaming_llm:0.5", "max_new_tokens": 2, **settings}
     with pytest.raises(error, match=match):
         kvpress.speculate(model, **given)
+
+
+def test_models_whose_queries_are_unknown_choose_no_chunks() -> None:
+    model, (_, inputs) = tiny.tiny("deepseek_v3"), model_and_prompt()
+    vocabulary = model.config.vocab_size
+    inputs["input_ids"] = inputs["input_ids"] % vocabulary
+    with pytest.raises(NotImplementedError, match="queries are not known"):
+        run(model, inputs, Draft(model=tiny_model("llama", vocab_size=vocabulary), retrieve=CHUNKS))
+    assert torch.equal(run(model, inputs, "streaming_llm:0.5").sequences, plain(model, inputs))
 
 
 def test_models_and_caches_that_do_not_fit() -> None:
