@@ -86,7 +86,7 @@ def allowed(row: dict[str, Any]) -> bool:
     return outer is None or outer == "any" or wrapper not in (None, outer)
 
 
-COUNT = 156
+COUNT = 120
 """Cases of CI: three of each trial that `ci_cases` draws specs for."""
 
 
