@@ -21,6 +21,8 @@ _EXPORTS = {
     "kvpress.hf.runahead": ["parallel_prefill"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
+    "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
+    "kvpress.speculation.loop": ["Speculation", "speculate"],
 }
 """Names that are no presses; presses are found by the names of their classes."""
 
@@ -59,3 +61,5 @@ if TYPE_CHECKING:
     from kvpress.hf.runahead import parallel_prefill
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill
+    from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+    from kvpress.speculation.loop import Speculation, speculate

@@ -26,7 +26,7 @@ from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.dropping import decoder_layers, hand_on
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.layer import stop_recording
 from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
@@ -109,11 +109,11 @@ def _alike(one: Running, other: Running) -> bool:
         and (one.recorder is None) == (other.recorder is None)
         and not one.block.private
         and not other.block.private
-        and _same(one.press, other.press)
+        and same(one.press, other.press)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two settings are the same, presses and tensors included."""
     if one is other:
         return True
@@ -123,11 +123,11 @@ def _same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and one.device == other.device and bool((one == other).all())
     if isinstance(one, BasePress):
         mine, theirs = ({n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (one, other))
-        return _same(mine, theirs)
+        return same(mine, theirs)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     try:
         return bool(one == other)
     except (TypeError, ValueError, RuntimeError):
@@ -333,11 +333,7 @@ def _recording(request: Request, generate: Callable[[], Any]) -> Any:
     try:
         return generate()
     finally:
-        for layer in getattr(request.cache, "layers", ()):
-            if getattr(layer, "record_past", False) and id(layer) not in before:
-                layer.record_past = False
-                if isinstance(layer, PressLayer) and layer.store is not None:
-                    layer.store.record(False)
+        stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in before)
 
 
 def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:
