@@ -377,6 +377,13 @@ BEFORE = ("knorm", "snapkv", "expected_attention", "tova")
 """What evicts first, where two presses do."""
 
 
+@cache
+def rewrites(name: str) -> bool:
+    """Whether a method, by itself, puts something in the place of the pairs that it keeps."""
+    entry = find(name)
+    return any(step.rewrite is not None for step in kvpress.get_press(entry.example).recipe().evictions)
+
+
 def is_spec(trees: list[Tree]) -> bool:
     """Whether the presses can be composed; what is refused, and in which words, is tested elsewhere."""
     try:
