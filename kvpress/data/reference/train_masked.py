@@ -103,6 +103,13 @@ def answered(model, length, count, seed=12345):
     return found
 
 
+def measure(model, args):
+    """Write what comes of all ways of reading beside the model."""
+    found = answered(model, args.length, args.questions)
+    written = {"args": {**vars(args), "out": str(args.out)}, "ways": found}
+    (args.out / "results.json").write_text(json.dumps(written, indent=1))
+
+
 def main():
     """Train, save, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,9 +119,13 @@ def main():
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--questions", type=int, default=50)
+    parser.add_argument("--measure", action="store_true", help="train nothing: ask the model that --out holds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.measure:
+        measure(AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval(), args)
+        return
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(kvpress.reference_path(), dtype=torch.float32)
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
@@ -141,10 +152,7 @@ def main():
             print(f"{step} {time.time() - started:.0f}s loss {loss.item():.3f} right {right.item():.3f}", flush=True)
     model.config.mask_token_id = MASK
     model.eval().to(torch.bfloat16).save_pretrained(args.out)
-    found = answered(model.float(), args.length, args.questions)
-    (args.out / "results.json").write_text(
-        json.dumps({"steps": step, "args": {**vars(args), "out": str(args.out)}, "ways": found}, indent=1)
-    )
+    measure(model.float(), args)
 
 
 if __name__ == "__main__":
