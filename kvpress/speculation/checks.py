@@ -32,6 +32,8 @@ REFUSED = {
     "prefill_chunk_size": "a press reads prompts in chunks: press='bounded(...)'",
     "cache_implementation": "leave it out: the cache grows",
     "stop_strings": "pass stopping_criteria=[StopStringCriteria(tokenizer, strings)]",
+    "penalty_alpha": "call model.generate for contrastive search",
+    "dola_layers": "call model.generate",
     "synced_gpus": "call model.generate",
 }
 """Settings of `generate` that nothing would come of here, and what to do instead."""
@@ -65,6 +67,12 @@ def inputs_of(inputs: Any) -> dict[str, Tensor]:
 
 def check_settings(given: Mapping[str, Any], settings: tuple[Any, ...]) -> None:
     """Refuse what `generate` would do and this does not."""
+    tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
+    if tensors:
+        raise ValueError(
+            f"{', '.join(tensors)} cannot be given beside the prompt: inputs hold input_ids and attention_mask, from which "
+            "positions follow"
+        )
     for name, advice in REFUSED.items():
         if setting(name, dict(given), settings):
             raise ValueError(f"{name}={setting(name, dict(given), settings)!r} has no meaning for speculate: {advice}")

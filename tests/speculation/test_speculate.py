@@ -222,6 +222,8 @@ def test_a_partial_cache_verifies_by_what_it_reads_and_the_whole_one_ends_exact(
         ({"assistant_model": tiny_model("llama")}, ValueError, "assistant_model"),
         ({"cache_implementation": "static"}, ValueError, "cache_implementation"),
         ({"stop_strings": ["."]}, ValueError, "StopStringCriteria"),
+        ({"penalty_alpha": 0.6}, ValueError, "contrastive search"),
+        ({"position_ids": torch.ones(1, 4)}, ValueError, "position_ids cannot be given"),
         ({"use_cache": False}, ValueError, "use_cache=False"),
         ({"verify": PartialVerification("snapkv:0.5")}, ValueError, "must be a selector"),
         ({"verify": "quest"}, TypeError, "verify must be"),
