@@ -25,7 +25,7 @@ METHOD = "leank"
     "leank",
     "quantise",
     "Zhang et al., 2025, arXiv:2508.02215",
-    example="leank:0.5",
+    example="leank:0.5,recent_size=256",
     needs="scales of the model: `kvpress calibrate --method leank` (`calibration`)",
     refuses=(Refusal("leank:0.5", "without a file of its own, a model other than the bundled reference model"),),
 )
