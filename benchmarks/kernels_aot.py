@@ -23,10 +23,12 @@ from typing import Any
 
 warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from kvpress.kernels.attention.triton import coded, dense, merge, packed  # noqa: E402
+from kvpress.kernels.formats.packed import NARROW as NARROW_SCALES  # noqa: E402
 from kvpress.kernels.mass import triton as mass  # noqa: E402
 from kvpress.kernels.quantisation import triton as pack  # noqa: E402
 from kvpress.kernels.scores import triton as scores  # noqa: E402
@@ -40,11 +42,12 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NARROW = {
     "int1 K32x1 V1x32 D128 M4": "32 rows of 16 bytes are 8 bytes for each of 64 threads",
+    "int4 K1x16 V1x16 D256 M4 levels float8_e4m3fn": "32 rows in columns of 16 bytes are 8 bytes for each of 64 threads",
     "int4 K16x1 V1x16 D80 M4": "rows of 40 bytes begin at multiples of 8",
 }
 """Why a variant that streams the cache copies fewer than 128 bits at a time."""
 
-TYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
+TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1}
 
 
 @dataclass(frozen=True)
@@ -108,22 +111,32 @@ def packed_variant(
     rank: int = 0,
     outliers: bool = False,
     weighted: bool = False,
+    floats: torch.dtype | None = None,
+    row_scaled: bool = False,
 ) -> Variant:
-    """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels."""
+    """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels.
+
+    With `floats`, codes stand for levels and meet scales of that dtype without zeros; with `row_scaled`, keys have a factor.
+    """
     kg, vg = key_group or (group, 1), (1, group)
-    most = packed.limits(2 * D, corrected=rank > 0 or outliers)
+    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None)
     block, fold = packed.block_rows(kg[0], not listed, most.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])
-    sides = {f"{side}{part}": dtype for side in ("KEY_", "VALUE_") for part in ("SCALE", "ZERO")}
+    narrow = 0 if floats is None else NARROW_SCALES.get(floats, 0)
+    dtype = "u8" if narrow else dtype
+    parts = ("SCALE", "ZERO") if floats is None else ("SCALE",)
+    sides = {f"{side}{part}": dtype for side in ("KEY_", "VALUE_") for part in parts}
     pointers = {"Q": "bf16", "KEYS": "u8", "VALUES": "u8", "LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32", **sides}
     pointers["LISTED" if listed else "STARTS"] = "i64"
     pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
+    pointers |= {} if floats is None else {"KEY_LEVELS": "fp16", "VALUE_LEVELS": "fp16"}
+    pointers |= {"KEY_ROW_SCALE": "fp16"} if row_scaled else {}
     constants = {
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
-        "HIGH": packed.outlier_tiles(D), "K_NARROW": 0, "V_NARROW": 0,
+        "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
     }  # fmt: skip
     for side in "KV":
         constants |= {f"{side}_RANK": rank, f"{side}_RP": packed.padded_rank(rank)}
@@ -132,10 +145,12 @@ def packed_variant(
     corrected = f" rank {rank}" if rank else ""
     corrected += " outliers" if outliers else ""
     corrected += " weighted" if weighted else ""
-    scales = sum(2 * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
+    corrected += "" if floats is None else f" levels {str(floats).removeprefix('torch.')}"
+    corrected += " rows scaled" if row_scaled else ""
+    scales = sum(len(parts) * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
-    read_bytes = block * (2 * D * bits / 8 + scales)
+    read_bytes = block * (2 * D * bits / 8 + scales + 2 * row_scaled)
     limits: dict[str, Any] = {"warps": packed.WARPS, "stages": packed.STAGES, "registers": most.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
     return Variant(name, packed.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
@@ -151,6 +166,7 @@ def coded_variant(
     listed: bool = False,
     scaled: bool = False,
     weighted: bool = False,
+    outliers: bool = False,
 ) -> Variant:
     """Decode on codes for so many coupled channels; with `half`, keys that are rotated when read.
 
@@ -162,6 +178,7 @@ def coded_variant(
     constants |= {"HALF": half, "KS": key.span, "KSP": key.span_padded, "KHP": key.pair_padded, "KRP": key.rest_padded}
     block = coded.block_rows(2 * D, half, scaled)
     constants |= {"VCP": value.span_padded, "VGP": value.rest_padded, "BM": rows, "BN": block}
+    constants["HIGH"] = packed.outlier_tiles(D)
     pointers = {"Q": "bf16", "KEY_CODES": "u8", "KEY_BOOK": "fp16", "VALUE_CODES": "u8", "VALUE_BOOK": "fp16"}
     pointers |= {"LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32"}
     pointers |= {"KEY_SCALE": "fp16", "VALUE_SCALE": "fp16"} if scaled else {}
@@ -170,7 +187,7 @@ def coded_variant(
     if half:
         pointers |= {"COARSE": "fp32", "FINE": "fp32", "SHIFT": "i64", "POSITIONS": "i32"}
     turned = f" rotary {2 * half}" if half else ""
-    options = f"{' scaled' if scaled else ''}{' weighted' if weighted else ''}"
+    options = f"{' scaled' if scaled else ''}{' weighted' if weighted else ''}{' outliers' if outliers else ''}"
     name = f"coded{'-select' if listed else ''} {coupled}c{bits}b{turned} D{D} M{rows}{options}"
     aligned = {"key_stride": "aligned", "value_stride": "aligned"}
     read_bytes = block * 2 * D / coupled * bits / 8
@@ -181,8 +198,9 @@ def coded_variant(
         constants,
         read_bytes,
         aligned,
+        dict.fromkeys(("KEY_TERMS", "VALUE_TERMS"), ("*i32", "*u8", "*fp16") if outliers else (None,) * 3),
         warps=coded.WARPS,
-        registers=coded.registers(scaled),
+        registers=coded.registers(scaled, outliers),
     )
 
 
@@ -288,6 +306,14 @@ def variants() -> Iterator[Variant]:
     yield packed_variant(4, 256, 4, rank=4, outliers=True)
     yield packed_variant(2, 128, 4, 128, key_group=(1, 128), rank=4, outliers=True)
     yield packed_variant(4, 128, 4, listed=True, rank=4, outliers=True)
+    for listed in (False, True):
+        yield packed_variant(8, 128, 4, 128, key_group=(1, 128), floats=torch.float16, listed=listed)
+        yield packed_variant(4, 128, 4, 16, key_group=(1, 16), floats=torch.float8_e4m3fn, listed=listed)
+        yield packed_variant(4, 128, 4, 32, key_group=(1, 32), floats=torch.float8_e8m0fnu, listed=listed)
+        yield packed_variant(4, 128, 4, 128, row_scaled=True, listed=listed)
+    yield packed_variant(2, 128, 4, 128, row_scaled=True)
+    yield packed_variant(4, 64, 4, 16, key_group=(1, 16), floats=torch.float8_e4m3fn)
+    yield packed_variant(4, 256, 4, 16, key_group=(1, 16), floats=torch.float8_e4m3fn)
     for coupled in (2, 4, 8):
         yield coded_variant(128, coupled, 8, 4)
     for bits in (1, 2, 3, 4, 9, 10, 12):
@@ -306,6 +332,10 @@ def variants() -> Iterator[Variant]:
         (256, 8, 8, 128),
     ):
         yield coded_variant(D, coupled, bits, 4, half=half)
+    for listed in (False, True):
+        yield coded_variant(128, 1, 3, 4, half=64, scaled=True, outliers=True, listed=listed)
+    yield coded_variant(64, 1, 4, 4, half=32, scaled=True, outliers=True)
+    yield coded_variant(128, 1, 4, 4, scaled=True, outliers=True)
     for dtype, D in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
         yield scores_variant(dtype, D, 16)
     for dtype, D in (("bf16", 16), ("bf16", 32), ("bf16", 128), ("fp32", 16)):
@@ -400,7 +430,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS))
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="variants whose name contains this; others stay in the file as they are"
+    )
     arguments = parser.parse_args()
     names = ("regs", "spills", "shared", "instr", "/byte", "copy128", "copy", "load128", "load")
     print(f"{'variant':42} {'chip':>6}", *(f"{name:>7}" for name in names))
@@ -413,6 +445,12 @@ def main() -> None:
             results.setdefault(variant.name, {})[f"sm_{chip}"] = figures
             print(f"{variant.name:42} sm_{chip:<3}", *(f"{figure:7}" for figure in figures.values()), flush=True)
     if arguments.out:
+        if arguments.only and arguments.out.is_file():
+            before = json.loads(arguments.out.read_text())
+            if before["triton"] != triton.__version__:
+                parser.error(f"{arguments.out} was made with triton {before['triton']}: make all of it again")
+            names_now = {variant.name for variant in variants()}
+            results = {name: chips for name, chips in before["variants"].items() if name in names_now} | results
         record = {"triton": triton.__version__, "variants": results}
         arguments.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 

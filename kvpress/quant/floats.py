@@ -239,7 +239,7 @@ def _codes(numbers: Tensor, format: Format) -> Tensor:
     """Nearest codes, uint8; magnitudes past the largest level get that one."""
     if format == "fp8":
         return numbers.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
-    levels = _levels(4, numbers.device)[:8]
+    levels = _levels(4, numbers.device)[:8].float()
     magnitude = torch.bucketize(numbers.abs(), (levels[1:] + levels[:-1]) / 2)
     return (magnitude + 8 * (numbers < 0)).to(torch.uint8)
 
@@ -247,9 +247,9 @@ def _codes(numbers: Tensor, format: Format) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """What the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for, float32; those of no number are never stored."""
+    """What the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for, float16; those of no number are never stored."""
     if bits == 8:
-        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
         return every.nan_to_num(nan=0.0).to(device)
-    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float16)
     return torch.cat([positive, -positive]).to(device)

@@ -27,6 +27,8 @@ REPRESENTATIVE = [
     ("int4-select K32x1 V1x32 D128 M4", 90),
     ("int4 K32x1 V1x32 D128 M4 rank 4 outliers", 90),
     ("int4 K32x1 V1x32 D128 M4 rank 2", 120),
+    ("int4 K1x16 V1x16 D64 M4 levels float8_e4m3fn", 90),
+    ("int2 K128x1 V1x128 D128 M4 rows scaled", 90),
     ("coded 4c8b D128 M4", 90),
     ("coded 4c8b rotary 128 D128 M4", 100),
     ("coded 1c4b D128 M4", 80),

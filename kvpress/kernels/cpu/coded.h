@@ -29,6 +29,9 @@ class CodedWorker {
         scores_(kCodedRows + kLanes) {}
 
   bool attend(const Piece& piece) {
+    const Stretch rows = p_.stretch(piece.stream, piece.begin);
+    const int count = int(piece.end - piece.begin);
+    if (!keys_.stores(rows, count) || !values_.stores(rows, count)) return false;
     for (int64_t m = 0; m < p_.queries; m += 4) attend_four(piece, m, int(std::min<int64_t>(4, p_.queries - m)));
     return true;
   }
@@ -46,6 +49,7 @@ class CodedWorker {
       keys_.score(rows, count, scores_);
       finish(piece.stream, m, rows, at, count);
       weigh(count);
+      values_.correct(rows, count, scores_);
       scale_rows(p_.values, rows, count);
       values_.collect(rows, count, scores_);
     }
@@ -67,10 +71,11 @@ class CodedWorker {
     scale(static_cast<const bf16*>(side.row_scale));
   }
 
-  // Row scales, cap and log-weights, and minus infinity where a query sees nothing.
+  // Row scales, outliers, cap and log-weights, and minus infinity where a query sees nothing.
   void finish(int64_t stream, int64_t m, Stretch rows, int64_t at, int count) {
     float* scores = flat();
     scale_rows(p_.keys, rows, count);
+    keys_.correct(rows, count, scores_);
     if (base_two_.capped())
       for (int i = 0; i < 4 * count; i += kLanes) store(scores + i, base_two_.finish(load(scores + i)));
     if (p_.log_weight)

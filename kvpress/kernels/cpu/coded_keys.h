@@ -2,6 +2,7 @@
 #pragma once
 
 #include "centroids.h"
+#include "coded_outliers.h"
 #include "rotary_dot.h"
 
 namespace kvpress {
@@ -14,6 +15,7 @@ class CodedKeys {
       : p_(p),
         indices_(p.keys, p.listed),
         assembler_(p.keys),
+        outliers_(p.keys),
         stride_(assembler_.stride()),
         table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
         products_(int64_t(1) << p.keys.bits),
@@ -39,6 +41,26 @@ class CodedKeys {
       look_up(block, count, scores);
     else
       put_together(block, rows, count, scores);
+  }
+
+  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count); }
+
+  // scores[t] += products of the queries with the outliers of row t, which are rotated as its key is.
+  KVPRESS_APART void correct(Stretch rows, int count, Quad* scores) const {
+    const int half = int(p_.rotary / 2);
+    outliers_.for_each(rows, count, [&](int t, int channel, float value) {
+      Quad product = queries_[channel];
+      if (channel < 2 * half) {
+        const bool high = channel >= half;
+        const int pair = high ? channel - half : channel;
+        const uint64_t position = p_.position(stream_, rows[t]);
+        const float *coarse = p_.coarse + position / kStep * p_.rotary + pair, *fine = p_.fine + position % kStep * p_.rotary + pair;
+        const float cosine = coarse[0] * fine[0] - coarse[half] * fine[half];
+        const float sine = coarse[0] * fine[half] + coarse[half] * fine[0];
+        product = product * cosine + (high ? queries_[pair] * -sine : queries_[pair + half] * sine);
+      }
+      scores[t] += product * value;
+    });
   }
 
  private:
@@ -105,6 +127,7 @@ class CodedKeys {
   const CodedProblem& p_;
   IndexRows<Index> indices_;
   Assembler<Index> assembler_;
+  const CodedOutliers outliers_;
   const int stride_;
   int64_t stream_ = 0;
   bool use_table_ = false;

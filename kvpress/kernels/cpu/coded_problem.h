@@ -19,6 +19,7 @@ struct Coded {
   int64_t book_groups;    // groups, or 1 where one book serves them all
   int64_t entries;
   int64_t coupled;
+  Correction correction;  // outliers only
 
   int64_t channels() const { return groups * coupled; }
   // Numbers of one group, and from one group to the next.

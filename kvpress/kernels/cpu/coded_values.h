@@ -2,6 +2,7 @@
 #pragma once
 
 #include "centroids.h"
+#include "coded_outliers.h"
 
 namespace kvpress {
 
@@ -13,11 +14,13 @@ class CodedValues {
       : side_(p.values),
         indices_(p.values, p.listed),
         assembler_(p.values),
+        outliers_(p.values),
         stride_(assembler_.stride()),
         table_(indices_.tables_pay(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
         weights_(indices_.parts() > 1 ? indices_.size() : 0),
         book_(p.values.entries * p.values.coupled),
-        sums_(4 * stride_) {}
+        sums_(4 * stride_),
+        added_(outliers_.none() ? 0 : side_.channels()) {}
 
   void begin(int64_t book, int64_t length) {
     number_ = book;
@@ -27,6 +30,14 @@ class CodedValues {
       std::memset(static_cast<void*>(table_), 0, sizeof(Quad) * indices_.columns() * indices_.size());
     else
       std::fill_n(static_cast<float*>(sums_), 4 * stride_, 0.f);
+    for (int c = 0; c < added(); ++c) added_[c] = Quad{};
+  }
+
+  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count); }
+
+  // Collect the outliers of some rows, which no row scale multiplies.
+  KVPRESS_APART void correct(Stretch rows, int count, const Quad* weights) {
+    outliers_.for_each(rows, count, [&](int t, int channel, float value) { added_[channel] += weights[t] * value; });
   }
 
   // Multiply everything collected so far.
@@ -35,6 +46,7 @@ class CodedValues {
       for (int i = 0; i < indices_.columns() * indices_.size(); ++i) table_[i] *= factor;
     else
       for (int i = 0; i < 4 * stride_; ++i) sums_[i] *= factor[i / stride_];
+    for (int c = 0; c < added(); ++c) added_[c] *= factor;
   }
 
   KVPRESS_APART void collect(Stretch rows, int count, const Quad* weights) {
@@ -47,13 +59,19 @@ class CodedValues {
 
   // out[i, channel] = weighted sum of the values times factor[i], for the first `live` queries.
   void finish(int live, Quad factor, float* out) {
-    if (use_table_) return mix_table(live, factor, out);
     const int channels = int(side_.channels());
+    if (use_table_)
+      mix_table(live, factor, out);
+    else
+      for (int i = 0; i < live; ++i)
+        for (int c = 0; c < channels; ++c) out[i * channels + c] = sums_[i * stride_ + c] * factor[i];
     for (int i = 0; i < live; ++i)
-      for (int c = 0; c < channels; ++c) out[i * channels + c] = sums_[i * stride_ + c] * factor[i];
+      for (int c = 0; c < added(); ++c) out[i * channels + c] += added_[c][i] * factor[i];
   }
 
  private:
+  int added() const { return outliers_.none() ? 0 : int(side_.channels()); }
+
   // table[column, index] += weights[t] for every row t.
   void add_to_table(IndexBlock<Index> rows, int count, const Quad* weights) {
     for_column_tiles(indices_.columns(), [&](auto tile, int column, auto first) {
@@ -139,11 +157,13 @@ class CodedValues {
   const Coded& side_;
   IndexRows<Index> indices_;
   Assembler<Index> assembler_;
+  const CodedOutliers outliers_;
   const int stride_;
   int64_t number_ = 0;  // of the book
   bool use_table_ = false;
   Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into
   Buffer<float> book_, sums_;
+  Buffer<Quad> added_;  // weighted sums of outliers, by channel
 };
 
 }  // namespace kvpress

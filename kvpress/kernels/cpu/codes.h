@@ -38,7 +38,10 @@ struct Planes {
 class PackedRows {
  public:
   explicit PackedRows(const Rows& side)
-      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? side.row_group : nullptr) {}
+      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? side.row_group : nullptr) {
+    const f16* levels = static_cast<const f16*>(side.levels);
+    for (int code = 0; levels && code < 1 << side.bits; ++code) levels_[code] = to_float(levels[code]);
+  }
 
   const Rows& side() const { return side_; }
   const Planes& planes() const { return planes_; }
@@ -91,7 +94,7 @@ class PackedRows {
           unpack<8>(codes(row) + plane.offset, plane, out);
       }
     if (side_.levels)
-      for (int c = 0; c < side_.channels; ++c) out[c] = side_.levels[int(out[c])];
+      for (int c = 0; c < side_.channels; ++c) out[c] = levels_[int(out[c])];
     switch (side_.dtype) {
       case kFloat16:
         return rescale<f16>(group(row), out);
@@ -162,6 +165,7 @@ class PackedRows {
   const Rows& side_;
   const Planes planes_;
   const int32_t* row_group_;
+  float levels_[256];
 };
 
 }  // namespace kvpress

@@ -36,7 +36,7 @@ struct Rows {
   int64_t group_rows;
   int64_t group_channels;
   int64_t groups;            // rows of scale and zero
-  const float* levels;       // [2^bits]: what each code stands for, or null where it is its number
+  const void* levels;        // float16 [2^bits]: what each code stands for, or null where it is its number
   const void* row_scale;     // [R]: factor of the product of each key with a query, or null
   int64_t row_dtype;         // of row_scale
   Correction correction;

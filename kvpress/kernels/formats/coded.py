@@ -6,7 +6,8 @@ With c coupled channels and E entries per book, codes of b bits packed as in `kv
 
     row[r, g * c + j] = row_scale[r] * book[stream % books, g, unpack(codes[r])[g], j]
 
-A book of one group serves all groups. A code past the end of its book names the last entry.
+A book of one group serves all groups. A code past the end of its book names the last entry. Outliers are added last, before
+the rotary embedding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.dense import DTYPES, Field
 from kvpress.kernels.formats.packing import CODE_BITS, row_step, unpack
 from kvpress.kernels.formats.rotary import Rotary
@@ -33,6 +35,7 @@ class Coded:
         bits: bits per code: 1, 2, 3, 4, 8, 9, 10 or 12.
         row_scale: factor of each row, float32, bfloat16 or float16 [R].
         rotary: rotary embedding that keys get as they are read; not for values.
+        correction: outliers that are added to the decoded rows; no low-rank terms.
     """
 
     codes: Tensor
@@ -40,6 +43,7 @@ class Coded:
     bits: int
     row_scale: Tensor | None = None
     rotary: Rotary | None = None
+    correction: Correction | None = None
 
     name: ClassVar[str] = "coded"
 
@@ -65,11 +69,18 @@ class Coded:
         values = book[torch.arange(codes.shape[1], device=codes.device), codes].float().flatten(1)
         if self.row_scale is not None:
             values = values * self.row_scale[rows, None].float()
+        if self.correction is not None:
+            values = values + self.correction.dense(rows, self.channels)
         return values if self.rotary is None else self.rotary.rotate(values, self.rotary.at(stream, rows))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that is stored."""
-        return (self.codes, self.book, self.row_scale, *(() if self.rotary is None else self.rotary.tensors()))
+        others = (*(() if self.rotary is None else self.rotary.tensors()), *self._terms.tensors())
+        return self.codes, self.book, self.row_scale, *others
+
+    @property
+    def _terms(self) -> Correction:
+        return self.correction or Correction()
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
         """Refuse codes, books and scales that do not belong together; `channels` are those of the queries, if they must be."""
@@ -96,9 +107,13 @@ class Coded:
             checks.contiguous(f"{name}.row_scale", self.row_scale)
         if self.rotary is not None:
             self.rotary.check(f"{name}.rotary", rows, groups * coupled)
+        if self._terms.low_rank is not None:
+            raise ValueError(f"{name}.correction must have outliers only, not a factor and a basis")
+        self._terms.check(f"{name}.correction", rows, groups * coupled)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
-        """Refuse streams whose rows stand at positions without angles."""
+        """Refuse streams whose rows stand at positions without angles, or have outliers that are not stored."""
+        self._terms.check_stored(f"{name}.correction", listed, self.channels)
         if self.rotary is not None:
             self.rotary.check_stored(listed, streams)
 
@@ -108,4 +123,4 @@ class Coded:
         half = int(self.book.dtype == torch.float16)
         scale = 0 if self.row_scale is None else DTYPES[self.row_scale.dtype]
         sizes = (self.codes.stride(0), self.bits, half, scale, books, self.groups, book_groups, entries, coupled)
-        return (self.codes, self.book, self.row_scale, *sizes)
+        return (self.codes, self.book, self.row_scale, *sizes, *self._terms.fields())

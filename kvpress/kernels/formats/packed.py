@@ -40,7 +40,7 @@ class Packed:
         group: rows and channels that share a scale.
         row_group: group of each row where it is not ``r // gr``, int32 [R].
         correction: terms added to the decoded rows; none beside `row_scale`.
-        levels: what each code stands for, float32 [2 ** bits], of magnitudes that float16 holds.
+        levels: what each code stands for, float16 [2 ** bits].
         row_scale: factor of each row, float32, bfloat16 or float16 [R]; of keys only.
     """
 
@@ -72,7 +72,7 @@ class Packed:
         if self.row_group is not None and self.group[0] > 1:
             group = self.row_group[rows].long()
         codes = unpack(self.codes[rows], self.bits)
-        values = codes.float() if self.levels is None else self.levels[codes.long()]
+        values = codes.float() if self.levels is None else self.levels.float()[codes.long()]
         values = values * self._spread(self.scale, group)
         if self.zero is not None:
             values = values + self._spread(self.zero, group)
@@ -118,7 +118,7 @@ class Packed:
             checks.shape(f"{name}.zero", self.zero, tuple(self.scale.shape), self.scale.dtype)
             checks.contiguous(f"{name}.zero", self.zero)
         if self.levels is not None:
-            checks.shape(f"{name}.levels", self.levels, (2**self.bits,), torch.float32)
+            checks.shape(f"{name}.levels", self.levels, (2**self.bits,), torch.float16)
             checks.contiguous(f"{name}.levels", self.levels)
         if self.row_scale is not None:
             checks.shape(f"{name}.row_scale", self.row_scale, (rows,), *checks.FLOATS)

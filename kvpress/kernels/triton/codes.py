@@ -93,7 +93,7 @@ def stand_for(code, LEVELS):
     if LEVELS is None:
         return code
     else:
-        return tl.load(LEVELS + code.to(tl.int32)).to(tl.float16)
+        return tl.load(LEVELS + code.to(tl.int32))
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from tests.kernels.builders import (
     angle_tables,
     assert_same_lse,
     coded,
+    correction,
     dense,
     frequencies,
     relative_error,
@@ -63,6 +64,25 @@ def test_matches_reference(
     keys, values = coded(s.rows, dim, coupled, bits), coded(s.rows, value_dim, coupled, bits)
     args = (s.q, rotated(keys, values, rotary(s, dim) if turned else None), s.where, Options(0.3))
     assert_close(decode(*args), reference.decode(*args))
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("turned", [0, 32, 64])
+@pytest.mark.parametrize("longest", [40, 3000])
+def test_outliers_are_added_and_rotated_with_their_keys(longest: int, turned: int, level: str) -> None:
+    s = streams([*LENGTHS[:4], longest], 5, 64)
+    keys, values = coded(s.rows, 64, 1, 4), coded(s.rows, 96, 1, 4, shared=True)
+    rotation = rotary(s, turned) if turned else None
+    (terms, exact), (value_terms, value_exact) = correction(s.rows, 64, 0, 0.1), correction(s.rows, 96, 0, 0.05)
+    scale = torch.rand(s.rows) + 0.5
+    keys, values = replace(keys, correction=terms), replace(values, correction=value_terms, row_scale=scale)
+    for where in (s.where, s.listed()):
+        found = cpu.decode(s.q, rotated(keys, values, rotation), where, Options(0.3), level=level)
+        assert_close(found, reference.decode(s.q, rotated(keys, values, rotation), s.where, Options(0.3)))
+    plain, row = replace(keys, correction=None), torch.arange(s.rows)
+    torch.testing.assert_close(keys.read(row), plain.read(row) + exact)
+    torch.testing.assert_close(values.read(row), replace(values, correction=None).read(row) + value_exact)
 
 
 @needs_compiler

@@ -29,7 +29,7 @@ def levelled(rows: int, dim: int, bits: int, group: tuple[int, int], kind: str) 
     codes = torch.randint(0, 2**bits, (rows, dim), dtype=torch.uint8)
     scale = torch.exp2(torch.randint(-9, 5, (-(-rows // group[0]), dim // group[1])).float())
     scale = (scale * (1 if kind == "e8m0" else 1.25)).to(KINDS[kind])
-    return Packed(pack_codes(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits))
+    return Packed(pack_codes(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits).half())
 
 
 def problem(kind: str, bits: int = 4, group: tuple[int, int] = (1, 16), dim: int = 64) -> tuple[Streams, Rows]:
@@ -80,7 +80,7 @@ def test_all_scales_of_eight_bits_are_read_as_torch_reads_them() -> None:
     for kind, codes in (("e4m3", torch.arange(127)), ("e8m0", torch.arange(100, 150))):
         scale = codes.to(torch.uint8).view(KINDS[kind])[:, None]
         keys = Packed(
-            torch.ones(len(codes), 16, dtype=torch.uint8), scale, None, 8, (1, 16), levels=torch.arange(256.0)
+            torch.ones(len(codes), 16, dtype=torch.uint8), scale, None, 8, (1, 16), levels=torch.arange(256.0).half()
         )
         rows = Rows(keys, replace(keys, codes=torch.full_like(keys.codes, 3)))
         q = torch.zeros(len(codes), 1, 16)
@@ -91,7 +91,7 @@ def test_all_scales_of_eight_bits_are_read_as_torch_reads_them() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"levels": torch.ones(15)}, "levels must be"),
+    ({"levels": torch.ones(15).half()}, "levels must be"),
     ({"zero": torch.ones(440, 4).half(), "scale": torch.ones(440, 4).to(torch.float8_e4m3fn)}, "scale must be"),
     ({"row_scale": torch.ones(3)}, "row_scale must be"),
 ])  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from kvpress.kernels import STEP, Listed, Options, Rotary, Rows
 from kvpress.kernels.attention import reference
 from kvpress.kernels.attention.triton import decode
-from tests.kernels.builders import Streams, coded, streams
+from tests.kernels.builders import Streams, coded, correction, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
 from tests.pairwise import every_pair
 
@@ -76,6 +76,19 @@ def test_keys_are_rotated_as_they_are_read(
     args = (s.q, Rows(replace(keys, rotary=turn), values), s.where)
     expected = reference.decode(*args, Options(0.1))
     assert_close(decode(*args, Options(0.1)), expected, lowest_precision(*args, 0.1, dtype))
+
+
+@pytest.mark.parametrize(("half", "listed"), [(0, True), (16, True), (32, False), (20, False)])
+@pytest.mark.parametrize("coupled", [1, 3])
+def test_outliers_are_added_and_rotated_with_their_keys(half: int, listed: bool, coupled: int) -> None:
+    s = streams(LENGTHS, 4, 96)
+    keys, values = coded(s.rows, 96, coupled, 4), coded(s.rows, 48, coupled, 4, shared=True)
+    (terms, _), (value_terms, _) = correction(s.rows, 96, 0, 0.1), correction(s.rows, 48, 0, 0.05)
+    keys = replace(keys, correction=terms, rotary=rotary(s, half, listed) if half else None)
+    values = replace(values, correction=value_terms, row_scale=torch.rand(s.rows) + 0.5)
+    args = (s.q, Rows(keys, values), s.where)
+    expected = reference.decode(*args, Options(0.1))
+    assert_close(decode(*args, Options(0.1)), expected, lowest_precision(*args, 0.1, torch.float16))
 
 
 @pytest.mark.parametrize("options", [{"causal": 3}, {"softcap": 4.0}])

@@ -186,7 +186,7 @@ def test_codes_stand_for_levels(
     def side(group: tuple[int, int]) -> Packed:
         scale = torch.exp2(torch.randint(-3, 2, (-(-s.rows // group[0]), 64 // group[1])).float()).to(kind)
         codes = torch.randint(0, 2**bits, (s.rows, 64), dtype=torch.uint8)
-        return Packed(pack(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits).half().float())
+        return Packed(pack(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits).half())
 
     check(s.q, Rows(side(key_group), side(value_group)), s.listed() if listed else s.where)
 

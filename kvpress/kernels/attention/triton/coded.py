@@ -4,7 +4,8 @@ One program decodes a block of rows once for all query heads of a group: a code 
 load, mostly from the first-level cache, which holds the book of a head (64 KiB for 256 entries and 128 float16 channels).
 Products are of the dtype of the books with float32 sums. Keys stored before their rotary embedding are decoded as two tiles,
 which hold the two channels of a pair at the same place, and rotated in float32. Row scales of values are multiplied into them,
-not into the weights, which would leave the range of a 16-bit float.
+not into the weights, which would leave the range of a 16-bit float. Outliers are terms of logits and
+outputs, as in `correction`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
 from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
 from kvpress.kernels.formats.coded import Coded
+from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.formats.rotary import STEP
 from kvpress.kernels.triton import codes, online
@@ -57,9 +60,9 @@ def block_rows(channels: int, half: int, scaled: bool = False) -> int:
     return 16 if half or scaled or channels > 256 else 32
 
 
-def registers(scaled: bool) -> int | None:
+def registers(scaled: bool, corrected: bool = False) -> int | None:
     """Registers per thread: without a limit, ptxas hoists so many loads of scaled rows that it spills."""
-    return 224 if scaled else None
+    return 255 if corrected else 224 if scaled else None
 
 
 @triton.jit
@@ -100,14 +103,41 @@ def _angles(COARSE, FINE, position, pair, live, HALF: tl.constexpr):
     return a * c - b * d, a * d + b * c
 
 
+@triton.jit
+def _rotated_outliers(
+    Q, m, live_m, FIRST, CHANNEL, DELTA, COARSE, FINE, position, row, live, D: tl.constexpr, HALF: tl.constexpr
+):
+    """Products of query rows m with outliers of keys that stand at positions [BN] and are rotated: float32 [BM, BN]."""
+    BN: tl.constexpr = row.shape[0]
+    SLOTS: tl.constexpr = correction.ENTRIES // BN
+    first, count, most = correction.entries_of(FIRST, row, live)
+    products = tl.zeros([m.shape[0], BN], tl.float32)
+    if most > 0:
+        at = tl.reshape(tl.broadcast_to(position[None, :], [SLOTS, BN]), [SLOTS * BN])
+        for e in tl.range(0, most, SLOTS):
+            channel, delta = correction.slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
+            turned = (channel < 2 * HALF) & (delta != 0)
+            high = channel >= HALF
+            cos, sin = _angles(COARSE, FINE, at, tl.where(high, channel - HALF, channel), turned, HALF)
+            cos = tl.where(turned, cos, 1.0)
+            other = tl.where(high, channel - HALF, channel + HALF)
+            sin = tl.where(high, -sin, sin)
+            own = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0).to(tl.float32)
+            mask = live_m[:, None] & turned[None, :]
+            own = own * cos[None, :] + tl.load(Q + m[:, None] * D + other[None, :], mask=mask, other=0.0) * sin[None, :]
+            products += tl.sum(tl.reshape(own * delta.to(tl.float32)[None, :], [m.shape[0], SLOTS, BN]), 1)
+    return products
+
+
 @triton.jit(do_not_specialize=["M", "width", "books", "causal"])
 def _kernel(
     Q, KEY_CODES, KEY_BOOK, KEY_SCALE, VALUE_CODES, VALUE_BOOK, VALUE_SCALE, LISTED, STARTS, LENGTHS, STREAM,
-    COARSE, FINE, SHIFT, POSITIONS, LOG_WEIGHT, OUT, LSE, key_stride, value_stride, M, width, books, causal, scale, softcap,
+    COARSE, FINE, SHIFT, POSITIONS, KEY_TERMS, VALUE_TERMS, LOG_WEIGHT, OUT, LSE,
+    key_stride, value_stride, M, width, books, causal, scale, softcap,
     KB: tl.constexpr, KG: tl.constexpr, KBG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr,
     VB: tl.constexpr, VG: tl.constexpr, VBG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr,
     HALF: tl.constexpr, KS: tl.constexpr, KSP: tl.constexpr, KHP: tl.constexpr, KRP: tl.constexpr,
-    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = KG * KC
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
@@ -140,6 +170,10 @@ def _kernel(
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, VGP * VCP], tl.float32)
+    key_first, key_channel, key_delta = KEY_TERMS
+    value_first, value_channel, value_delta = VALUE_TERMS
+    if value_first is not None:
+        outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
     first, last = online.share(length, BN)
     for at in tl.range(first, last, BN, num_stages=STAGES):
         live = at + i < last
@@ -174,11 +208,25 @@ def _kernel(
             products = tl.dot(q_rest, tl.reshape(rest, [KRP * KSP, BN]), products, input_precision="ieee")
         if KEY_SCALE is not None:
             products *= tl.load(KEY_SCALE + base + row, mask=live, other=0.0).to(tl.float32)[None, :]
+        if key_first is not None:
+            if HALF > 0:
+                products += _rotated_outliers(
+                    Q + n * M * D, m, live_m, key_first, key_channel, key_delta, COARSE, FINE, position, base + row, live,
+                    D, HALF,
+                )  # fmt: skip
+            else:
+                products += correction.key_outliers(
+                    Q + n * M * D, m, live_m, key_first, key_channel, key_delta, base + row, live, D
+                )
         logits = online.to_logits(products, scale, softcap)
         if LOG_WEIGHT is not None:
             logits += tl.load(LOG_WEIGHT + base + row, mask=live, other=0.0)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
+        if value_first is not None:
+            outliers = correction.value_outliers(
+                weights, keep, outliers, value_first, value_channel, value_delta, base + row, live
+            )
         live_v = live[:, None, None] & (vg < VG)[None, :, None]
         values = _side(
             VALUE_CODES + base * value_stride, VALUE_BOOK, (row * value_stride)[:, None, None], vg[None, :, None],
@@ -192,6 +240,11 @@ def _kernel(
 
     out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
+    if value_first is not None:
+        place = tl.arange(0, VGP * VCP)
+        channel = place // VCP * VC + place % VCP
+        there = (place // VCP < VG) & (place % VCP < VC)
+        acc += correction.outlier_outputs(outliers, tl.where(there, channel, 0), BM)
     out = tl.reshape(acc * norm[:, None], [BM, VGP, VCP])
     to = OUT + out_row[:, None, None] * (VG * VC) + (vg[:, None] * VC + vc[None, :])[None, :, :]
     live_v = (vg[:, None] < VG) & (vc[None, :] < VC)
@@ -221,6 +274,8 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             *streams(where),
             None if where.stream is None else where.stream.contiguous(),
             *((None,) * 4 if keys.rotary is None else keys.rotary.tensors()),
+            outliers(keys),
+            outliers(values),
             rows.weights(),
             out,
             lse,
@@ -247,7 +302,13 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             value.rest_padded,
             grid.rows,
             block,
+            padded(values.channels) // correction.LOW.value,
             num_warps=WARPS,
-            maxnreg=registers(scaled),
+            maxnreg=registers(scaled, keys.correction is not None or values.correction is not None),
         )
     return merged(out, lse)
+
+
+def outliers(side: Coded) -> tuple[Tensor | None, ...]:
+    """First, channel and delta of the outliers of a side."""
+    return tuple((side.correction or Correction()).tensors()[3:])

@@ -81,11 +81,11 @@ def key_outliers(Q, m, live_m, FIRST, CHANNEL, DELTA, row, live, D: tl.constexpr
     """Products of query rows m with the outliers of keys, float32 [BM, BN]."""
     BN: tl.constexpr = row.shape[0]
     SLOTS: tl.constexpr = ENTRIES // BN
-    first, count, most = _entries(FIRST, row, live)
+    first, count, most = entries_of(FIRST, row, live)
     products = tl.zeros([m.shape[0], BN], tl.float32)
     if most > 0:
         for e in tl.range(0, most, SLOTS):
-            channel, delta = _slots(CHANNEL, DELTA, first, count, e, SLOTS)
+            channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
             query = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0)
             products += tl.sum(tl.reshape(query.to(tl.float32) * delta.to(tl.float32), [m.shape[0], SLOTS, BN]), 1)
     return products
@@ -103,11 +103,11 @@ def value_outliers(weights, keep, acc, FIRST, CHANNEL, DELTA, row, live):
     SLOTS: tl.constexpr = ENTRIES // BN
     high, low = tl.arange(0, HIGH), tl.arange(0, LOW)
     acc *= tl.reshape(tl.broadcast_to(keep[:, None], [BM, HIGH]), [BM * HIGH])[None, :]
-    first, count, most = _entries(FIRST, row, live)
+    first, count, most = entries_of(FIRST, row, live)
     if most > 0:
         slots = tl.reshape(tl.broadcast_to(tl.trans(weights)[None, :, :], [SLOTS, BN, BM]), [SLOTS * BN, BM, 1])
         for e in tl.range(0, most, SLOTS):
-            channel, delta = _slots(CHANNEL, DELTA, first, count, e, SLOTS)
+            channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
             begins = (channel // LOW)[:, None, None] == high[None, None, :]
             own = tl.reshape(tl.where(begins, slots, 0.0), [SLOTS * BN, BM * HIGH]).to(delta.dtype)
             ends = tl.where((channel % LOW)[None, :] == low[:, None], delta[None, :], 0.0).to(delta.dtype)
@@ -123,7 +123,7 @@ def outlier_outputs(acc, channel, BM: tl.constexpr):
 
 
 @triton.jit
-def _entries(FIRST, row, live):
+def entries_of(FIRST, row, live):
     """Where the outliers of each row begin, how many they are, and the largest number."""
     first = tl.load(FIRST + row, mask=live, other=0)
     count = tl.load(FIRST + row + 1, mask=live, other=0) - first
@@ -131,7 +131,7 @@ def _entries(FIRST, row, live):
 
 
 @triton.jit
-def _slots(CHANNEL, DELTA, first, count, e, SLOTS: tl.constexpr):
+def slots_of(CHANNEL, DELTA, first, count, e, SLOTS: tl.constexpr):
     """Channel and delta of SLOTS outliers of every row, from number e on; a delta of zero where there is none."""
     e += tl.arange(0, SLOTS)[:, None]
     at = tl.reshape(first[None, :] + e, [SLOTS * first.shape[0]])

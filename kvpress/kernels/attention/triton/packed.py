@@ -38,12 +38,12 @@ class Limits:
     registers: int | None
 
 
-def limits(channels: int, corrected: bool) -> Limits:
-    """Limits for so many key and value channels, with corrections or without."""
+def limits(channels: int, corrected: bool, levelled: bool = False) -> Limits:
+    """Limits for so many key and value channels, with corrections or without, with levels or without."""
     if corrected:
         return Limits(8, 32, 255) if channels <= 256 else Limits(4, 16, 255)
     if channels > 256:
-        return Limits(16, 64, 255)
+        return Limits(16, 32 if levelled else 64, 255)
     # ptxas would spill from small tiles, as from large ones, to run more of them.
     return Limits(16, 64, 128 if channels <= 128 else None)
 
@@ -99,7 +99,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     key_terms, value_terms = keys.correction or Correction(), values.correction or Correction()
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
-    most = limits(D + DV, corrected=any(term is not None for term in terms))
+    most = limits(D + DV, any(term is not None for term in terms), keys.levels is not None)
     block, fold = block_rows(keys.group[0], isinstance(where, Ranges) and key_group is None, most.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])

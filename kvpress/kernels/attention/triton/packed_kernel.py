@@ -65,7 +65,9 @@ def decode_kernel(
         outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
 
     first, last = online.share(length + skipped, BN)
-    for at in tl.range(first, last, BN):
+    # Levels of 16 bits are too small to be copied asynchronously; a loop with stages of its own still fetches codes ahead.
+    STAGES: tl.constexpr = None if KEY_LEVELS is None else 3
+    for at in tl.range(first, last, BN, num_stages=STAGES):
         live = at + i < last
         if LISTED is None:
             live = live & (at + i >= skipped)
