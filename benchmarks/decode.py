@@ -38,6 +38,7 @@ from kvpress.cache.report import storage_bytes
 from kvpress.cache.store import KVStore
 from kvpress.calibrate.file import Calibration
 from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import PressLayer
 from kvpress.quant.codebook import Angles, CodedSegment, KeyRotation
 from kvpress.quant.press import pair
@@ -95,13 +96,28 @@ for _entry in kvpress.list_presses():
 class RandomBooks(kvpress.CoupledQuantPress):
     """Coupled quantisation with books drawn at random: reading costs the same whatever is in them."""
 
-    def books(self) -> Calibration:
+    def found(self) -> Calibration:
         channels = pair("coupled", self.coupled)[0]
         book = torch.randn(4, 64 // channels, 256, channels, generator=torch.Generator().manual_seed(0)).half()
         return Calibration({f"{layer}.{side}": book for layer in range(8) for side in ("keys", "values")}, {})
 
-    def check_books(self, model: ModelFacts) -> None:
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
         """There is no file to check."""
+        return super().recipe()
+
+
+class RandomLevels(kvpress.KVQuantPress):
+    """KVQuant with even levels and ranges drawn at random, which cost as much to read as any."""
+
+    def found(self) -> Calibration:
+        reach = 1 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
+        of_layer = {"low": -reach, "high": reach}
+        of_layer |= {f"{side}.{b}": torch.linspace(-1, 1, 2**b) for side in ("keys", "values") for b in (2, 3, 4)}
+        return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        """There is no file to check."""
+        return super().recipe()
 
 
 class RandomChannels(kvpress.DoubleSparsityPress):
@@ -112,7 +128,11 @@ class RandomChannels(kvpress.DoubleSparsityPress):
         return Channels({layer: torch.randn(4, 64, generator=generator).argsort() for layer in range(8)})
 
 
-STAND_INS = {kvpress.CoupledQuantPress: RandomBooks, kvpress.DoubleSparsityPress: RandomChannels}
+STAND_INS = {
+    kvpress.CoupledQuantPress: RandomBooks,
+    kvpress.KVQuantPress: RandomLevels,
+    kvpress.DoubleSparsityPress: RandomChannels,
+}
 """Presses that need a calibration, which this model has none of."""
 
 

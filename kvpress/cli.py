@@ -153,19 +153,25 @@ def calibrate_command(
     ],
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
-        Literal["cq", "double_sparsity", "duo_attention", "expected_attention", "qfilter", "rlkv", "triattention"],
+        Literal[
+            "cq", "double_sparsity", "duo_attention", "expected_attention", "kvquant", "qfilter", "rlkv", "triattention"
+        ],
         typer.Option(
-            help="What to fit: books for coupled quantisation, channels for double sparsity, statistics of queries for "
-            "expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
+            help="What to fit: books for coupled quantisation, levels for kvquant, channels for double sparsity, statistics "
+            "of queries for expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv "
+            "(a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
     bits: Annotated[str | None, typer.Option(help="cq: bits of a code, one number or keys,values (8).")] = None,
     fisher: Annotated[
-        bool | None, typer.Option("--fisher/--no-fisher", help="cq: weigh vectors by their squared gradients (yes).")
+        bool | None, typer.Option("--fisher/--no-fisher", help="cq, kvquant: weigh by squared gradients (yes).")
     ] = None,
-    iterations: Annotated[int | None, typer.Option(help="cq: most rounds of k-means (100).")] = None,
-    seed: Annotated[int | None, typer.Option(help="cq, duo_attention, rlkv: of what is drawn (0).")] = None,
+    iterations: Annotated[int | None, typer.Option(help="cq, kvquant: most rounds of k-means (100, 50).")] = None,
+    seed: Annotated[int | None, typer.Option(help="cq, kvquant, tables: of what is drawn (0).")] = None,
+    outliers: Annotated[
+        float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
+    ] = None,
     n_sink: Annotated[
         int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
     ] = None,
@@ -192,7 +198,8 @@ def calibrate_command(
         given = {
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
-            "fisher": fisher, "iterations": iterations, "seed": seed, "n_sink": n_sink,
+            "fisher": fisher, "iterations": iterations, "seed": seed, "outliers": outliers,
+            "n_sink": n_sink,
             "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in given.items() if value is not None})

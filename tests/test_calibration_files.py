@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 import kvpress
-from kvpress.calibrate import ChannelSettings, CoupledSettings, FilterSettings, QuerySettings, calibrate
+from kvpress.calibrate import ChannelSettings, CoupledSettings, FilterSettings, LevelSettings, QuerySettings, calibrate
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, digest_of
 from kvpress.calibrate.run import Parts
@@ -25,15 +25,23 @@ SETTINGS = {
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
+    "kvquant": LevelSettings(fisher=False, iterations=2),
     "qfilter": FilterSettings(),
 }
 SPECS = {
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
+    "kvquant": "kvquant:bits=2,calibration='{}'",
     "qfilter": "qfilter:0.5,filters='{}'",
 }
-TENSOR = {"cq": "2.keys", "double_sparsity": "2.qk", "expected_attention": "2.covariance", "qfilter": "2.filter"}
+TENSOR = {
+    "cq": "2.keys",
+    "double_sparsity": "2.qk",
+    "expected_attention": "2.covariance",
+    "kvquant": "2.values.2",
+    "qfilter": "2.filter",
+}
 each_method = pytest.mark.parametrize("method", SETTINGS)
 
 
@@ -180,7 +188,7 @@ def test_a_damaged_layer_of_a_stopped_run_is_fitted_again(tmp_path: Path) -> Non
     assert [again.has(layer) for layer in (0, 1)] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention"])
+@pytest.mark.parametrize("name", ["cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention", "kvquant"])
 def test_files_that_ship_carry_their_digest(name: str) -> None:
     assert calibration.read(calibration.shipped(name)).provenance["model"]["name"] == "reference"
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import kvpress
 from benchmarks import tiny
 from kvpress.cache.report import parse_bytes
-from kvpress.calibrate import ChannelSettings, CoupledSettings, calibrate
+from kvpress.calibrate import ChannelSettings, CoupledSettings, LevelSettings, calibrate
 from kvpress.cli import PLANNED, app
 from kvpress.plan import LONGEST, Geometry, longest_context, plan
 from tests.models import tiny_model, tokens
@@ -94,6 +94,7 @@ SEALING = {
     "squat": "squat:bits=2,group_size=16,residual_length=16",
     "nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
+    "kvquant": "kvquant:bits=3,calibration='{levels}'",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "think": "think:0.5,window_size=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
@@ -107,8 +108,12 @@ SEALING = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("calibrated")
-    made = {name: folder / f"{name}.safetensors" for name in ("books", "channels")}
-    settings = CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2), ChannelSettings()
+    made = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels")}
+    settings = (
+        CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2),
+        ChannelSettings(),
+        LevelSettings(fisher=False),
+    )
     for path, chosen in zip(made.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)
     return made

@@ -15,6 +15,7 @@ from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.kernels import STEP, Coded, Rotary, pack, rotate_halves
 from kvpress.quant.kmeans import assign
+from kvpress.quant.residual import Residual
 
 TOLERANCE = 1e-2
 """Largest difference of an embedding that counts as linear from the model's cosines and sines, rounding apart."""
@@ -111,12 +112,16 @@ class KeyRotation(Held):
 
 @dataclass(eq=False)
 class CodedRows(Held):
-    """Rows of codes, uint8 [R, groups * bits / 8], into books [heads, groups, E, c], each times its `row_scale [R]`."""
+    """Rows of codes, uint8 [R, groups * bits / 8], into books [heads, groups, E, c], each times its `row_scale [R]`.
+
+    Outliers in `residual` are added to what the codes stand for.
+    """
 
     codes: Annotated[Tensor, per_pair("codes")]
     book: Annotated[Tensor, per_layer("tables")]
     bits: int
     row_scale: Annotated[Tensor | None, per_pair("scales")] = None
+    residual: Annotated[Residual | None, part("corrections")] = None
 
     @classmethod
     def encode(cls, vectors: Tensor, book: Tensor, bits: int, layout: Layout) -> CodedRows:
@@ -139,7 +144,8 @@ class CodedRows(Held):
 
     def operand(self, rotary: Rotary | None = None) -> Coded:
         """As the operators take it."""
-        return Coded(self.codes, self.book, self.bits, self.row_scale, rotary)
+        correction = None if self.residual is None else self.residual.operand(len(self.codes))
+        return Coded(self.codes, self.book, self.bits, self.row_scale, rotary, correction)
 
 
 @dataclass(eq=False, repr=False)

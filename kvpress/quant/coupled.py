@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration
 from kvpress.core.checks import Size, check_count
-from kvpress.core.model import LayerFacts, ModelFacts
-from kvpress.core.recipe import Recipe
+from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register
-from kvpress.kernels import CODE_BITS, check_packing, per_pair, rotate_halves
+from kvpress.kernels import CODE_BITS, check_packing
 from kvpress.quant.bits import Bits
+from kvpress.quant.calibrated import CalibratedPress
 from kvpress.quant.codebook import Angles, CodedRows, CodedSegment, KeyRotation, angle_bytes
-from kvpress.quant.press import QuantisingPress, pair
+from kvpress.quant.press import pair
 
 METHOD = "cq"
 
@@ -37,7 +35,7 @@ METHOD = "cq"
     ),
 )
 @dataclass
-class CoupledQuantPress(QuantisingPress):
+class CoupledQuantPress(CalibratedPress):
     """Store `coupled` neighbouring channels of a head as one code of `bits` bits into a learned book of centroids.
 
         code = argmin_e |x[group] - book[head, group, e]|^2
@@ -60,6 +58,8 @@ class CoupledQuantPress(QuantisingPress):
     sinks: Size = 4
 
     allowed_bits: ClassVar[tuple[int, ...]] = CODE_BITS
+    method: ClassVar[str] = METHOD
+    tables: ClassVar[str] = "books"
 
     def validate(self) -> None:
         super().validate()
@@ -69,78 +69,29 @@ class CoupledQuantPress(QuantisingPress):
             raise ValueError(f"bits must be one number or a pair (keys, values) for codebooks, got {self.bits!r}")
 
     @property
-    def source(self) -> Path:
-        """The calibration file."""
-        if self.calibration is not None:
-            return Path(self.calibration)
-        return calibration.shipped(name_of(self.layer_bits().at(0), pair("coupled", self.coupled)))
+    def shipped_as(self) -> str:
+        return name_of(self.layer_bits().at(0), pair("coupled", self.coupled))
 
-    def books(self) -> Calibration:
-        """Read the calibration file."""
-        if self.calibration is None and not self.source.is_file():
-            raise ValueError(
-                f"no books are shipped for coupled={self.coupled} and bits={self.bits}; make a file with `kvpress calibrate "
-                "--method cq` and give it as `calibration`"
-            )
-        return calibration.read(self.source, METHOD)
-
-    def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        recipe = super().recipe(model)
-        if model is not None:
-            self.check_books(model)
-        return recipe
-
-    def check_books(self, model: ModelFacts) -> None:
-        """Refuse books that were made for another model or other settings, and models whose keys cannot be rotated back."""
-        found = self.books()
-        bits, coupled = self.layer_bits().at(0), pair("coupled", self.coupled)
-        wanted = {"bits": list(bits), "coupled": list(coupled)}
+    def check_settings(self, found: Calibration) -> None:
+        wanted = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
         made = {name: found.provenance["settings"].get(name) for name in wanted}
         if found.provenance["method"] == METHOD and made != wanted:
             raise ValueError(f"{self.source} was made for {made}, but the press asks for {wanted}")
 
-        def held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
-            sides = zip(("keys", "values"), bits, coupled, strict=True)
-            return {name: (layer.kv_heads, layer.head_dim // c, 2**b, c) for name, b, c in sides}
-
-        found.check(METHOD, model, self.source, held)
-        for layer in model.layers if model.loaded else ():
-            check_rotates_halves(layer)
+    def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+        sides = zip(("keys", "values"), self.layer_bits().at(0), pair("coupled", self.coupled), strict=True)
+        return {name: (layer.kv_heads, layer.head_dim // c, 2**b, c) for name, b, c in sides}
 
     def check_shape(self, layer: LayerFacts) -> None:
         check_coupling(layer.head_dim, pair("coupled", self.coupled), self.layer_bits().at(layer.index))
 
-    def codec_at(self, layer: int) -> Codec | None:
-        # Sliding-window layers have no books, and need none.
-        return super().codec_at(layer) if f"{layer}.keys" in self.books().tensors else None
-
     def layer_codec(self, layer: int) -> CoupledCodec:
         bits = self.layer_bits().at(layer)
-        tensors = self.books().tensors
+        tensors = self.found().tensors
         return CoupledCodec(
             tensors[f"{layer}.keys"], tensors[f"{layer}.values"], bits, pair("coupled", self.coupled),
             self.residual_length, self.sinks,
         )  # fmt: skip
-
-
-def check_rotates_halves(layer: LayerFacts) -> None:
-    """Refuse a layer whose rotary embedding is not one that pairs channels i and i + d / 2 of the leading d."""
-    if not layer.rotates or layer.module is None:
-        return
-    name = type(layer.module).__name__
-    if layer.rotate is None or layer.angles is None:
-        raise NotImplementedError(f"{name} has no rotary embedding of its decoder that keys could be turned back by")
-    device = next(layer.module.parameters()).device
-    cos, sin = layer.angles(torch.zeros(1, 1, 1), torch.tensor([[7]], device=device))
-    vectors = torch.randn(
-        1, 1, 1, layer.head_dim, device=cos.device, generator=torch.Generator(cos.device).manual_seed(0)
-    )
-    pairs = [per_pair(part[0]) for part in (cos, sin)]
-    fits = 2 * pairs[0].shape[-1] <= layer.head_dim
-    if not fits or not torch.allclose(
-        layer.rotate(vectors, cos, sin)[0, 0], rotate_halves(vectors[0, 0], *pairs), atol=1e-3
-    ):
-        raise NotImplementedError(f"{name} rotates channels in another layout than halves; its keys cannot be coded")
 
 
 def check_coupling(dim: int, coupled: tuple[int, int], bits: tuple[int, int]) -> None:
@@ -173,7 +124,7 @@ class CoupledCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         books = [book.to(segment.device) for book in (self.key_book, self.value_book)]
-        rotation = _rotation(sealing, segment.layout.streams, segment.device)
+        rotation = rotation_of(sealing, segment.layout.streams, segment.device)
         for earlier in sealing.earlier:
             if isinstance(earlier, CodedSegment):
                 books = [earlier.keys.book, earlier.values.book]
@@ -194,7 +145,7 @@ class CoupledCodec(Codec):
         return angle_bytes(tokens, dim)
 
 
-def _rotation(sealing: Sealing, streams: int, device: torch.device) -> KeyRotation | None:
+def rotation_of(sealing: Sealing, streams: int, device: torch.device) -> KeyRotation | None:
     """Positions of a layer's pairs; None where its keys are never rotated, or outside a model."""
     rotation = sealing.rotation
     if rotation is None:

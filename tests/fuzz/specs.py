@@ -97,6 +97,8 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("cq", "bits"): (4,),
     ("cq", "coupled"): (2,),
     ("cq", "calibration"): ("{books}",),
+    ("kvquant", "bits"): (2, 3, (4, 2)),
+    ("kvquant", "calibration"): ("{levels}",),
     ("adaquant", "bits"): ((4, 2), (8, 4)),
     ("squat", "block_size"): (4,),
     ("squat", "rotate"): (False,),

@@ -1,4 +1,4 @@
-"""Books for the tiny models, so that coupled quantisation can be tested on them."""
+"""Books and levels for the tiny models, so that calibrated codecs can be tested on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpress.calibrate import CoupledSettings, calibrate
+from kvpress.calibrate import CoupledSettings, LevelSettings, calibrate
 from tests.models import tiny_model, tokens
 
 
@@ -18,5 +18,17 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in ("llama", "qwen3", "phi3"):
         made[family] = folder / f"{family}.safetensors"
         settings = CoupledSettings((2, 2), (4, 4), fisher=family == "llama", iterations=5)
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
+    return made
+
+
+@pytest.fixture(scope="session")
+def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration files by model family: levels for `kvquant`."""
+    folder = tmp_path_factory.mktemp("levels")
+    made = {}
+    for family in ("llama", "qwen3", "phi3"):
+        made[family] = folder / f"{family}.safetensors"
+        settings = LevelSettings(fisher=family == "llama", iterations=5)
         calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
     return made

@@ -35,11 +35,19 @@ CODECS = {
     "kcvt": "gear:bits={bits},backbone=kcvt,buffer_length=16",
     "zipcache": "zipcache:bits={bits},low_bits={low},interval=10",
     "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
-    "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{books}'",
+    "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{cq}'",
+    "kvquant": "kvquant:bits=3,outliers=0.02,residual_length=8,calibration='{kvquant}'",
 }
-SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq")
+SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq", "kvquant")
 """Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
 FAMILIES = ["llama", "qwen3", "phi3"]
+Fitted = dict[str, dict[str, Path]]
+"""Calibration files by family and method."""
+
+
+@pytest.fixture(scope="module")
+def fitted(books: dict[str, Path], levels: dict[str, Path]) -> Fitted:
+    return {family: {"cq": books[family], "kvquant": levels[family]} for family in FAMILIES}
 
 
 def coding() -> set[str]:
@@ -62,10 +70,8 @@ def test_every_registered_codec_is_measured() -> None:
     assert registered == {spec.partition(":")[0] for specs in codecs.METHODS.values() for spec in specs}
 
 
-def press_of(
-    name: str, books: dict[str, Path], family: str = "llama", bits: int = 4, low: int = 2
-) -> kvpress.BasePress:
-    return kvpress.get_press(CODECS[name].format(bits=bits, low=low, books=books[family]))
+def press_of(name: str, fitted: Fitted, family: str = "llama", bits: int = 4, low: int = 2) -> kvpress.BasePress:
+    return kvpress.get_press(CODECS[name].format(bits=bits, low=low, **fitted[family]))
 
 
 def read(press: kvpress.BasePress, ids: Tensor, mask: Tensor | None = None, family: str = "llama") -> DynamicCache:
@@ -82,20 +88,20 @@ def contents(segment: Segment, stream: int) -> list[Tensor]:
 
 
 @every_codec
-def test_the_prompt_is_read_as_without_a_press(name: str, books: dict[str, Path]) -> None:
+def test_the_prompt_is_read_as_without_a_press(name: str, fitted: Fitted) -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([90, 41])
     expected = model(ids, attention_mask=mask).logits
-    with press_of(name, books)(model):
+    with press_of(name, fitted)(model):
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @every_codec
-def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str, books: dict[str, Path]) -> None:
+def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str, fitted: Fitted) -> None:
     model = tiny_model(family)
     ids, steps = tokens(2, 75), tokens(2, 26, seed=3)
-    with press_of(name, books, family)(model):
+    with press_of(name, fitted, family)(model):
         cache = model(ids, use_cache=True).past_key_values
         for step in range(steps.shape[1]):
             new = steps[:, step : step + 1]
@@ -113,9 +119,9 @@ def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str
 
 
 @every_codec
-def test_rows_do_not_influence_each_other(name: str, books: dict[str, Path]) -> None:
+def test_rows_do_not_influence_each_other(name: str, fitted: Fitted) -> None:
     ids, mask = padded_batch([120, 75])
-    together, alone = read(press_of(name, books), ids, mask), read(press_of(name, books), ids[1:, -75:])
+    together, alone = read(press_of(name, fitted), ids, mask), read(press_of(name, fitted), ids[1:, -75:])
     # The first layer's pairs do not depend on what attention returned.
     pairs = zip(together.layers[0].store.segments, alone.layers[0].store.segments, strict=True)
     for whole, single in pairs:
@@ -125,10 +131,10 @@ def test_rows_do_not_influence_each_other(name: str, books: dict[str, Path]) -> 
 
 
 @every_codec
-def test_encoded_pairs_never_change(name: str, books: dict[str, Path]) -> None:
+def test_encoded_pairs_never_change(name: str, fitted: Fitted) -> None:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
-    with press_of(name, books)(model):
+    with press_of(name, fitted)(model):
         out = model.generate(tokens(1, 60), max_new_tokens=20, min_new_tokens=20, past_key_values=cache)
         first = cache.layers[1].store.segments[0]
         before = contents(first, 0)
@@ -141,21 +147,21 @@ def test_encoded_pairs_never_change(name: str, books: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, spec in CODECS.items() if "{bits}" in spec])
-def test_more_bits_are_closer(name: str, books: dict[str, Path]) -> None:
+def test_more_bits_are_closer(name: str, fitted: Fitted) -> None:
     model = tiny_model("llama")
     ids = tokens(2, 100)
     exact = model(ids, use_cache=True).past_key_values.layers[0].values
     errors = []
     for bits, low in ((8, 8), (4, 4), (3, 3), (2, 2), (1, 1)):
-        layer = read(press_of(name, books, bits=bits, low=low), ids).layers[0]
+        layer = read(press_of(name, fitted, bits=bits, low=low), ids).layers[0]
         errors.append(float((layer.values - exact).square().mean()))
     assert errors == sorted(errors)
     assert errors[0] < errors[-1] / 100
 
 
 @every_codec
-def test_held_bytes_are_those_of_the_formula(name: str, books: dict[str, Path]) -> None:
-    press = press_of(name, books)
+def test_held_bytes_are_those_of_the_formula(name: str, fitted: Fitted) -> None:
+    press = press_of(name, fitted)
     cache = read(press, tokens(2, 500))
     for index, layer in enumerate(cache.layers):
         codec, store = press.codec_at(index), layer.store
@@ -171,8 +177,8 @@ def test_held_bytes_are_those_of_the_formula(name: str, books: dict[str, Path]) 
 
 
 @every_codec
-def test_eviction_comes_first_even_head_wise(name: str, books: dict[str, Path]) -> None:
-    press = kvpress.get_press("adakv(snapkv:0.4,window_size=4)") + press_of(name, books)
+def test_eviction_comes_first_even_head_wise(name: str, fitted: Fitted) -> None:
+    press = kvpress.get_press("adakv(snapkv:0.4,window_size=4)") + press_of(name, fitted)
     ids, mask = padded_batch([120, 75])
     store = read(press, ids, mask).layers[0].store
     assert sum(store.stored()) == 2 * int(120 * 0.6) + 2 * int(75 * 0.6)
@@ -182,8 +188,8 @@ def test_eviction_comes_first_even_head_wise(name: str, books: dict[str, Path]) 
 
 
 @every_codec
-def test_constant_and_huge_values_stay_finite(name: str, books: dict[str, Path]) -> None:
-    codec = press_of(name, books).codec_at(0)
+def test_constant_and_huge_values_stay_finite(name: str, fitted: Fitted) -> None:
+    codec = press_of(name, fitted).codec_at(0)
     from kvpress.cache.codec import Sealing
     from kvpress.cache.layout import Layout
     from kvpress.cache.segment import DenseSegment
@@ -201,10 +207,10 @@ def test_constant_and_huge_values_stay_finite(name: str, books: dict[str, Path])
         torch.testing.assert_close(found_keys, keys, atol=1e-2, rtol=1e-3)
 
 
-def test_the_salient_pairs_have_the_smaller_error(books: dict[str, Path]) -> None:
+def test_the_salient_pairs_have_the_smaller_error(fitted: Fitted) -> None:
     ids = tokens(2, 200)
     exact = tiny_model("llama")(ids, use_cache=True).past_key_values.layers[0]
-    segment = read(press_of("zipcache_all", books), ids).layers[0].store.segments[0]
+    segment = read(press_of("zipcache_all", fitted), ids).layers[0].store.segments[0]
     assert isinstance(segment, MixedSegment)
     salient = segment.in_second.view(4, -1)
     assert salient.sum(dim=1).tolist() == [60] * 4
@@ -213,8 +219,8 @@ def test_the_salient_pairs_have_the_smaller_error(books: dict[str, Path]) -> Non
         assert error[salient].mean() < error[~salient].mean() / 4
 
 
-def test_the_report_counts_tables_that_layers_share_once(books: dict[str, Path]) -> None:
-    cache = read(press_of("cq", books), *padded_batch([120, 75]))
+def test_the_report_counts_tables_that_layers_share_once(fitted: Fitted) -> None:
+    cache = read(press_of("cq", fitted), *padded_batch([120, 75]))
     report = kvpress.memory_report(cache)
     assert report.total_bytes == held(cache)
     assert report.layers[0].components["tables"] > report.layers[1].components["tables"] > 0

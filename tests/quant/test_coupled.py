@@ -15,7 +15,8 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.calibrate import CoupledSettings, calibrate
 from kvpress.hf.models import facts_of
-from kvpress.quant.coupled import CoupledCodec, check_rotates_halves
+from kvpress.quant.calibrated import check_rotates_halves
+from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.kmeans import assign, kmeans
 from tests.caches import prefill
 from tests.models import tiny_model, tokens

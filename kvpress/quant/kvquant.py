@@ -1,0 +1,203 @@
+"""KVQuant: non-uniform levels fitted to a model, keys before their rotary embedding, and a few exact outliers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.core.checks import Share, Size
+from kvpress.core.model import LayerFacts
+from kvpress.core.registry import Refusal, register
+from kvpress.kernels import pack
+from kvpress.kernels.formats.correction import MOST_CHANNELS
+from kvpress.quant.bits import Bits
+from kvpress.quant.calibrated import CalibratedPress
+from kvpress.quant.codebook import CodedRows, CodedSegment, angle_bytes
+from kvpress.quant.coupled import rotation_of
+from kvpress.quant.residual import Residual
+from kvpress.quant.runs import Counts, Runs
+from kvpress.quant.turboquant import below
+from kvpress.quant.uniform import parameter_bytes
+
+METHOD = "kvquant"
+FITTED_BITS = (2, 3, 4)
+TILE = 32
+"""Pairs of a head among which outliers are chosen."""
+
+
+@register(
+    "kvquant",
+    "quantise",
+    "Hooper et al., 2024, arXiv:2401.18079",
+    example="kvquant:bits=3",
+    needs="levels of the model: `kvpress calibrate --method kvquant` (`calibration`)",
+    refuses=(
+        Refusal("kvquant:bits=3", "without a file of its own, a model other than the bundled reference model"),
+        Refusal("kvquant:bits=8", "levels are fitted for 2, 3 and 4 bits"),
+    ),
+)
+@dataclass
+class KVQuantPress(CalibratedPress):
+    """Store channels as the nearest of `2**bits` levels that were fitted to the model, and a share of outliers exactly.
+
+        keys      x' = z[d] + r[d] * level[code],   z and r from the range of channel d in the calibration
+        values    x' = r[t] * level[code],          r[t] the largest magnitude of token t without its outliers
+
+    Levels are two lists for each layer, one for keys and one for values, and lie where numbers are frequent and matter. Keys
+    are coded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, the `outliers` share
+    of numbers is kept beside the codes, in 16 bits: those of keys that lie furthest from the middle of their channel for its
+    range, and of values those that are largest for their token; 0 keeps none. `calibration` is a file made by
+    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model's is found without it. `bits` is
+    2, 3 or 4, a pair (keys, values), or a list with either for every layer; pairs are coded 32 at a time, of which the newest
+    `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
+
+    Paper: Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization, 2024,
+    arXiv:2401.18079.
+    Differs from the paper: the number of outliers is fixed for every 32 pairs of a head, where its limits are percentiles, so
+    that the size is known beforehand; values have no zero point; levels are not moved afterwards (its Q-Norm); squared
+    gradients weigh errors in the units of the keys, not of their normalised channels.
+    """
+
+    bits: Bits = 4
+    outliers: Share = 0.01
+    calibration: str | None = None
+    residual_length: Size = 0
+    skip_layers: tuple[int, ...] = ()
+    sinks: Size = 4
+
+    allowed_bits: ClassVar[tuple[int, ...]] = FITTED_BITS
+    method: ClassVar[str] = METHOD
+    tables: ClassVar[str] = "levels"
+
+    @property
+    def shipped_as(self) -> str:
+        return METHOD
+
+    def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+        ranges: dict[str, tuple[int, ...]] = {name: (layer.kv_heads, layer.head_dim) for name in ("low", "high")}
+        return ranges | {f"{side}.{bits}": (2**bits,) for side in ("keys", "values") for bits in FITTED_BITS}
+
+    def check_shape(self, layer: LayerFacts) -> None:
+        super().check_shape(layer)
+        if self.outliers and layer.head_dim > MOST_CHANNELS:
+            raise ValueError(
+                f"outliers must be 0 for heads of more than {MOST_CHANNELS} channels, the model has {layer.head_dim}"
+            )
+
+    def layer_codec(self, layer: int) -> LevelCodec:
+        bits, tensors = self.layer_bits().at(layer), self.found().tensors
+        low, high = (tensors[f"{layer}.{name}"].float() for name in ("low", "high"))
+        levels = [tensors[f"{layer}.{side}.{b}"] for side, b in zip(("keys", "values"), bits, strict=True)]
+        return LevelCodec(
+            *centre_and_reach(low, high), levels[0], levels[1], bits, self.outliers, self.residual_length, self.sinks
+        )
+
+
+@dataclass
+class LevelCodec(Codec):
+    """Codes pairs by the levels of one layer; key channels of heads have a `centre` and a `reach [H, D]`."""
+
+    centre: Tensor
+    reach: Tensor
+    key_levels: Tensor
+    value_levels: Tensor
+    bits: tuple[int, int]
+    outliers: float
+    residual: int
+    sinks: int = 0
+    group: int = TILE
+
+    slot_bytes: ClassVar[int] = 4
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        layout, dtype = segment.layout, segment.keys.dtype
+        rotation = rotation_of(sealing, layout.streams, segment.device)
+        keys = segment.keys.float() if rotation is None else rotation.unrotate(segment)
+        head = layout.stream_of_row.to(segment.device) % len(self.centre)
+        normal = (keys - self.centre.to(segment.device)[head]) / self.reach.to(segment.device)[head]
+        books = self._books(sealing, segment.device)
+        outlying = largest(normal.abs(), self.outliers, self.group)
+        coded = CodedRows(pack(nearest(normal, self.key_levels), self.bits[0]), books[0], self.bits[0])
+        coded.residual = left_over(keys, coded, head, outlying, self.outliers, dtype)
+        normal, scale, outlying = by_token(segment.values, self.outliers, self.group)
+        mixed = CodedRows(pack(nearest(normal, self.value_levels), self.bits[1]), books[1], self.bits[1], scale)
+        mixed.residual = left_over(segment.values, mixed, head, outlying, self.outliers, dtype)
+        return CodedSegment(coded, mixed, layout, dtype, rotation)
+
+    def _books(self, sealing: Sealing, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what codes of keys `[H, D, E, 1]` and values `[H, 1, E, 1]` stand for, the same for all pairs of a layer."""
+        for earlier in sealing.earlier:
+            if isinstance(earlier, CodedSegment):
+                return earlier.keys.book, earlier.values.book
+        keys = self.centre[..., None] + self.reach[..., None] * self.key_levels.float()
+        values = self.value_levels.expand(len(keys), 1, -1)
+        return keys[..., None].half().to(device), values[..., None].half().contiguous().to(device)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        size = dim * sum(self.bits) / 8 + 2
+        if count := most_outliers(self.group, dim, self.outliers):
+            size += 2 * ((1 if dim < 256 else 2) + count / self.group * (1 + parameter_bytes(dtype)))
+        return size
+
+    def table_bytes(self, dim: int) -> int:
+        heads, (key_bits, value_bits) = len(self.centre), self.bits
+        return 2 * heads * (dim * 2**key_bits + 2**value_bits)
+
+    def shared_bytes(self, tokens: int, dim: int) -> int:
+        return angle_bytes(tokens, dim)
+
+
+def centre_and_reach(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the middle of the ranges from `low` to `high`, and half their width; 1 where a range is a point."""
+    reach = (high - low) / 2
+    return (high + low) / 2, torch.where(reach > 0, reach, 1.0)
+
+
+def nearest(numbers: Tensor, levels: Tensor) -> Tensor:
+    """Codes of the nearest of ascending levels, uint8."""
+    levels = levels.float().to(numbers.device)
+    return below((levels[1:] + levels[:-1]) / 2, numbers)
+
+
+def most_outliers(tile: int, dim: int, share: float) -> int:
+    """Return how many numbers of a tile are outliers."""
+    return round(share * tile * dim)
+
+
+def largest(sizes: Tensor, share: float, tile: int) -> Tensor:
+    """Mark the `share` of largest entries of every `tile` rows of `sizes [R, D]`."""
+    tiles = sizes.unflatten(0, (-1, tile)).flatten(1)
+    marks = torch.zeros_like(tiles, dtype=torch.bool)
+    marks.scatter_(1, tiles.topk(most_outliers(tile, sizes.shape[1], share), dim=1).indices, True)
+    return marks.view_as(sizes)
+
+
+def by_token(values: Tensor, share: float, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the outliers of values `[R, D]` and divide every row by the largest magnitude of its others.
+
+    Returns:
+        The quotients, float32 [R, D]; the divisors, bfloat16 or float16 [R]; the outliers, bool [R, D].
+    """
+    sizes = values.float().abs()
+    outlying = largest(sizes / sizes.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30), share, tile)
+    most = sizes.masked_fill(outlying, 0).amax(1)
+    scale = torch.where(most > 0, most, 1.0).to(torch.float16 if values.dtype == torch.float16 else torch.bfloat16)
+    return values.float() / scale.float()[:, None], scale, outlying
+
+
+def left_over(
+    exact: Tensor, coded: CodedRows, head: Tensor, outlying: Tensor, share: float, dtype: torch.dtype
+) -> Residual | None:
+    """What the marked numbers differ by from what their codes stand for, of a model of this dtype; None for a share of 0."""
+    if not share:
+        return None
+    row, channel = outlying.nonzero(as_tuple=True)
+    read = coded.read(torch.arange(len(outlying), device=outlying.device), head)
+    counts = outlying.sum(1).to(torch.uint8 if outlying.shape[1] < 256 else torch.int16)
+    delta = (exact.float() - read)[row, channel].to(torch.float32 if dtype == torch.float32 else torch.float16)
+    return Residual(Runs(1), outliers=Counts(counts), channel=channel.to(torch.uint8), delta=delta)
