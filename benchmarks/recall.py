@@ -36,6 +36,8 @@ SPECS = (
     "double_sparsity:budget={},skip_layers=0",
     "double_sparsity:budget={},skip_layers=0,label_bits=16",
     "double_sparsity:budget={},skip_layers=0,channels=32,label_bits=16",
+    "loki:budget={}",
+    "loki:budget={},label_bits=16",
     "tidal_decode:budget={},skip_layers=0,reselect_layer=1",
     "tidal_decode:budget={},skip_layers=0,reselect_layer=1,heads=query",
 )

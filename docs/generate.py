@@ -288,7 +288,10 @@ def phases(press: BasePress) -> tuple[str, ...]:
     recipe = press.recipe()
     stored = recipe.codec is not None
     hooks = {phase for hook in recipe.hooks for phase in hook.phases}
-    prompt = stored or bool(recipe.acting("prefill")) or "prefill" in hooks
+    named = any(
+        step.among is not None and not step.among.reads_tokens for step in recipe.evictions
+    )  # lies in the prompt
+    prompt = stored or named or recipe.dropping is not None or bool(recipe.acting("prefill")) or "prefill" in hooks
     generated = stored or recipe.selector is not None or bool(recipe.acting("decode")) or "decode" in hooks
     return tuple(name for name, acts in (("prompt", prompt), ("generated tokens", generated)) if acts)
 

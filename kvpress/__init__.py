@@ -11,6 +11,7 @@ _EXPORTS = {
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
+    "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
     "kvpress.hf.branches": ["branch"],
     "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.handover": ["receive", "send"],
@@ -20,6 +21,8 @@ _EXPORTS = {
     "kvpress.hf.runahead": ["parallel_prefill"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
+    "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
+    "kvpress.speculation.loop": ["Speculation", "speculate"],
 }
 """Names that are no presses; presses are found by the names of their classes."""
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
+    from kvpress.diffusion.generate import Diffusion, diffuse
     from kvpress.hf.branches import branch
     from kvpress.hf.files import CacheInfo, cache_info, load, save
     from kvpress.hf.handover import receive, send
@@ -57,3 +61,5 @@ if TYPE_CHECKING:
     from kvpress.hf.runahead import parallel_prefill
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill
+    from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+    from kvpress.speculation.loop import Speculation, speculate

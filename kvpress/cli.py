@@ -154,12 +154,21 @@ def calibrate_command(
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
         Literal[
-            "cq", "double_sparsity", "duo_attention", "expected_attention", "kvquant", "qfilter", "rlkv", "triattention"
+            "cq",
+            "double_sparsity",
+            "duo_attention",
+            "expected_attention",
+            "kvquant",
+            "leank",
+            "loki",
+            "qfilter",
+            "rlkv",
+            "triattention",
         ],
         typer.Option(
-            help="What to fit: books for coupled quantisation, levels for kvquant, channels for double sparsity, statistics "
-            "of queries for expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv "
-            "(a .tsv)."
+            help="What to fit: books for coupled quantisation, levels for kvquant, channels for double_sparsity, directions "
+            "of keys for loki, scales of channels for leank, statistics of queries for expected_attention_stats, triattention "
+            "or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,

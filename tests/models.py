@@ -61,9 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0) -> Any:
-    """A random model of a family, float32, in evaluation mode."""
-    settings = {**COMMON, **FAMILIES[family]}
+def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **other: Any) -> Any:
+    """A random model of a family, float32, in evaluation mode; `other` settings of its configuration."""
+    settings = {**COMMON, **FAMILIES[family], **other}
     config = CONFIG_MAPPING[family](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)

@@ -52,14 +52,14 @@ def follow(model: Any, press: Any, cache: Any, mask: Tensor | None, steps: int =
 
 
 def chosen_cases() -> list[int]:
-    """Numbers of conversations of the fuzz in which every method comes twice."""
+    """Numbers of conversations of the fuzz in which every method comes."""
     found: list[int] = []
-    left = dict.fromkeys(methods(), 2)
+    left = set(methods())
     for number, case in enumerate(ci_cases()):
-        fresh = [name for name in reaches(case) if left.get(name)]
+        fresh = left & reaches(case)
         if fresh and not refused(case):
             found.append(number)
-            left |= {name: left[name] - 1 for name in fresh}
+            left -= fresh
     return found
 
 

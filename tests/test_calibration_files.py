@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import save
 
 import kvpress
-from kvpress.calibrate import ChannelSettings, CoupledSettings, FilterSettings, LevelSettings, QuerySettings, calibrate
+from kvpress.calibrate import (
+    ChannelSettings,
+    CoupledSettings,
+    FilterSettings,
+    KeyDirectionSettings,
+    LevelSettings,
+    QuerySettings,
+    calibrate,
+)
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, digest_of
 from kvpress.calibrate.run import Parts
@@ -26,6 +34,7 @@ SETTINGS = {
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
     "kvquant": LevelSettings(fisher=False, iterations=2),
+    "loki": KeyDirectionSettings(),
     "qfilter": FilterSettings(),
 }
 SPECS = {
@@ -33,6 +42,7 @@ SPECS = {
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
     "kvquant": "kvquant:bits=2,calibration='{}'",
+    "loki": "loki:calibration='{}'",
     "qfilter": "qfilter:0.5,filters='{}'",
 }
 TENSOR = {
@@ -40,6 +50,7 @@ TENSOR = {
     "double_sparsity": "2.qk",
     "expected_attention": "2.covariance",
     "kvquant": "2.values.2",
+    "loki": "2.rotated",
     "qfilter": "2.filter",
 }
 each_method = pytest.mark.parametrize("method", SETTINGS)

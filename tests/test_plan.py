@@ -20,6 +20,7 @@ from kvpress.calibrate import ChannelSettings, CoupledSettings, LevelSettings, c
 from kvpress.cli import PLANNED, app
 from kvpress.plan import LONGEST, Geometry, longest_context, plan
 from tests.models import tiny_model, tokens
+from tests.scales import write_scales
 from tests.test_memory import held
 
 LENGTH, BATCH = 1024, 2
@@ -97,8 +98,11 @@ SEALING = {
     "kvquant": "kvquant:bits=3,calibration='{levels}'",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "think": "think:0.5,window_size=16",
+    "leank": "leank:0.5,calibration='{scales}',sink_size=4,recent_size=16,interval=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
+    "infllm_v2": "infllm_v2:budget=48,block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16",
+    "loki": "loki:budget=32",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",
     "double_sparsity": "double_sparsity:budget=32,skip_layers=0,calibration='{channels}'",
@@ -116,7 +120,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     for path, chosen in zip(made.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)
-    return made
+    return made | {"scales": write_scales(tiny_model("llama"), folder / "scales.safetensors")}
 
 
 def measured(press: Any, context: int, generated: int) -> tuple[int, int]:

@@ -21,12 +21,18 @@ AGAIN_AND_AGAIN = "snapkv"
 
 
 def drawn() -> dict[str, str]:
-    """A spec of every registered method, with settings that make it act within a few tokens."""
+    """A spec of every registered method, with settings that make it act within a few tokens.
+
+    What scores is drawn in a schedule that evicts while tokens are generated, and by itself too where it does so then.
+    """
     found: dict[str, str | None] = {"none": "none"}
     for name, method in specs.methods().items():
         rng = specs.seeded(1)
         if method.place == "scorer":
-            found[name] = specs.draw(name, None, None, "ratio", None, None, rng)
+            alone = specs.draw(name, None, None, "ratio", None, None, rng)
+            acts = alone is not None and kvpress.press_from_dict(specs.tree_of(alone)).recipe().acting("decode")
+            if acts or name == AGAIN_AND_AGAIN:
+                found[name] = alone
             found[f"decoding {name}"] = specs.draw(name, None, None, "decoding", None, None, rng)
         elif method.place == "wrapper":
             found[name] = specs.draw(AGAIN_AND_AGAIN, name, None, "ratio", None, None, rng)

@@ -33,6 +33,8 @@ SELECTORS = {
     "offloaded": f"{LABELS},offload=true",
     "tidal": "tidal_decode:budget=12,skip_layers=0",
     "sparq": "sparq:budget=12,channels=8",
+    "blocks": "infllm_v2:budget=24,block_size=4,kernel_size=4,stride=2,n_sink=4,n_recent=8",
+    "loki": "loki:budget=12,channels=8",
 }
 EVICTING = {
     "again and again": "h2o:0.4,interval=3 + kivi:bits=8,group_size=4,residual_length=4",

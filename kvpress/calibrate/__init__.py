@@ -20,7 +20,7 @@ def methods() -> dict[str, type[Any]]:
     found, known = [importlib.import_module(f"{__name__}.run").Settings], {}
     while found:
         found += (kind := found.pop()).__subclasses__()
-        if not isabstract(kind):
+        if not isabstract(kind) and hasattr(kind, "method"):
             known[kind.method] = kind
     return known
 

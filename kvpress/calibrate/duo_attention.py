@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from kvpress.calibrate.gates import Gated, GateSettings
+from kvpress.calibrate.gates import Distilled
 from kvpress.core.checks import Count, NotNegative, Positive, Size
 
 
 @dataclass(frozen=True)
-class DuoAttentionSettings(GateSettings):
+class DuoAttentionSettings(Distilled):
     """Gates by distillation of the full model, a table for `duo_attention`.
 
         loss = mean((h - h')^2) / mean(h'^2) + price * mean(gates)
@@ -33,14 +30,3 @@ class DuoAttentionSettings(GateSettings):
     price: NotNegative = 0.05
     steps: Count = 200
     lr: Positive = 0.02
-
-    def prompt(self, model: Any, attention: Gated, ids: Tensor) -> tuple[Tensor, Tensor]:
-        start = len(ids) - self.answer
-        return ids, attention.read(model, ids).hidden_states[-1][0, start:].float()
-
-    def loss(self, model: Any, attention: Gated, prompt: tuple[Tensor, Tensor], generator: torch.Generator) -> Tensor:
-        del generator
-        (ids, target), start = prompt, len(prompt[0]) - self.answer
-        found = attention.follow(model, ids[None, start:], torch.tensor([start], device=ids.device))
-        apart = (found.hidden_states[-1][0].float() - target).square().mean() / target.square().mean()
-        return apart + self.price * attention.gates.mean()

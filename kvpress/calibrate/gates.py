@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +69,8 @@ class GateSettings(Settings):
     def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
         del parts
         facts = host().facts_of(model)
-        gates = torch.ones(len(facts.layers), facts.layers[0].kv_heads, device=model.device)
-        attention = Gated(
-            gates.requires_grad_(), {layer.index for layer in facts.growing}, self.sink_size, self.recent_size
-        )
+        gates = torch.ones(len(facts.layers), *self.gated(facts), device=model.device)
+        attention = self.attention(gates.requires_grad_(), {layer.index for layer in facts.growing})
         optimiser = torch.optim.AdamW([gates], lr=self.lr, weight_decay=0.0)
         generator = torch.Generator(device=model.device).manual_seed(self.seed)
         with frozen(model), host().attending(model, attention):
@@ -98,7 +96,20 @@ class GateSettings(Settings):
                 with torch.no_grad():
                     gates.clamp_(0, 1)
                 report("steps", step + 1, self.steps)
-        return {TENSOR: gates.detach().cpu()}
+        return self.named(gates.detach().cpu(), facts)
+
+    def attention(self, gates: Tensor, growing: set[int]) -> Gated:
+        """Return the attention that the gates are part of."""
+        return Gated(gates, growing, self.sink_size, self.recent_size)
+
+    def gated(self, model: ModelFacts) -> tuple[int, ...]:
+        """Return the shape of the gates of a layer."""
+        return (model.layers[0].kv_heads,)
+
+    def named(self, gates: Tensor, model: ModelFacts) -> dict[str, Tensor]:
+        """Return what the file holds of trained gates."""
+        del model
+        return {TENSOR: gates}
 
     @abstractmethod
     def prompt(self, model: Any, attention: Gated, ids: Tensor) -> Any:
@@ -107,6 +118,22 @@ class GateSettings(Settings):
     @abstractmethod
     def loss(self, model: Any, attention: Gated, prompt: Any, generator: torch.Generator) -> Tensor:
         """Return the loss of one sequence that was read, which hangs on the gates alone."""
+
+
+@dataclass(frozen=True)
+class Distilled(GateSettings):
+    """Gates that may close as far as the last hidden states of the `answer` tokens stay those of full attention."""
+
+    def prompt(self, model: Any, attention: Gated, ids: Tensor) -> tuple[Tensor, Tensor]:
+        start = len(ids) - self.answer
+        return ids, attention.read(model, ids).hidden_states[-1][0, start:].float()
+
+    def loss(self, model: Any, attention: Gated, prompt: tuple[Tensor, Tensor], generator: torch.Generator) -> Tensor:
+        del generator
+        (ids, target), start = prompt, len(prompt[0]) - self.answer
+        found = attention.follow(model, ids[None, start:], torch.tensor([start], device=ids.device))
+        apart = (found.hidden_states[-1][0].float() - target).square().mean() / target.square().mean()
+        return apart + self.price * attention.gates.mean()
 
 
 @contextmanager
@@ -169,22 +196,36 @@ class Gated:
         visible = there[:, None] & (key <= query)
         if asked.window:
             visible = visible & (query - key < asked.window)
-        queries = asked.queries.reshape(batch, heads, -1, dim)
-        past = asked.logits(queries, keys.expand(batch, -1, -1, -1))
-        logits = torch.cat([past, asked.logits(queries, asked.keys.float())], dim=-1).unflatten(2, (-1, new))
-        weights = _softmax(logits.masked_fill(~visible[:, None, None], -torch.inf), asked.sinks)
+        near = visible & ((key < self.sink_size) | (query - key < self.recent_size))
+
+        def logits(scale: Tensor | None = None) -> Tensor:
+            """Logits `[B, H, G, n, S]`, of keys that are scaled by `[H, D]`."""
+            queries = (
+                asked.queries if scale is None else asked.queries * scale.repeat_interleave(groups, dim=0)[:, None]
+            )
+            queries = queries.reshape(batch, heads, -1, dim)
+            past = asked.logits(queries, keys.expand(batch, -1, -1, -1))
+            return torch.cat([past, asked.logits(queries, asked.keys.float())], dim=-1).unflatten(2, (-1, new))
+
+        groups = asked.queries.shape[1] // heads
         if asked.layer in self.growing:
-            near = visible & ((key < self.sink_size) | (query - key < self.recent_size))
-            streaming = _softmax(logits.masked_fill(~near[:, None, None], -torch.inf), asked.sinks)
-            gate = self.gates[asked.layer] if self.open is None else torch.full_like(self.gates[asked.layer], self.open)
-            gate = gate[:, None, None, None]
-            weights = gate * weights + (1 - gate) * streaming
+            weights = self.weights(asked, logits, visible[:, None, None], near[:, None, None])
+        else:
+            weights = softmax(logits().masked_fill(~visible[:, None, None], -torch.inf), asked.sinks)
         weights = weights.flatten(2, 3)
         out = weights[..., : len(known)] @ values + weights[..., len(known) :] @ asked.values.float()
         return out.unflatten(2, (-1, new)).flatten(1, 2)
 
+    def weights(self, asked: Asked, logits: Callable[..., Tensor], visible: Tensor, near: Tensor) -> Tensor:
+        """Return attention weights `[B, H, G, n, S]`, of what is `visible`, or `near`, `[B, 1, 1, n, S]`."""
+        found = logits()
+        whole, streaming = (softmax(found.masked_fill(~seen, -torch.inf), asked.sinks) for seen in (visible, near))
+        gate = self.gates[asked.layer] if self.open is None else torch.full_like(self.gates[asked.layer], self.open)
+        gate = gate[:, None, None, None]
+        return gate * whole + (1 - gate) * streaming
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax of `logits [B, H, G, n, S]`, beside learned sinks `[H * G]`."""
     if sinks is None:
         return logits.softmax(dim=-1)

@@ -15,6 +15,7 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         ("codec", [press for press, recipe in recipes if recipe.codec is not None]),
         ("selector", [press for press, recipe in recipes if recipe.selector is not None]),
         ("pattern", [press for press, recipe in recipes if recipe.pattern is not None]),
+        ("dropping of tokens", [press for press, recipe in recipes if recipe.dropping is not None]),
         (
             "eviction while decoding",
             [press for press, r in recipes for e in r.evictions if e.schedule.every is not None],
@@ -48,6 +49,7 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         hooks=tuple(hook for part in parts for hook in part.hooks),
         offloads=any(part.offloads for part in parts),
         protected=protected_by(parts),
+        dropping=next((part.dropping for part in parts if part.dropping is not None), None),
     )
 
 

@@ -14,7 +14,7 @@ from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
 from kvpress.core.cut import evict
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe
-from kvpress.core.spared import free_pairs, left_of_spans, new_spans, note_done
+from kvpress.core.spared import free_pairs, left_of_spans, new_spans, note_done, warn_of_absent
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
@@ -177,6 +177,7 @@ class Executor:
         """Evict from spans that have been closed since the last time."""
         rule = step.among
         assert rule is not None  # noqa: S101 - for type checkers
+        warn_of_absent(rule, calls[0])
         if any(closed for call in calls for closed in new_spans(rule, call)):
             for call in calls:
                 call.keep_store()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 GROWING = ("full_attention", "hybrid")
 """Kinds of cache layers that hold a pair for every token; `hybrid` ones hold a state of another kind beside them."""
+
+VISION = ("image", "video")
+"""What tokens may stand for beside text."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class ModelFacts:
     """A model as methods see it: `layers` are its attention layers, of `depth` layers in all.
 
     `dtype` is that of its cache, `window` the length of sliding layers. `loaded` says that there are weights, and not a
-    configuration alone; `tokenizer` loads the one beside the model.
+    configuration alone; `tokenizer` loads the one beside the model. `vision` are the ids that stand for images and videos in a
+    prompt, by kind; empty where a model reads text only.
     """
 
     name: str
@@ -69,6 +73,7 @@ class ModelFacts:
     revision: str | None = None
     loaded: bool = False
     tokenizer: Callable[[], Any] | None = None
+    vision: dict[str, int] = field(default_factory=dict)
 
     @property
     def growing(self) -> tuple[LayerFacts, ...]:

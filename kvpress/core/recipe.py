@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec
+from kvpress.core.dropping import Dropping
 from kvpress.core.pattern import Pattern
 from kvpress.core.selector import Selector
 from kvpress.observe.call import Phase
@@ -397,6 +398,7 @@ class Recipe:
 
     `codec`, `selector` and `pattern` give those of an attention layer, None for none. `observers` are watched at all times.
     `offloads` says that pairs are kept in host memory. Pairs in `protected` spans are taken by no eviction; amounts count them.
+    With `dropping`, layers behind some are handed only a part of the tokens of a first prompt.
     """
 
     evictions: tuple[Eviction, ...] = ()
@@ -407,6 +409,7 @@ class Recipe:
     hooks: tuple[PassHook, ...] = ()
     offloads: bool = False
     protected: tuple[Spans, ...] = ()
+    dropping: Dropping | None = None
 
     def __post_init__(self) -> None:
         own = [step for step in self.evictions if step.compress is not None or step.hook is not None]
@@ -427,7 +430,8 @@ class Recipe:
     @property
     def spans(self) -> tuple[Spans, ...]:
         """All spans that have to be found."""
-        return (*self.protected, *(step.among for step in self.evictions if step.among is not None))
+        among = (step.among for step in self.evictions if step.among is not None)
+        return (*self.protected, *among, *(() if self.dropping is None else (self.dropping.rule,)))
 
     @property
     def reads_tokens(self) -> bool:
@@ -437,10 +441,8 @@ class Recipe:
     @property
     def is_identity(self) -> bool:
         """Whether nothing is changed."""
-        other = (self.codec, self.selector, self.pattern)
-        return (
-            other == (None, None, None) and not self.hooks and all(eviction.is_identity for eviction in self.evictions)
-        )
+        other = (self.codec, self.selector, self.pattern, self.dropping)
+        return other == (None,) * 4 and not self.hooks and all(eviction.is_identity for eviction in self.evictions)
 
     def acting(self, phase: Phase) -> tuple[Eviction, ...]:
         """Return the evictions that act in a phase."""
@@ -450,7 +452,8 @@ class Recipe:
         """Return what has to be watched in a phase, each wish once."""
         evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
         wants = [wanted for eviction in evictions for wanted in eviction.wants]
-        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if self.reads_tokens else ())]))
+        tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
+        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 
     @property
     def chunk(self) -> int | None:
@@ -490,7 +493,7 @@ class Recipe:
     @property
     def shares_prefill(self) -> bool:
         """Whether one reading of a prompt can serve this press and others."""
-        if self.pattern is not None or self.chunk is not None:
+        if self.pattern is not None or self.chunk is not None or self.dropping is not None:
             return False
         prepared = [eviction.prepare for eviction in self.acting("prefill")]
         return not any(

@@ -46,6 +46,14 @@ def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor
     return free
 
 
+def warn_of_absent(rule: Spans, call: LayerCall) -> None:
+    """Say, once for a cache, that its first prompt has no spans of a rule that is about some."""
+    if rule.absent is None or not call.is_first_prompt or rule.absent in call.shared or any(spans_in(rule, call)):
+        return
+    call.shared[rule.absent] = True
+    warnings.warn(rule.absent, RuntimeWarning, stacklevel=2)
+
+
 def left_of_spans(step: Eviction, view: View, held: float, free: float) -> tuple[int, int]:
     """Return how many of the pairs `held` per head stay where an eviction takes from the `free` ones, and of how many."""
     taken = round(free) - step.amount.at(view.call.depth).of(round(free))

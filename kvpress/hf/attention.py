@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpress.cache.attention import Logits, ungroup
@@ -93,6 +93,28 @@ class PressMask:
         arguments = {**self.arguments, "allow_is_causal_skip": False}
         return PressMask(self.mask, arguments, lambda **given: self.build(**given)[index], real_tokens=self.real_tokens)
 
+    def of_tokens(self, index: Tensor, real: Tensor) -> PressMask:
+        """Return the mask of a pass over some tokens of a prompt: those at `index [B, m]`, of which some are `real [B, m]`."""
+        left = None if bool(real.all()) else real
+        if self.arguments.get("mask_function", causal_mask_function) is causal_mask_function:
+            lengths = {"q_length": index.shape[1], "kv_length": index.shape[1]}
+            return PressMask(left, {**self.arguments, **lengths, "attention_mask": left}, self.build)
+
+        def build(**given: Any) -> Tensor:
+            whole = self.build(**{**given, "allow_is_causal_skip": False})
+            if not isinstance(whole, Tensor) or whole.dim() != 4:
+                raise NotImplementedError(
+                    "this model's masks are not known token by token; use its sdpa or eager attention"
+                )
+            rows = torch.arange(len(index), device=index.device)[:, None, None]
+            chosen = whole.expand(len(index), *whole.shape[1:])[rows, 0, index[:, :, None], index[:, None]]
+            hidden = ~(real[:, None] | torch.eye(index.shape[1], dtype=torch.bool, device=index.device))
+            return chosen.masked_fill(hidden, False if chosen.dtype == torch.bool else torch.finfo(chosen.dtype).min)[
+                :, None
+            ]
+
+        return PressMask(left, self.arguments, build)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -142,11 +164,7 @@ def attention(
         return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None and not isinstance(attention_mask, PressMask):
         raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
-    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
-    if unknown:
-        raise NotImplementedError(
-            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
-        )
+    check_known(module, kwargs)
 
     store, length = call.store, query.shape[2]
     session, static, whole = forward.session, forward.static, forward.watch is not None or lent is not None
@@ -185,6 +203,15 @@ def attention(
     if static is None and not whole:
         session.observe(call)
     return result, call.attentions
+
+
+def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that a module hands its attention and that ours would leave out."""
+    unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
+        )
 
 
 def logits_of(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:

@@ -238,10 +238,11 @@ def check_forward(
     config: Any,
     prefill_until: int | None,
     layers: Sequence[LayerFacts],
+    ids_known: bool = True,
 ) -> None:
     """Check one forward pass of the decoder: masks, cache and whether the press can keep anything of the prompt.
 
-    `layers` are all layers of the decoder, as its cache should have them.
+    `layers` are all layers of the decoder, as its cache should have them. `ids_known` says whether the ids of its tokens are.
     `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, None where nothing is evicted.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
@@ -249,10 +250,10 @@ def check_forward(
     if new is None:
         return
     check_ids(new)
-    if recipe.reads_tokens and ids is None:
+    if recipe.reads_tokens and not ids_known:
         raise NotImplementedError(
-            "spans of tags and roles are found in token ids, but the tokens come as embeddings: pass input_ids, or protect "
-            "ranges of tokens"
+            "spans of tags, roles and images are found in token ids, but the tokens come as embeddings: pass input_ids, or "
+            "name ranges of tokens"
         )
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
@@ -292,7 +293,7 @@ def check_known_tokens(cache: Any, seen: int) -> None:
     known = 0 if store is None or SPANS not in store.observers else store.observers[SPANS].known
     if known != seen:
         raise ValueError(
-            f"spans of tags and roles are found in token ids, and the cache has seen {seen} tokens of which the ids of "
+            f"spans of tags, roles and images are found in token ids, and the cache has seen {seen} tokens of which the ids of "
             f"{known} are known: read everything under the press (in `with press(model)` or `kvpress.reading(model, press)`)"
         )
 

@@ -20,6 +20,8 @@ from kvpress.hf.running import Running
 PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 """Arguments of forward whose last axis are tokens."""
 OUTPUTS = ("logits", "last_hidden_state")
+IMAGES = ("pixel_values", "mm_encoder_outputs")
+"""What arguments of forward that bring images, or what an encoder made of them, begin with."""
 
 
 class ChunkedForward:
@@ -66,6 +68,11 @@ class ChunkedForward:
             here.request, request.prompt_end = outer, before
 
     def _check(self, arguments: dict[str, Any], given: Tensor, prompt_end: int) -> None:
+        if any(name.startswith(IMAGES) and value is not None for name, value in arguments.items()):
+            raise NotImplementedError(
+                f"a prompt with images is embedded whole, so it cannot be read in chunks of {self.chunk} tokens: read it "
+                "in one pass, under a press that evicts after the prompt, such as vision(snapkv:0.5)"
+            )
         for name in ("output_hidden_states", "labels"):
             if arguments.get(name) is not None and arguments[name] is not False:
                 raise ValueError(f"{name} is not available where a prompt is read in chunks of {self.chunk} tokens")

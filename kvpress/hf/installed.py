@@ -25,7 +25,9 @@ from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.dropping import decoder_layers, hand_on
+from kvpress.hf.layer import stop_recording
+from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
@@ -107,11 +109,11 @@ def _alike(one: Running, other: Running) -> bool:
         and (one.recorder is None) == (other.recorder is None)
         and not one.block.private
         and not other.block.private
-        and _same(one.press, other.press)
+        and same(one.press, other.press)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two settings are the same, presses and tensors included."""
     if one is other:
         return True
@@ -121,11 +123,11 @@ def _same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and one.device == other.device and bool((one == other).all())
     if isinstance(one, BasePress):
         mine, theirs = ({n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (one, other))
-        return _same(mine, theirs)
+        return same(mine, theirs)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     try:
         return bool(one == other)
     except (TypeError, ValueError, RuntimeError):
@@ -145,6 +147,7 @@ class Installation:
         self.sessions: list[Running] = []
         self.running = 0
         self.forward: Replaced | None = None
+        self.hands_on = False
         self._was_open_to_all = False
         self._undo: list[Callable[[], Any]] = []
         self._undo_generate: Callable[[], Any] | None = None
@@ -159,6 +162,10 @@ class Installation:
             self._undo.append(run_eagerly([session.given]))
             if self._undo_generate is None and hasattr(self.model, "generate"):
                 self._undo_generate = Replaced(self.model, "generate", self._generate).put()
+            if session.recipe.dropping is not None and not self.hands_on:
+                self.hands_on = True
+                for layer in decoder_layers(self.model, self.modules):
+                    self._undo.append(layer.register_forward_pre_hook(Hook(hand_on), with_kwargs=True).remove)
             if session.replaces_forward:
                 if self.forward is None:
                     self.forward = Replaced(self.model, "forward", self._run_model)
@@ -188,6 +195,13 @@ class Installation:
         self._undo.append(Replaced(self.decoder, "forward", self._decode).put())
         if session.reads_itself:
             self._undo += [Replaced(module, "forward", attend).put() for module in self.modules]
+        embedder = embedder_of(self.model, self.decoder)
+        if embedder is not None:
+            handles = [
+                embedder.register_forward_pre_hook(Hook(_note_ids), with_kwargs=True),
+                embedder.register_forward_hook(Hook(_forget_ids), always_call=True),
+            ]
+            self._undo += [handle.remove for handle in handles]
         rotary = getattr(self.decoder, "rotary_emb", None)
         for module in self.modules:
             handles = [
@@ -227,7 +241,7 @@ class Installation:
         if not self.running:
             while self._undo:
                 self._undo.pop()()
-            self.forward = None
+            self.forward, self.hands_on = None, False
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -319,11 +333,7 @@ def _recording(request: Request, generate: Callable[[], Any]) -> Any:
     try:
         return generate()
     finally:
-        for layer in getattr(request.cache, "layers", ()):
-            if getattr(layer, "record_past", False) and id(layer) not in before:
-                layer.record_past = False
-                if isinstance(layer, PressLayer) and layer.store is not None:
-                    layer.store.record(False)
+        stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in before)
 
 
 def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -352,6 +362,17 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return output if here.forward is None else here.forward.session.after(here.forward, module, output)
 
 
+def _note_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    del module
+    given = kwargs.get("input_ids", args[0] if args else None)
+    here.given = given if isinstance(given, Tensor) and given.dim() == 2 else None
+
+
+def _forget_ids(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    del module, args, output
+    here.given = None
+
+
 def _generates(model: PreTrainedModel) -> bool:
     """Whether this thread is inside a `generate` of a model, which began before there was a block: later ones are requests."""
     frame = inspect.currentframe()
@@ -369,7 +390,7 @@ def _name(config: Any, name: str) -> None:
 # -- what copies of a model do not have ------------------------------------------------------------------------
 
 
-class Hook(partial[None]):
+class Hook(partial[Any]):
     """A hook that copies of its module do not have."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -359,6 +359,15 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
     def prefetch(self) -> None:
         LinearAttentionLayer.prefetch(self)
         PressLayer.prefetch(self)
+
+
+def stop_recording(layers: Iterable[Any]) -> None:
+    """Let layers of a cache record no further, and let go of what they kept to take tokens back."""
+    for layer in layers:
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
+            if isinstance(layer, PressLayer) and layer.store is not None:
+                layer.store.record(False)
 
 
 def has_pairs(layer: Any) -> bool:

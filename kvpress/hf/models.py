@@ -15,12 +15,12 @@ import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
-from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.model import VISION, LayerFacts, ModelFacts
 from kvpress.observe.call import rotary_parts
 
 ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
@@ -48,6 +48,12 @@ def decoder_of(model: Any) -> Any:
         if any(isinstance(module, nn.ModuleList) for module in found.modules())
         else getattr(model, "base_model", model)
     )
+
+
+def embedder_of(model: Any, decoder: nn.Module) -> nn.Module | None:
+    """Return the module that embeds images among the tokens and hands all of them to the decoder; None where that embeds."""
+    base = getattr(model, "base_model", model)
+    return None if base is decoder or all(module is not decoder for module in base.modules()) else base
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -194,7 +200,20 @@ def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
     cache_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return ModelFacts(name, tuple(layers), cache_dtype, len(layer_types(text)), window)
+    return ModelFacts(name, tuple(layers), cache_dtype, len(layer_types(text)), window, vision=vision_tokens(config))
+
+
+def vision_tokens(config: Any) -> dict[str, int]:
+    """Return the ids that stand for images and videos in a prompt, where these are read in the cache as tokens are."""
+    text = config.get_text_config(decoder=True)
+    if text is config or getattr(text, "cross_attention_layers", None):
+        return {}
+    names = {kind: (f"{kind}_token_id", f"{kind}_token_index") for kind in VISION}
+    found = {
+        kind: next((token for own in both if isinstance(token := getattr(config, own, None), int)), None)
+        for kind, both in names.items()
+    }
+    return {kind: token for kind, token in found.items() if token is not None}
 
 
 def config_layers(text_config: Any) -> list[LayerFacts]:
@@ -279,16 +298,26 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
+def auto_class(config: Any) -> Any:
+    """Return what makes the model of a configuration: a causal language model, also one that reads images."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    return (
+        AutoModelForImageTextToText
+        if not causal and type(config) in AutoModelForImageTextToText._model_mapping
+        else AutoModelForCausalLM
+    )
+
+
 def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer, padded on the left."""
-    load_config(path)
+    made = auto_class(load_config(path))
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval(), tokenizer
+    return made.from_pretrained(path, **kwargs).eval(), tokenizer
 
 
 def parameters_of_config(config: Any) -> int:
     """Return the number of parameters of a causal language model; no weights are made."""
     with torch.device("meta"):
-        return sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+        return sum(one.numel() for one in auto_class(config).from_config(config).parameters())

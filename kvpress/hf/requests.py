@@ -62,9 +62,10 @@ class Forward:
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
     session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
     that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
-    a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings. `guard` is the lock of
-    the cache, which those who look at it from other threads wait for. Without `owns_cache`, no block can say
-    that the cache is its own.
+    a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings; `given` are those that
+    a model with images was given and handed its decoder as embeddings. `handed` says
+    which tokens layers are handed, None for all (`kvpress.hf.dropping`). `guard` is the lock of the cache, which those who look
+    at it from other threads wait for. Without `owns_cache`, no block can say that the cache is its own.
     """
 
     session: Running
@@ -81,17 +82,28 @@ class Forward:
     mask: Tensor | None = None
     axes: Tensor | None = None
     ids: Tensor | None = None
+    given: Tensor | None = None
+    handed: Any = None
     guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
     @classmethod
     def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session; None where there is none."""
-        return None if session is None else cls(session, request, owns_cache=owns_cache)
+        given, here.given = here.given, None
+        return None if session is None else cls(session, request, owns_cache=owns_cache, given=given)
+
+    def ids_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the ids `[B, Q]` of the tokens that the decoder is handed, None where nobody knows them."""
+        ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+        embeds = kwargs.get("inputs_embeds")
+        if ids is None and self.given is not None and isinstance(embeds, Tensor):
+            return self.given if self.given.shape == embeds.shape[:2] else None
+        return ids
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which tokens come, which are real and where they stand, from the arguments of the decoder."""
-        self.ids = kwargs.get("input_ids", args[0] if args else None)
+        self.ids = self.ids_among(args, kwargs)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if self.session.reads_itself and isinstance(mask, Tensor) and not bool(mask.all()):
             self.mask = mask.bool()
@@ -168,13 +180,15 @@ class Here(threading.local):
     """What this thread is doing: the innermost `request` and pass (`forward`) under way.
 
     `prepared` is the pass that the next call of the decoder will be, where the session has made it beforehand. `asked` is an
-    attention module that is only asked for its queries.
+    attention module that is only asked for its queries. `given` are the ids `[B, Q]` that a model is about to embed by itself,
+    with its images among them.
     """
 
     request: Request | None = None
     forward: Forward | None = None
     prepared: Forward | None = None
     asked: nn.Module | None = None
+    given: Tensor | None = None
 
 
 here = Here()

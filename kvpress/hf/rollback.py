@@ -54,7 +54,8 @@ def read_in_parts(
     outputs, start = [], seen
     while True:
         part = part_of(session, arguments, slice(start - seen, first - seen), first)
-        outputs.append(session.run_whole(replace(forward, passed=[], lent=[]), decode, (), part))
+        ids = None if forward.given is None else forward.given[:, start - seen : first - seen]
+        outputs.append(session.run_whole(replace(forward, passed=[], lent=[], given=ids), decode, (), part))
         if first == end:
             return _joined(session, outputs)
         start, first = first, next(edges)

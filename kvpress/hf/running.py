@@ -33,6 +33,7 @@ class Running(Protocol):
     kinds: list[str]
     reads_itself: bool
     layers: dict[int, Any]
+    lends: set[int]
 
     @property
     def follows(self) -> bool:
@@ -59,6 +60,9 @@ class Running(Protocol):
 
     def after(self, forward: Any, module: nn.Module, output: Any) -> Any:
         """End an attention module's part of a pass, and return its output."""
+
+    def prepare_reading(self, module: nn.Module, store: Any) -> None:
+        """Let the selector of a layer look at what it stores."""
 
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass."""

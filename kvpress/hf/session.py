@@ -15,14 +15,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.attention import group_queries
-from kvpress.cache.store import Reader
+from kvpress.cache.store import KVStore, Reader
 from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
 from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf import own_attention
+from kvpress.hf import dropping, own_attention
 from kvpress.hf.attention import NAME, asked, rotates
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
@@ -126,6 +126,7 @@ class Session:
         self.recipe = self.press.recipe(facts)
         if self.reads_itself:
             own_attention.check_press(self.model, self.recipe)
+        dropping.check_model(self, self.recipe)
         self.executor = Executor(self.recipe, self.evict)
         self.executor.check()
         if self.recorder is not None:
@@ -181,7 +182,7 @@ class Session:
         try:
             self.check(forward, args, kwargs)
             forward.note(args, kwargs)
-            output = decode(*args, **kwargs)
+            output = dropping.whole_output(forward, decode(*args, **kwargs))
             self._pass_over(forward, args, kwargs)
         except BaseException:
             forward.fail()
@@ -200,7 +201,9 @@ class Session:
             )
         if forward.watch is None:
             until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
-            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached)
+            known = forward.ids_among(args, kwargs) is not None
+            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
+            dropping.check_pass(self, forward, args, kwargs)
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our layer into the cache, and say what the attention module under way is about to do."""
@@ -307,7 +310,9 @@ class Session:
         elif cache_place(module) in self.lends and call.store is not None:
             forward.lent.append(call)  # later layers of this pass still read its pairs
         else:
+            dropping.after_layer(self, forward, call)
             self._finish_layer(forward, call)
+            dropping.cut_back(self, forward, call)
         return call.output
 
     def _finish_layer(self, forward: Forward, call: LayerCall) -> None:
@@ -341,8 +346,13 @@ class Session:
                 store.fix()
         if call.copies > 1 and call.is_first_prompt:
             store.hold_in_common(call.copies, call.mask)
-        if plan.selector is not None:
-            plan.selector.prepare(store)
+        self.prepare_reading(call.module, store)
+
+    def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
+        """Let the selector of a layer look at what it stores."""
+        selector = self.layers[id(module)].selector
+        if selector is not None:
+            selector.prepare(store)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
         return call.without_tensors(self.layers[id(call.module)].facts.angles)

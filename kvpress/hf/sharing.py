@@ -78,8 +78,8 @@ class SharedSession(Session):
         for press in presses:
             if not press.recipe().shares_prefill:
                 raise ValueError(
-                    f"{type(press).__name__} reads the prompt again behind its own cache, so it cannot share the first "
-                    "reading; use `with press(model)` for it"
+                    f"{type(press).__name__} reads the prompt again behind its own cache, or in a way of its own, so it cannot "
+                    "share the first reading; use `with press(model)` for it"
                 )
         self.branches = [Branch(press, model) for press in presses]
 

@@ -35,7 +35,8 @@ class LayerCall:
     [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
     `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
     `ids [B, Q]` are their ids, None where they came as embeddings, and `tracker` returns what has found spans in those of all
-    tokens (`kvpress.observe.spans`). So many rows in a row as `copies` says began with the same prompt.
+    tokens (`kvpress.observe.spans`). So many rows in a row as `copies` says began with the same prompt. With `around`, the
+    queries are those of a block that all stored pairs lie around: it sees earlier and later ones alike.
     """
 
     module: nn.Module
@@ -72,6 +73,7 @@ class LayerCall:
     tracker: Callable[[], Any] | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     copies: int = 1
+    around: bool = False
 
     def count(self, tokens: int) -> None:
         """Work out the phase of a pass of so many new tokens."""

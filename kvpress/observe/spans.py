@@ -56,9 +56,18 @@ class Spans:
         """The text of a token id."""
         raise NotImplementedError(f"{type(self).__name__} needs no text")
 
+    def finder(self) -> Marks | Runs:
+        """Return what finds marks in the tokens of one row."""
+        return Marks(self.texts, self.text_of)
+
     def within(self, marks: Sequence[Mark], seen: int) -> list[Span]:
         """Return the spans of a row of `seen` tokens in which `marks` were found, ascending."""
         raise NotImplementedError
+
+    @property
+    def absent(self) -> str | None:
+        """What to warn of where a first prompt has no such spans; None where that is as it may be."""
+        return None
 
     def check(self, tokens: int) -> None:
         """Refuse a prompt of so many tokens that the spans do not lie in."""
@@ -146,18 +155,59 @@ class Turns(Spans):
         return spans[-1:] if self.newest else spans
 
 
+@dataclass(frozen=True)
+class Pictures(Spans):
+    """Images and videos: runs of tokens whose ids, one of `tokens`, stand for them."""
+
+    tokens: tuple[int, ...]
+
+    def finder(self) -> Runs:
+        return Runs(self.tokens)
+
+    def within(self, marks: Sequence[Mark], seen: int) -> list[Span]:
+        return [(mark.start, mark.end) for mark in marks]
+
+    @property
+    def absent(self) -> str:
+        ids = " or ".join(map(str, self.tokens))
+        return f"the prompt has no image or video tokens (id {ids}), so a press that takes from these does nothing"
+
+
+class Runs:
+    """Runs of some ids in one row, found as its tokens come."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.found: list[Mark] = []
+        self.read = 0
+
+    def feed(self, ids: Tensor) -> None:
+        """Take in the ids of further tokens."""
+        inside = torch.isin(ids, torch.tensor(self.tokens, dtype=ids.dtype)).to(torch.int8)
+        steps = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
+        starts, ends = ((steps == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        for start, end in zip(starts, ends, strict=True):
+            before = self.found[-1] if self.found and start == 0 and self.found[-1].end == self.read else None
+            if before is not None:
+                self.found.pop()
+            first = self.read + start if before is None else before.start
+            self.found.append(Mark(first, self.read + end, 0))
+        self.read += len(ids)
+
+
 class Marks:
     """The marks of one row, found in its tokens as these come."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = texts
+    def __init__(self, texts: Sequence[str], piece: Piece) -> None:
+        self.texts, self.piece = texts, piece
         self.reach = max(map(len, texts)) - 1
         self.found: list[Mark] = []
         self.tail: list[str] = []
         self.read = 0
 
-    def feed(self, pieces: list[str]) -> None:
-        """Take in the texts of further tokens."""
+    def feed(self, ids: Tensor) -> None:
+        """Take in the ids of further tokens."""
+        pieces = [self.piece(token) for token in ids.tolist()]
         known = sum(map(len, self.tail))
         first, pieces = self.read - len(self.tail), [*self.tail, *pieces]
         ends = list(itertools.accumulate(map(len, pieces)))
@@ -225,14 +275,13 @@ class SpanTracker(Observer):
             raise ValueError(
                 "spans are found in token ids, of which this cache has not seen all; read everything under the press"
             )
-        rows = self._marks.setdefault(rule, [Marks(rule.texts) for _ in self.ids])
+        rows = self._marks.setdefault(rule, [rule.finder() for _ in self.ids])
         start = self._columns.get(rule, 0)
         if start < self.known:
             new = self.ids[:, start:]
             real = None if mask is None else mask[:, start:].cpu()
             for row, marks in enumerate(rows):
-                own = new[row] if real is None else new[row][real[row]]
-                marks.feed([rule.text_of(token) for token in own.tolist()])
+                marks.feed(new[row] if real is None else new[row][real[row]])
             self._columns[rule] = self.known
         return [rule.within(marks.found, marks.read) for marks in rows]
 
@@ -248,7 +297,7 @@ class SpanTracker(Observer):
         self._find_again()
 
     def _find_again(self) -> None:
-        self._marks: dict[Spans, list[Marks]] = {}
+        self._marks: dict[Spans, list[Marks | Runs]] = {}
         self._columns: dict[Spans, int] = {}
 
     def to(self, device: torch.device | str) -> None:
@@ -268,7 +317,7 @@ def spans_in(rule: Spans, call: LayerCall) -> list[list[Span]]:
     if rule.reads_tokens:
         if call.tracker is None:
             raise ValueError(
-                "spans of tags and roles are found while a model reads: use the press inside `with press(model)`"
+                "spans of tags, roles and images are found while a model reads: use the press inside `with press(model)`"
             )
         found: Any = call.tracker()
         return found.find(rule, call.mask)

@@ -127,16 +127,20 @@ class View:
         return (self.seen - self.positions).clamp_max(observed)
 
     def attention(self, queries: Tensor) -> Tensor:
-        """Attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, causal, float32."""
+        """Attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, float32.
+
+        It is causal, but for the queries of a block that the pairs lie around.
+        """
         batch, heads, length, _ = self.keys.shape
         width = queries.shape[2]
         grouped = queries.reshape(batch, heads, -1, queries.shape[-1])
         scores = self.call.logits(grouped, self.keys).view(batch, heads, -1, width, length)
         if LOG_WEIGHT in self.side:
             scores = scores + self.side[LOG_WEIGHT][:, :, None, None]
-        at = torch.arange(self.seen - width, self.seen, device=self.keys.device)
-        future = self.positions[:, :, None, None, :] > at[:, None]
-        scores = scores.masked_fill_(future, float("-inf"))
+        if not self.call.around:
+            at = torch.arange(self.seen - width, self.seen, device=self.keys.device)
+            future = self.positions[:, :, None, None, :] > at[:, None]
+            scores = scores.masked_fill_(future, float("-inf"))
         if self.call.sinks is None:
             return torch.softmax(scores, dim=-1)
         start, stop, _ = self.heads.indices(self.call.store.heads)

@@ -79,7 +79,7 @@ class ProtectPress(BasePress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         inner = self.press.recipe(model)
-        if not inner.evictions:
+        if not inner.evictions and inner.dropping is None:
             raise TypeError(
                 f"{type(self.press).__name__} evicts nothing, so there is nothing to protect from; put protect(...) around a "
                 "press that evicts, or around the whole composition"

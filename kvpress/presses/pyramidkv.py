@@ -62,7 +62,8 @@ class Pyramid(Allocator):
         return False  # upper layers keep less than the mean
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        calls = [(each.view.call, each.view.available) for each in scored]
+        # Of the pairs that stay in any case, such as protected ones, there is no choice in any layer.
+        calls = [(each.view.call, each.view.available - each.view.target + mean) for each in scored]
         if self.ask is not None:
             return [self.ask(call.module, held) for call, held in calls]
         return [self.of_layer(call.depth, call.depths, mean, held) for call, held in calls]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpress import kernels
-from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.held import per_pair, per_stream
-from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.cache.segment import DenseSegment
 from kvpress.core.checks import Count, Ratio
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
@@ -20,6 +17,7 @@ from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
+from kvpress.quant.thinned import ThinCodec, ThinnedSegment, refuse_latents
 
 
 @register("think", "quantise", "Xu et al., 2024, arXiv:2407.21018", example="think:0.5")
@@ -56,11 +54,7 @@ class ThinKPress(BasePress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if not self.key_channel_compression_ratio:
             return Recipe()
-        for layer in () if model is None else model.growing:
-            if layer.value_dim is not None:
-                raise NotImplementedError(
-                    f"{model.name if model else ''} caches latents, which are no keys: their channels cannot be left out"
-                )
+        refuse_latents(model)
         return Recipe(codec=self.codec_at, observers=(Wanted(QueryEnergy, self.window_size),))
 
     def codec_at(self, layer: int) -> Codec:
@@ -120,7 +114,7 @@ class QueryEnergy(Observer):
         return (self.total / self.count.clamp_min(1)[:, None, None]).flatten(0, 1)
 
 
-class ThinKCodec(Codec):
+class ThinKCodec(ThinCodec):
     """Leaves out the share `ratio` of the channels of keys; see `ThinKPress`."""
 
     whole: ClassVar[bool] = True
@@ -129,17 +123,10 @@ class ThinKCodec(Codec):
         self.ratio, self.group, self.residual = ratio, window, window
 
     def width(self, dim: int) -> int:
-        """How many of `dim` channels are stored."""
         return dim - int(dim * self.ratio)
 
-    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        stream = segment.layout.stream_of_row.to(segment.device)
-        channels = self._channels(segment, sealing, stream)
-        keys = segment.keys.gather(1, channels.long()[stream])
-        return ThinnedSegment(keys, segment.values, channels, segment.layout, dim=segment.keys.shape[1])
-
-    def _channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
-        """Return the channels of every stream, int16 `[N, C]`, ascending; streams keep those of their first pairs."""
+    def channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
+        """Streams keep the channels of their first pairs."""
         lengths = segment.layout.lengths_tensor.to(segment.device)
         energy = torch.zeros(len(lengths), segment.keys.shape[1], device=segment.device)
         energy.index_add_(0, stream, segment.keys.float().square())
@@ -151,50 +138,3 @@ class ThinKCodec(Codec):
                 known = (earlier.layout.lengths_tensor > 0).to(segment.device)
                 channels = torch.where(known[:, None], earlier.channels, channels)
         return channels
-
-    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        return (self.width(dim) + dim) * dtype.itemsize
-
-    def fixed_bytes(self, dim: int) -> float:
-        return 2 * self.width(dim)
-
-
-@dataclass(eq=False, repr=False)
-class ThinnedSegment(Segment):
-    """Keys `[total, C]` in the `channels [N, C]` of their streams, of `dim` in all; values `[total, Dv]` as they were."""
-
-    keys: Annotated[Tensor, per_pair("dense")]
-    values: Annotated[Tensor, per_pair("dense")]
-    channels: Annotated[Tensor, per_stream("indexes")]
-    layout: OfStreams
-    dim: int = 0
-
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        kept = self.keys[rows]
-        if isinstance(rows, slice):
-            rows = torch.arange(*rows.indices(self.layout.total), device=kept.device)
-        channels = self.channels[self.layout.streams_of(rows)].long()
-        return kept.new_zeros(len(kept), self.dim).scatter_(1, channels, kept), self.values[rows]
-
-    def operand(self) -> kernels.Rows:
-        return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)
-
-    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        served = hidden is None and self.serves(queries, logits)
-        return super().attend(self._narrow(queries) if served else queries, logits, hidden)
-
-    def attend_rows(
-        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
-    ) -> Partial:
-        asking = self._narrow(queries, streams) if self.serves(queries, logits) else queries
-        return super().attend_rows(asking, logits, rows, counts, streams)
-
-    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
-        return super().mass(self._narrow(queries) if kernels.available(self.keys) else queries, logits, lse)
-
-    def _narrow(self, queries: Tensor, streams: Tensor | None = None) -> Tensor:
-        """Return those channels of `queries [q * N, M, D]` that `streams` store; in turn where these are None."""
-        if streams is None:
-            streams = torch.arange(len(queries), device=queries.device) % self.layout.streams
-        index = self.channels[streams].long()
-        return queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,25 +11,19 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Partial
-from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.codec import Codec
-from kvpress.cache.files import keep_whole
-from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.calibrate import file as calibration
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
-from kvpress.core.selector import RESIDUAL, TILE, Budget, Selector, spans_of
-from kvpress.kernels import Dense, Packed, Ranges, label_scores, quantise, row_step
+from kvpress.core.selector import RESIDUAL, TILE, Budget
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.channels import Channels
+from kvpress.sparse.labels import LabelSelector
 from kvpress.sparse.offload import Fetching, HostCodec
-
-QUARTER = 4
-"""Channels of a key for each channel of its label, if nobody says otherwise."""
 
 
 @register(
@@ -114,38 +107,14 @@ class DoubleSparsityPress(SelectorPress):
         return DoubleSparsitySelector(self.limits, self.channels, self.label_bits, self.reduce)
 
 
-@keep_whole
-@dataclass
-class Labels:
-    """Labels of all pairs of a segment, flat as the pairs are: `[total, r]`, or their codes; `made_by` says how."""
+class DoubleSparsitySelector(LabelSelector):
+    """Selects pairs by a few channels of their keys; see `DoubleSparsityPress`."""
 
-    rows: Dense | Packed
-    made_by: str
-
-    @classmethod
-    def build(cls, segment: Segment, channels: Tensor, bits: int, made_by: str = "") -> Labels:
-        """Take the `channels [N, r]` of its stream of every key."""
-        rows = []
-        for block in segment.blocks():
-            index = channels[block.streams, None].expand(-1, block.keys.shape[1], -1)
-            rows.append(block.keys.gather(2, index).flatten(0, 1))
-        labels = torch.cat(rows)
-        if bits == 16:
-            return cls(Dense(labels), made_by)
-        return cls(quantise(labels, bits, (1, labels.shape[1])), made_by)
-
-    def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
-        return [tensor for tensor in self.rows.tensors() if tensor is not None]
-
-
-class DoubleSparsitySelector(Selector):
-    """Selects pairs by their labels; see `DoubleSparsityPress`."""
+    index = "labels"
 
     def __init__(self, budget: Budget, channels: int | None, bits: int, reduce: str) -> None:
-        self.budget, self.channels, self.bits, self.reduce = budget, channels, bits, reduce
+        super().__init__(budget, channels, bits, reduce)
         self.chosen = self.of_stream = torch.empty(0, 0, dtype=torch.int64)
-        self.name = ""
         self.fetching: Fetching | None = None
 
     def load(self, known: Channels, layer: int) -> None:
@@ -153,48 +122,9 @@ class DoubleSparsitySelector(Selector):
         self.chosen = known.of(layer, self.label_channels(known.orderings[layer].shape[1]))
         self.name = f"{self.bits} bits of {self.chosen.tolist()}"
 
-    def label_channels(self, dim: int) -> int:
-        """Return how many channels a label of a key of `dim` channels has."""
-        step = 1 if self.bits == 16 else row_step(self.bits)
-        channels = max(step, dim // QUARTER // step * step) if self.channels is None else self.channels
-        if channels > dim or channels % step:
-            raise ValueError(
-                f"channels must be a multiple of {step} for labels of {self.bits} bits, and at most the head dim {dim} of the "
-                f"model, got {channels}"
-            )
-        return channels
-
-    def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
-        channels = self.label_channels(dim)
-        if self.bits == 16:
-            return pairs * channels * dtype.itemsize
-        parameter = 4 if dtype == torch.float32 else 2
-        return pairs * (channels * self.bits / 8 + 2 * parameter)
-
-    def prepare(self, store: KVStore) -> None:
-        for segment in store.segments:
-            self._labels(segment)
-
-    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
-        del first
-        chosen = self._best(call.store.segments, queries)
-        return None if chosen is None else [chosen]
-
-    def _best(self, segments: Sequence[Segment], queries: Tensor) -> list[Chosen] | None:
-        streams = segments[0].layout.streams
-        index = for_tokens(self._channels(streams, queries.device), len(queries) // streams)
-        asking = queries.gather(2, index[:, None].expand(-1, queries.shape[1], -1))
-        scores = [
-            label_scores(
-                asking,
-                self._labels(segment).rows,
-                Ranges(*spans_of(segment.layout, queries)),
-                reduce=self.reduce,
-                capacity=segment.layout.longest,
-            )
-            for segment in segments
-        ]
-        return self.budget.best(scores, [segment.layout for segment in segments])
+    def shorten(self, store: KVStore, vectors: Tensor, streams: Tensor) -> Tensor:
+        index = self._channels(store.batch * store.heads, vectors.device)[streams]
+        return vectors.gather(2, index[:, None].expand(-1, vectors.shape[1], -1))
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]
@@ -203,7 +133,7 @@ class DoubleSparsitySelector(Selector):
 
     def prefetch(self, store: KVStore, queries: Tensor) -> None:
         if self.fetching is not None and store.segments:
-            choose = partial(self._best, list(store.segments), queries)
+            choose = partial(self.best, store, list(store.segments), queries)
             self.fetching.pending[self] = self.fetching.prefetcher.start(store, choose)
 
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
@@ -215,13 +145,6 @@ class DoubleSparsitySelector(Selector):
             return super().attend(call, queries)
         call.read = [[part.chosen for part in fetched]]
         return [part.attend(queries, call.logits) for part in fetched]
-
-    def _labels(self, segment: Segment) -> Labels:
-        labels: Labels | None = segment.index.get("labels")
-        if labels is None or labels.made_by != self.name:
-            channels = self._channels(segment.layout.streams, segment.device)
-            labels = segment.index["labels"] = Labels.build(segment, channels, self.bits, self.name)
-        return labels
 
     def _channels(self, streams: int, device: torch.device) -> Tensor:
         """Channels `[N, r]` of every stream, copied to the device once; stream n belongs to kv head n % H."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache import attention
-from kvpress.cache.chosen import Chosen, Selection
+from kvpress.cache.chosen import Selection
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout, spans
@@ -21,6 +21,7 @@ from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
 from kvpress.kernels import Ranges, page_bounds
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
+from kvpress.sparse.blocks import ranks_in
 
 
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024")
@@ -137,17 +138,8 @@ class QuestSelector(Selector):
         best = self.budget.best([index.bounds(queries)], [index.layout], self.page_size)
         if best is None:
             return None
-        return [split_ranks(*self._pairs(best[0], index), [segment.layout for segment in call.store.segments])]
-
-    def _pairs(self, pages: Chosen, index: PageIndex) -> tuple[Tensor, Tensor]:
-        """Ranks of the pairs in the chosen pages; only the last page of a stream may be short, so no gaps arise."""
-        first, _ = spans_of(index.layout, pages.rows)
-        _, lengths = spans_of(index.pairs, pages.rows)
-        ranks = (pages.rows - first[:, None])[..., None] * self.page_size
-        ranks = ranks + torch.arange(self.page_size, device=ranks.device)
-        real = torch.arange(pages.rows.shape[1], device=ranks.device) < pages.counts[:, None]
-        exists = real[..., None] & (ranks < lengths[:, None, None])
-        return ranks.flatten(1)[:, : index.pairs.longest], exists.flatten(1).sum(dim=1)
+        ranks = ranks_in(best[0], index.layout, index.pairs, self.page_size)
+        return [split_ranks(*ranks, [segment.layout for segment in call.store.segments])]
 
     def _index(self, store: KVStore) -> PageIndex:
         key = f"pages{self.page_size}"

@@ -20,7 +20,7 @@ from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.selector import Selector, spans_of
 from kvpress.observe.call import LayerCall
-from kvpress.sparse.double_sparsity import Labels
+from kvpress.sparse.labels import Labels
 
 COPY = "twilight"
 
@@ -160,9 +160,7 @@ class TwilightSelector(Selector):
         """Return all keys of a segment in few bits."""
         copy: Labels | None = segment.index.get(COPY)
         if copy is None:
-            dim, streams = segment.read(slice(0, 0))[0].shape[1], segment.layout.streams
-            every = torch.arange(dim, device=segment.device).expand(streams, -1)
-            copy = segment.index[COPY] = Labels.build(segment, every, self.bits)
+            copy = segment.index[COPY] = Labels.build(segment, lambda keys, _: keys, self.bits)
         return copy
 
 

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.folders import new_folder
 from tests.models import ALTERNATING, COMMON, full_layers, tokens
 from tests.models import FAMILIES as SETTINGS
+from tests.scales import write_scales
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SETTINGS["llama"],
@@ -111,6 +112,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "gates": ("gates.pt", _gates),
     "curve": ("curve.npy", _curve),
     "networks": ("networks.safetensors", _networks),
+    "scales": ("scales.safetensors", lambda family, path: write_scales(model_of(family, "float32"), path)),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),
 }
 """What a spec writes in braces: the name of a file, and how it is made for a family."""

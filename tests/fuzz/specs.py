@@ -106,11 +106,25 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kvarn", "sinks"): (0, 4),
     ("saw_int4", "block_size"): (None, 4),
     ("saw_int4", "group_size"): (None, 8),
+    ("leank", "calibration"): ("{scales}",),
+    ("leank", "align"): (4, 8),
+    ("leank", "interval"): (4, 8),
+    ("leank", "sink_size"): (0, 3),
+    ("leank", "recent_size"): (0, 6),
     ("double_sparsity", "calibration"): ("{channels}",),
     ("double_sparsity", "skip_layers"): (0,),
     ("double_sparsity", "budget"): (12, 0.25),
     ("quest", "skip_layers"): (0,),
     ("quest", "budget"): (12, 0.25),
+    ("infllm_v2", "budget"): (16, 0.4),
+    ("infllm_v2", "block_size"): (4, 8),
+    ("infllm_v2", "kernel_size"): (2, 4),
+    ("infllm_v2", "stride"): (2,),
+    ("infllm_v2", "n_sink"): (0, 4),
+    ("infllm_v2", "n_recent"): (4, 8),
+    ("loki", "budget"): (12, 0.25),
+    ("loki", "channels"): (4, 8),
+    ("loki", "keys"): ("rotated",),
     ("sparq", "budget"): (12, 0.25),
     ("sparq", "channels"): (4, 8),
     ("twilight", "p"): (0.5, 0.9),
@@ -365,20 +379,22 @@ BEFORE = ("knorm", "snapkv", "expected_attention", "tova")
 """What evicts first, where two presses do."""
 
 
+@cache
+def rewrites(name: str) -> bool:
+    """Whether a method, by itself, puts something in the place of the pairs that it keeps."""
+    entry = find(name)
+    return any(step.rewrite is not None for step in kvpress.get_press(entry.example).recipe().evictions)
+
+
 def is_spec(trees: list[Tree]) -> bool:
     """Whether the presses can be composed; what is refused, and in which words, is tested elsewhere."""
     try:
-        kvpress.press_from_dict(resolved_tree(composed(trees)))
+        recipe = kvpress.press_from_dict(resolved_tree(composed(trees))).recipe()
     except (TypeError, ValueError):
         return False
-    # Keys cannot be turned to other positions, nor values merged into, once they are sealed: refused in the second turn.
-    sealed = any(place_of(tree) in ("codec", "selector") for tree in trees)
-    return not (
-        sealed
-        and any(
-            part["name"] in ("key_rerotation", "merging") or part.get("reindex") for t in trees for part in inside(t)
-        )
-    )
+    # Pairs can be neither turned nor merged into once they are sealed: refused in the second turn.
+    sealed = recipe.codec is not None or recipe.selector is not None
+    return not (sealed and any(step.rewrite is not None for step in recipe.evictions))
 
 
 def resolved_tree(tree: Tree, family: str = "llama") -> Tree:

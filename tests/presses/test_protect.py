@@ -74,7 +74,12 @@ def test_no_press_takes_a_protected_pair_and_amounts_count_them(spec: str) -> No
     assert_kept(found, [SPARED, SPARED], mask)
     assert any(not head >= SPARED for layer in kept(plain, mask) for row in layer for head in row) or "sim" in spec
     step = press.recipe().evictions[0]
-    if not step.allocator.decides and step.allocator.scope == "layer" and not step.allocator.by_layer:
+    if (
+        step.among is None
+        and not step.allocator.decides
+        and step.allocator.scope == "layer"
+        and not step.allocator.by_layer
+    ):
         sizes, before = ([[sum(map(len, row)) for row in layer] for layer in kept(cache)] for cache in (found, plain))
         assert sizes == before
 
@@ -238,6 +243,16 @@ def test_more_protected_pairs_than_the_budget_stay_with_a_warning_and_nothing_el
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prefill(model, kvpress.KnormPress(budget=6).protect(RANGES), ids)
+
+
+def test_a_budget_of_everything_leaves_every_layer_whole() -> None:
+    press = kvpress.get_press(
+        "decoding(protect(pyramidkv:window_size=8):tokens=0:2):compression_interval=3,target_size=99"
+    )
+    model = tiny_model("llama")
+    with press(model) as session:
+        model.generate(tokens(1, 30), max_new_tokens=8, do_sample=False)
+    assert [layer.store.stored() for layer in session.cache.layers] == [[37, 37]] * 3
 
 
 def test_one_reading_for_several_presses_protects_what_each_would_alone() -> None:

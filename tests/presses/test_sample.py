@@ -55,6 +55,23 @@ def test_the_sum_of_weights_is_that_of_all_pairs_on_average() -> None:
     assert abs(sum(found) / len(found) - float(worth.sum())) < 4 * float(spread)
 
 
+def test_draws_again_and_again_while_tokens_are_generated_keep_the_sum_on_average() -> None:
+    """Random eviction beside a pinned prompt: what was drawn before stands for more each time."""
+    model, found = tiny_model("llama"), []
+    for seed in range(8):
+        spec = f"decoding(sample(random:seed={seed}):share=1.0,seed={seed}):compression_interval=4,target_size=30"
+        with kvpress.get_press(f"protect({spec}):tokens=0:20")(model) as session:
+            model.generate(tokens(1, 20), max_new_tokens=33, do_sample=False)
+        for layer in range(3):
+            for stream in weights(session.cache, layer):
+                assert len(stream) == 30
+                assert all(stream[at] == 0 for at in range(20))
+                found.append(float(torch.tensor(list(stream.values())).double().exp().sum()))
+    spread = torch.tensor(found).std() / len(found) ** 0.5
+    assert float(spread) > 0
+    assert abs(sum(found) / len(found) - 52) < 4 * float(spread)
+
+
 def test_a_row_draws_the_same_alone_and_in_a_padded_batch() -> None:
     model, press = tiny_model("llama"), kvpress.get_press("sample(snapkv:0.6,window_size=4)")
     ids, mask = padded_batch([60, 43])

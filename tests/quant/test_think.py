@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.quant.think import ThinnedSegment
+from kvpress.quant.thinned import ThinnedSegment
 from tests.models import full_layers, padded_batch, position_ids, tiny_model, tokens
 from tests.probes import Watching
 

@@ -134,14 +134,19 @@ def test_families(family: str) -> None:
     assert "indexes" in kvpress.memory_report(session.cache).components
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "padded"),
     [
-        "double_sparsity:budget={budget},skip_layers=0,channels=8,calibration={channels}",
-        "kivi:bits=4,group_size=16,residual_length=16 + double_sparsity:budget=20,skip_layers=0,calibration={channels}",
-        "tidal_decode:budget={budget},skip_layers=1",
-        "adakv(snapkv:0.3,window_size=4) + tidal_decode:budget={budget},skip_layers=0,reselect_layer=2,heads=query",
+        ("double_sparsity:budget={budget},skip_layers=0,channels=8,calibration={channels}", True),
+        (
+            "kivi:bits=4,group_size=16,residual_length=16 + double_sparsity:budget=20,skip_layers=0,calibration={channels}",
+            False,
+        ),
+        ("tidal_decode:budget={budget},skip_layers=1", False),
+        (
+            "adakv(snapkv:0.3,window_size=4) + tidal_decode:budget={budget},skip_layers=0,reselect_layer=2,heads=query",
+            True,
+        ),
     ],
 )
 def test_replayed_steps_choose_on_the_device_alone(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:

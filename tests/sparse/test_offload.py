@@ -45,8 +45,7 @@ def test_pairs_lie_in_host_memory_and_are_reported_there() -> None:
     assert components["indexes"] == sealed * (8 * 4 // 8 + 2 * 4)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize(("padded", "beams"), [(False, 1), (True, 3)])
 def test_a_budget_of_everything_is_exact(padded: bool, beams: int) -> None:
     model = deep_model(LAYERS)
     ids, mask = padded_batch([200, 140]) if padded else (tokens(2, 200), None)

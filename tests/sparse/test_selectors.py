@@ -31,6 +31,7 @@ SELECTORS = {
     "labels, 4 bit, forced": (
         "double_sparsity:budget={budget},skip_layers=0,calibration={channels},reduce=sum,n_sink=4,n_recent=8"
     ),
+    "directions": "loki:budget={budget},channels=8,label_bits=16",
 }
 every_selector = pytest.mark.parametrize("spec", SELECTORS.values(), ids=SELECTORS)
 every_storage = pytest.mark.parametrize("storage", STORAGE)

@@ -29,6 +29,9 @@ BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+RayAddress = Annotated[
+    str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
+]
 
 _FIELDS = ("model", "samples", "seed", "language", "batch_size", "dtype", "device", "threads")
 """Options that mean the same to every command that has them."""

@@ -59,6 +59,8 @@ def command(
         str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
     ] = None,
     threads: shared.Threads = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: the machines of a cluster search.")] = "local",
+    ray_address: shared.RayAddress = None,
 ) -> None:
     """Find the press that fits a memory limit and loses least, and write it for `get_press` and `--press @FILE`.
 

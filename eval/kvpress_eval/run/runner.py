@@ -81,14 +81,19 @@ def run(config: RunConfig, console: Console, engine: Engine | None = None) -> Ru
         )
     config, sources, settings = prepare(config, engine)
     if config.engine == RAY:
-        work = run_on_cluster(config, sources, settings, console)
-        busy = [cell.label for cell in work.busy]
-        return RunResult(_read(config, work.cells), work.record, work.interrupted, work.savings, busy)
+        return run_sources_on_cluster(config, sources, settings, console)
     if engine is None:
         engine = load_engine(config, settings)
     else:
         use_threads(config)
     return run_sources(config, sources, engine, console)
+
+
+def run_sources_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, console: Console) -> RunResult:
+    """Run what is missing of some tasks on a cluster; return all of their results. `settings` are the model's configuration."""
+    work = run_on_cluster(config, sources, settings, console)
+    busy = [cell.label for cell in work.busy]
+    return RunResult(_read(config, work.cells), work.record, work.interrupted, work.savings, busy)
 
 
 def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, console: Console) -> RunResult:

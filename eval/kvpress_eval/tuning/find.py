@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,24 @@ from kvpress.cache.report import parse_bytes
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
-from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import ALPHA, paired_p_value
 from kvpress_eval.results.store import CellStore
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
-from kvpress_eval.run.generation import Limits, answer, parts, read_contexts, seeded
+from kvpress_eval.run.generation import Limits, answer, read_contexts, seeded
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings, use_threads
 from kvpress_eval.run.progress import RunProgress
-from kvpress_eval.run.runner import run_sources
+from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
 from kvpress_eval.tasks.local import PREFIX
 from kvpress_eval.tuning import result
+from kvpress_eval.tuning.crew import hired
 from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner
-from kvpress_eval.tuning.search import Search, Standing, rungs, work
+from kvpress_eval.tuning.search import Examined, Search, Standing, rungs, work
 from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
@@ -98,8 +100,10 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         BusyError: another process tunes into the same folder.
     """
     wishes.check()
-    if config.engine != "local":
-        raise ConfigError(f"engine {config.engine}: tune runs in this process only")
+    if config.engine == RAY and engine is not None:
+        raise ConfigError(
+            "engine ray loads the model on each machine: give its name, not a model that is loaded already"
+        )
     config, by_likelihood = _with_data(config, wishes)
     settings = engine.model.config if engine else read_settings(config)
     check_lengths(config, settings)
@@ -205,7 +209,7 @@ class _Tuning:
             "halved again and again"
         )
         until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
-        with RunProgress(self.console, total) as progress:
+        with RunProgress(self.console, total) as progress, self._crew(examiner, progress) as helped:
             search = Search(
                 examiner,
                 self.space,
@@ -217,6 +221,7 @@ class _Tuning:
                 self.config.batch_size,
                 until,
                 lambda: self.interrupt.requested,
+                helped,
             )
             search.run(self.config.out / result.JOURNAL)
             if not search.ranked:
@@ -228,6 +233,20 @@ class _Tuning:
         picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
         return {one.press: one for one in (*best, *sized)}, picked.press
 
+    @contextmanager
+    def _crew(self, examiner: Examiner, progress: RunProgress) -> Iterator[Examined | None]:
+        """Yield what examines presses on a cluster, None where this process does."""
+        if self.config.engine != RAY:
+            yield None
+            return
+        sources = [part.source for part in self.split.searched if part.source is not None]
+        most = sum(len(part.contexts) for part in self.split.searched)
+        with hired(self.config, self.engine, examiner, sources, most) as crew:
+            progress.note(
+                f"{len(crew)} worker{'s' if len(crew) > 1 else ''} of the cluster examine{'' if len(crew) > 1 else 's'} presses"
+            )
+            yield crew.examined
+
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
         """Return where the best composition stands at other sizes, on the same contexts."""
         found = []
@@ -236,10 +255,8 @@ class _Tuning:
             (press,) = other.fit([search.templates[best.press]]).values()
             if press is None or press in (NOTHING, best.press):
                 continue
-            for part in self.split.searched:
-                for batch in parts(part.contexts[: best.contexts], self.config.batch_size):
-                    self._stop_if_asked()
-                    search.examiner.examine([press], batch)
+            for _ in other.examined([press], search.batches(0, best.contexts)):
+                pass
             if press not in search.examiner.failed:
                 found.append(search.standing(press, best.contexts))
         return found
@@ -257,7 +274,10 @@ class _Tuning:
             return [self._read_texts(examiner, press) for press in presses]
         config = self.config.model_copy(update={"presses": tuple(presses)})
         sources = [part.source for part in self.split.held_out if part.source is not None]
-        done = run_sources(config, sources, self.engine, self.console)
+        if config.engine == RAY:
+            done = run_sources_on_cluster(config, sources, self.engine.model.config, self.console)
+        else:
+            done = run_sources(config, sources, self.engine, self.console)
         if done.interrupted:
             raise KeyboardInterrupt
         return list(done.cells)

@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,23 +40,24 @@ _ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, FloatingPoi
 
 @dataclass
 class Examiner:
-    """Scores presses on items and remembers every score in the file `path`, so that nothing is asked twice, even after a kill.
+    """Scores presses on items and remembers every score, so that nothing is asked twice: with a file `path` even after a kill.
 
     `failed` says of presses that could not be scored why.
     """
 
     engine: Engine
-    path: Path
+    path: Path | None
     max_seconds: float | None = None
     failed: dict[str, str] = field(default_factory=dict)
     _known: dict[str, Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.path is None:
+            return
         rows, bad, torn = read_rows(self.path)
         if bad or torn:
             replace_file(self.path, b"".join(map(encode_row, rows)))
-        self._known = {row["sample"]: row for row in rows}
-        self.failed |= {row["press"]: row["failed"] for row in rows if "failed" in row}
+        self._note(rows)
 
     def score_of(self, press: str, item: Item) -> float:
         """Return the score of a press on an item that it was examined on."""
@@ -79,16 +80,22 @@ class Examiner:
         for name, context in self._read(missing, contexts, max(behind)):
             try:
                 with seeded(items[0].id), torch.inference_mode():
-                    self._remember(self._judge(name, context, contexts))
+                    self.remember(self._judge(name, context, contexts))
             except _ERRORS as error:
                 self._fail(name, error)
+
+    def told(self, presses: Sequence[str], contexts: Contexts) -> list[Row]:
+        """Return what is known of the full cache and of presses on some contexts."""
+        names = dict.fromkeys((NOTHING, *presses))
+        keys = [*map(_failed, names), *(_key(name, item) for name in names for items in contexts for item in items)]
+        return [self._known[key] for key in keys if key in self._known]
 
     def measure(self, presses: Sequence[str], context: Sequence[Item]) -> dict[str, float]:
         """Return the bytes that presses hold of a real context; those that fail are left out."""
         held = {name: f"{_key(name, context[0])} | bytes" for name in presses}
         missing = [name for name, key in held.items() if key not in self._known and name not in self.failed]
         for name, read in self._read(missing, [context], 0):
-            self._remember([{"sample": held[name], "press": name, "bytes": read.report.total_bytes}])
+            self.remember([{"sample": held[name], "press": name, "bytes": read.report.total_bytes}])
         return {name: self._known[key]["bytes"] for name, key in held.items() if key in self._known}
 
     def _read(self, presses: Sequence[str], contexts: Contexts, behind: int) -> Iterator[tuple[str, Context]]:
@@ -119,8 +126,7 @@ class Examiner:
     def _fail(self, name: str, error: Exception) -> None:
         if name == NOTHING:
             raise error
-        self.failed[name] = f"{type(error).__name__}: {error}"
-        self._remember([{"sample": f"{name} | failed", "press": name, "failed": self.failed[name]}])
+        self.remember([{"sample": _failed(name), "press": name, "failed": f"{type(error).__name__}: {error}"}])
 
     def _judge(self, name: str, context: Context, contexts: Contexts) -> list[Row]:
         """Return a row for every item about contexts that were read under a press."""
@@ -219,18 +225,27 @@ class Examiner:
             raise FloatingPointError("NaN in the logits of an answer")
         return logits
 
-    def _remember(self, rows: Sequence[Row]) -> None:
+    def remember(self, rows: Sequence[Row]) -> None:
         """Write rows so that they survive a kill, each once."""
         new = {row["sample"]: row for row in rows if row["sample"] not in self._known}
-        with translated_os_errors(self.path), self.path.open("ab") as file:
-            file.writelines(map(encode_row, new.values()))
-            file.flush()
-            os.fsync(file.fileno())
-        self._known |= new
+        if self.path is not None:
+            with translated_os_errors(self.path), self.path.open("ab") as file:
+                file.writelines(map(encode_row, new.values()))
+                file.flush()
+                os.fsync(file.fileno())
+        self._note(new.values())
+
+    def _note(self, rows: Iterable[Row]) -> None:
+        self._known |= {row["sample"]: row for row in rows}
+        self.failed |= {row["press"]: row["failed"] for row in rows if "failed" in row}
 
 
 def _key(press: str, item: Item) -> str:
     return f"{press} | {item.id}"
+
+
+def _failed(press: str) -> str:
+    return f"{press} | failed"
 
 
 def _row(press: str, item: Item, value: float) -> Row:

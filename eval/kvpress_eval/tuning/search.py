@@ -7,7 +7,7 @@ and every score is remembered, so that a search that was killed goes on to what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ from kvpress_eval.common.files import hash_json, replace_file
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tuning.items import Item, Part
-from kvpress_eval.tuning.scoring import Examiner
+from kvpress_eval.tuning.scoring import Contexts, Examiner
 from kvpress_eval.tuning.sizing import Limit, solve
 from kvpress_eval.tuning.space import NOTHING, Parameters, Space, Template
 
@@ -38,6 +38,9 @@ _EXCESS = 1.01
 """Times as much as allowed that a press may need, as a real context shows."""
 _FITTINGS = 3
 _HALF = 0.5
+
+Examined = Callable[[Sequence[str], Iterable[Contexts]], Iterator[Contexts]]
+"""Examines presses on batches of contexts, and yields each batch when its scores are known."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Search:
     """Finds presses that meet a limit and loses as little as possible on the worst of the tasks.
 
     `candidates` is the number of points of the space that are tried, `until` the time at which no further context is read.
+    Where workers help, `helped` stands for them.
     """
 
     examiner: Examiner
@@ -96,6 +100,7 @@ class Search:
     batch_size: int = 1
     until: float | None = None
     stopped: Callable[[], bool] = lambda: False
+    helped: Examined | None = None
     standings: dict[str, Standing] = field(default_factory=dict)
     templates: dict[str, Template] = field(default_factory=dict)
     out_of_time: bool = False
@@ -188,9 +193,7 @@ class Search:
         alive, done = list(presses), 0
         waves = -(-self.candidates // WAVE)
         for contexts in self.rungs:
-            for batch in self._batches(done, contexts):
-                self._check_time()
-                self.examiner.examine(alive, batch)
+            for batch in self.examined(alive, self.batches(done, contexts)):
                 self.progress.advance(len(alive) * len(batch))
             alive = [press for press in alive if press not in self.examiner.failed]
             now = sorted((self.standing(press, contexts) for press in alive), key=lambda one: one.rank)
@@ -199,6 +202,18 @@ class Search:
                 place = f"wave {wave + 1} of {waves}, {contexts} contexts of each task"
                 self.progress.reached(f"{place}: {len(now)} presses, best {describe(now[0])}")
             alive, done = [one.press for one in now[: -(-len(now) // 2)]], contexts
+
+    def examined(self, presses: Sequence[str], batches: Iterable[Contexts]) -> Iterator[Contexts]:
+        """Examine presses on batches of contexts, and yield each when its scores are known, until the time is over."""
+        if self.helped is not None:
+            for batch in self.helped(presses, batches):
+                self._check_time()
+                yield batch
+            return
+        for batch in batches:
+            self._check_time()
+            self.examiner.examine(presses, batch)
+            yield batch
 
     def standing(self, press: str, contexts: int) -> Standing:
         """Return where a press stands on the first contexts of every task."""
@@ -211,7 +226,7 @@ class Search:
         changes = {task: fmean(ours[task]) - fmean(theirs[task]) for task in ours}
         return Standing(press, contexts, changes, self.limit.planned(kvpress.get_press(press)))
 
-    def _batches(self, done: int, contexts: int) -> Iterator[Sequence[Sequence[Item]]]:
+    def batches(self, done: int, contexts: int) -> Iterator[Contexts]:
         """Yield the contexts from `done` on, those of one task together, as many at a time as are read together."""
         for part in self.searched:
             yield from parts(part.contexts[done:contexts], self.batch_size)

@@ -11,11 +11,13 @@ import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import kvpress
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, find
+from kvpress.hf.models import load_config
+from kvpress.plan import Geometry
 
 NOTHING = "none"
 LEFT_OUT = ("baseline", "schedule", "select", "prefill")
@@ -165,7 +167,7 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
     if SMALLER in names:
         return "whole", _variants(entry, _without(press, SMALLER))
     if RATIO in names and _says_all(entry):
-        return "evict", _variants(entry, _without(press, RATIO, BUDGET, _SEED))
+        return "evict", list(filter(_acts, _variants(entry, _without(press, RATIO, BUDGET, _SEED))))
     if entry.role == "quantise":
         return "codec", _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
     return "", []
@@ -190,6 +192,20 @@ def _says_all(entry: Entry) -> bool:
     """Whether a press needs to be told nothing about the prompts that it will see."""
     try:
         kvpress.get_press(entry.name)
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def _some_model() -> Geometry:
+    return Geometry.of(load_config("reference"))
+
+
+def _acts(spec: str) -> bool:
+    """Whether a press acts on a model as it is; some say only then what they have to be told."""
+    try:
+        kvpress.get_press(spec).recipe(_some_model())
     except ValueError:
         return False
     return True

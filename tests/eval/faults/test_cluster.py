@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.runner import run
+from kvpress_eval.tuning.find import Wishes, tune
+from kvpress_eval.tuning.result import RESULT
 from rich.console import Console
 
 from tests.eval.content import content
@@ -107,3 +110,22 @@ def test_ctrl_c_leaves_what_is_finished(small: Small, quiet: Console, two_machin
     local = config.model_copy(update={"engine": "local", "ray_address": None, "samples": count(config) + 1})
     assert run(local, quiet).exit_code == 0
     assert kept < {line for rows in lines(config).values() for line in rows}
+
+
+def test_a_search_on_a_cluster_picks_what_one_process_picks(
+    small: Small, quiet: Console, two_machines: Any, tmp_path: Path
+) -> None:
+    local = small(tasks=("niah_single",), lengths=(256,), samples=4)
+    wishes = Wishes(smaller=8.0, held_out=2, candidates=2)
+    expected = tune(local, wishes, quiet)
+    config = local.model_copy(update={"engine": "ray", "ray_address": two_machines.address, "out": tmp_path / "ray"})
+    found = tune(config, wishes, quiet)
+    assert (found.press, found.kept) == (expected.press, expected.kept)
+    assert [one.press for one in found.frontier] == [one.press for one in expected.frontier]
+    assert searched(config) == searched(local)
+    assert "of the cluster examine" in quiet.file.getvalue()  # type: ignore[attr-defined]
+
+
+def searched(config: RunConfig) -> Any:
+    """Return where all presses of a search stand."""
+    return json.loads((config.out / RESULT).read_text())["searched"]

@@ -58,7 +58,7 @@ def passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize(
     ("family", "chunk", "layers"),
-    [("llama", 1, True), ("llama", 5, False), ("gemma3_text", 1, False), ("gemma3_text", 5, True)],
+    [("llama", 5, True), ("gemma3_text", 1, False)],
 )
 def test_together_is_what_each_press_is_alone(family: str, chunk: int, layers: bool) -> None:
     model, presses = tiny_model(family), PRESSES[family]

@@ -139,7 +139,7 @@ def test_what_the_likeliest_tokens_decide(said: tuple[str, ...], expected: float
 
     item = Item("one", "task", 0, Prompt([1], [5], ""), Query("", "", ("4837",), "prefix"), 8)
     examiner = Examiner(engine, tmp_path / "scores.jsonl")
-    examiner._remember([{"sample": "none | one", "press": "none", "score": 0.0, "ids": [5, 5]}])
+    examiner.remember([{"sample": "none | one", "press": "none", "score": 0.0, "ids": [5, 5]}])
     assert examiner._decide(item, [token(text) for text in said], [token("48"), token("37")]) == expected
     assert examiner._decide(item, [2, 2, 2], [token("48"), token("37")]) == 0.0  # the answer ended before it began
 

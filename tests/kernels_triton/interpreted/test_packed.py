@@ -92,9 +92,9 @@ def test_select_and_row_groups(mapped: bool, value_group: tuple[int, int]) -> No
         (64, 64, 4, 2, 0.02, 3, FOLDED, torch.float16),
         (80, 96, 1, 4, 0.0, 200, FOLDED, torch.float16),
         (128, 80, 3, 0, 0.3, 37, SHARED, torch.float16),
-        (96, 64, 16, 16, 0.05, 20, FOLDED, torch.float32),
+        (96, 64, 8, 16, 0.05, 20, FOLDED, torch.float32),
         (64, 192, 2, 1, 0.02, 64, (1, 64), torch.float32),
-        (64, 256, 5, 7, 0.02, 90, FOLDED, torch.float16),
+        (64, 160, 5, 7, 0.02, 90, FOLDED, torch.float16),
     ],
 )
 def test_corrections(

@@ -1,0 +1,137 @@
+"""Speculation on a partial cache: tokens a round, time per token against plain decoding, and memory.
+
+python benchmarks/speculate.py --out benchmarks/results/speculate.json
+python benchmarks/speculate.py --random --length 32768 --layers 8 --out benchmarks/results/speculate_32k.json
+
+The first is the reference model, which recalls codes from its context. With --random it is a random Llama in bfloat16: its text
+means nothing, so that a draft is accepted only as far as what it reads gives the same tokens, and what is measured is mostly
+what rounds and memory cost. Plain decoding is timed under the same press, the prompt left out, in turns with speculation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextStreamer
+
+import kvpress
+from benchmarks.handover import build, write_rows
+from kvpress import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+
+
+def drafts(length: int) -> dict[str, Any]:
+    """The drafts that are measured behind prompts of a length."""
+    budget = max(32, length // 16)
+    return {
+        "streaming_llm:0.9": "streaming_llm:0.9",
+        "snapkv:0.9": "snapkv:0.9",
+        "kivi:bits=2": "kivi:bits=2",
+        "kivi:bits=4": "kivi:bits=4",
+        "quest, 1/16": f"quest:budget={budget},skip_layers=0",
+        "chunks, 1/16": Draft(retrieve=RetrievedChunks(chunk=16, chunks=budget // 16)),
+        "passages, 1/8": Draft(retrieve=RetrievedPassages(chunk=32, least=64, query=32)),
+        "constant, 1/16": Draft.constant(window=budget),
+    }
+
+
+class Clock(TextStreamer):
+    """Notes when tokens came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        del value
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to print."""
+
+
+def plain(model: Any, ids: Tensor, press: str, tokens: int) -> tuple[Tensor, float]:
+    """Return what plain decoding generates, and its seconds per token behind the first."""
+    clock = Clock()
+    with kvpress.get_press(press)(model):
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, streamer=clock
+        )
+    return found, (clock.at[-1] - clock.at[1]) / max(1, len(clock.at) - 2)
+
+
+def prompt(tokenizer: Any, length: int) -> Tensor:
+    """A text of about so many tokens, with codes in it that the reference model recalls."""
+    codes = " The code for tiger is 4837. The code for apple is 1192. The code for otter is 7718."
+    filler = tokenizer(" The old river runs near the green hill.", add_special_tokens=False)["input_ids"]
+    text = codes + " The old river runs near the green hill." * (length // len(filler)) + " The code for tiger is"
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
+def measured(model: Any, ids: Tensor, press: str, tokens: int, rounds: int, proposed: int) -> list[dict[str, Any]]:
+    """Return a row for every draft, plain decoding timed beside each."""
+    rows = []
+    named: list[tuple[str, Any, PartialVerification | None]] = [
+        (name, d, None) for name, d in drafts(ids.shape[1]).items()
+    ]
+    selector = f"quest:budget={max(32, ids.shape[1] // 8)},skip_layers=0"
+    named.append(("partial verification", "streaming_llm:0.9", PartialVerification(selector, refresh=4)))
+    for name, given, verify in named:
+        draft = given if isinstance(given, Draft) else Draft(given)
+        draft = Draft(draft.press, draft.model, proposed, draft.retrieve)
+        took: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            expected, seconds = plain(model, ids, press, tokens)
+            took[0].append(seconds)
+            found = kvpress.speculate(
+                model, ids, draft=draft, press=press, verify=verify, max_new_tokens=tokens, do_sample=False
+            )
+            took[1].append(found.seconds / max(1, found.tokens - 1))
+        ours, theirs = (sorted(times)[len(times) // 2] for times in reversed(took))
+        rows.append({
+            "draft": name, "press": press, "length": ids.shape[1], "tokens": found.tokens, "proposed": proposed,
+            "same": bool(found.sequences.shape == expected.shape and (found.sequences == expected).all()),
+            "tokens_per_round": found.tokens_per_round, "acceptance": found.acceptance,
+            "seconds": ours, "plain_seconds": theirs,
+            "target_bytes": found.target_bytes, "draft_bytes": found.draft_bytes,
+        })  # fmt: skip
+        print(
+            f"{name:22} {found.tokens_per_round:4.1f} tokens a round ({found.acceptance:4.0%} accepted), "
+            f"{1e3 * ours:7.1f} ms a token, plain {1e3 * theirs:7.1f}: {theirs / ours:4.2f} times as fast, "
+            f"{found.draft_bytes / found.target_bytes:4.0%} more memory, {'same' if rows[-1]['same'] else 'other'} tokens",
+            flush=True,
+        )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a line for every draft, and write all as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", action="store_true", help="a random model in the place of the reference model")
+    parser.add_argument("--length", type=int, default=900)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--press", default="none", help="what the model itself reads under")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--proposed", type=int, default=4, help="tokens of the draft in every round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    if args.random:
+        model = build(args.layers, args.hidden)
+        ids = torch.randint(3, 512, (1, args.length), generator=torch.Generator().manual_seed(1))
+    else:
+        model, tokenizer = kvpress.load_model("reference")
+        ids = prompt(tokenizer, args.length)
+    rows = measured(model, ids, args.press, args.tokens, args.rounds, args.proposed)
+    if args.out:
+        write_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

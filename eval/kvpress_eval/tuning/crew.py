@@ -1,0 +1,132 @@
+"""A search on a Ray cluster: workers that have each loaded the model examine presses, a few contexts at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvpress.core.registry import entries
+from kvpress_eval.common.errors import ClusterError, ConfigError, EvalError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.store import Row
+from kvpress_eval.run.cluster import connected, need_of, places
+from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.tasks.source import Source
+from kvpress_eval.tuning.scoring import Contexts, Examiner
+
+_RETRIES = 3
+"""Times that work is given out again when its worker is lost."""
+
+
+class Assistant:
+    """An examiner on another machine.
+
+    `presses` are all registered classes: taking them out of the message imports the modules of a user's own ones.
+    """
+
+    def __init__(self, config: RunConfig, presses: Sequence[type]) -> None:
+        self._engine = load_engine(config)
+        self._examiner = Examiner(self._engine, None, config.max_seconds_per_sample)
+
+    def names(self) -> tuple[str, str, str]:
+        """Return what all who examine must have in common: weights, device and dtype."""
+        return self._engine.fingerprint, self._engine.device, self._engine.dtype
+
+    def examine(self, presses: Sequence[str], contexts: Contexts, known: Sequence[Row]) -> list[Row]:
+        """Return what is found out about presses that lack a score; `known` are those of the full cache, if any."""
+        self._examiner.remember(known)
+        self._examiner.examine(presses, contexts)
+        return self._examiner.told(presses, contexts)
+
+
+class Crew:
+    """Workers of a cluster that find out what `examiner` remembers.
+
+    Ray starts a lost worker again where there is room, and gives it the same work once more.
+    """
+
+    def __init__(self, ray: Any, examiner: Examiner, workers: Sequence[Any]) -> None:
+        self._ray, self._examiner, self._workers = ray, examiner, workers
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def examined(self, presses: Sequence[str], batches: Iterable[Contexts]) -> Iterator[Contexts]:
+        """Examine presses on batches of contexts, all workers at once; yield each batch when its scores are known."""
+        waiting, idle, running = deque(batches), list(self._workers), dict[Any, tuple[Any, Contexts]]()
+        while waiting or running:
+            while waiting and idle:
+                contexts = waiting.popleft()
+                missing = self._examiner.missing(presses, contexts)
+                if missing:
+                    worker, known = idle.pop(), self._examiner.told((), contexts)
+                    running[worker.examine.remote(missing, contexts, known)] = worker, contexts
+                else:
+                    yield contexts
+            ready, _ = self._ray.wait(list(running), num_returns=1) if running else ([], [])
+            for one in ready:
+                worker, contexts = running.pop(one)
+                self._examiner.remember(self._answer(one))
+                idle.append(worker)
+                yield contexts
+
+    def check(self, names: tuple[str, str, str]) -> None:
+        """Refuse workers whose weights, device or dtype are others than those of this process.
+
+        Raises:
+            ConfigError: one differs.
+        """
+        for worker in self._workers:
+            theirs = self._answer(worker.names.remote())
+            if theirs != names:
+                raise ConfigError(
+                    f"the machines of the cluster differ: weights, device and dtype are {names} here and {theirs} on "
+                    "another; give each of them the same model, and name the device and the dtype"
+                )
+
+    def _answer(self, asked: Any) -> Any:
+        try:
+            return self._ray.get(asked)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, EvalError) else error) from error
+        except self._ray.exceptions.RayError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise ClusterError(
+                f"a worker was lost {_RETRIES + 1} times over the same work ({first}): the same command continues there"
+            ) from error
+
+
+@contextmanager
+def hired(
+    config: RunConfig, engine: Engine, examiner: Examiner, sources: Sequence[Source], most: int
+) -> Iterator[Crew]:
+    """Hire up to `most` workers of a cluster, each on the kind of device that this process has, and let them go at the end.
+
+    Raises:
+        ClusterError: no cluster answers, or no machine of it has room for a worker.
+        ConfigError: the machines have different models.
+    """
+    with connected(config.ray_address) as ray:
+        gpu = engine.device.startswith("cuda")
+        config = config.model_copy(update={"presses": ("none",), "device": "cuda" if gpu else "cpu"})
+        need = need_of(config, sources, engine.model.config, gpu=gpu)
+        config = config.model_copy(update={"threads": need.cpus})
+        found = places(ray, need, most)
+        actor = ray.remote(Assistant).options(
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
+            memory=found.memory,
+            max_restarts=-1,
+            max_task_retries=_RETRIES,
+        )
+        classes = [entry.press for entry in entries()]
+        workers = [actor.remote(config, classes) for _ in range(found.workers)]
+        try:
+            crew = Crew(ray, examiner, workers)
+            crew.check((engine.fingerprint, engine.device, engine.dtype))
+            yield crew
+        finally:
+            for worker in workers:
+                ray.kill(worker)

@@ -1,0 +1,70 @@
+"""Which channels of keys matter, by distillation: scales that may fall as far as the hidden states of the full model stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.calibrate.file import Calibration
+from kvpress.calibrate.gates import Distilled, Gated, softmax
+from kvpress.calibrate.run import Settings
+from kvpress.core.checks import Count, NotNegative, Positive, Size
+from kvpress.core.host import Asked
+from kvpress.core.model import ModelFacts
+from kvpress.quant.leank import METHOD
+
+
+class Scaled(Gated):
+    """Gates `[L, H, D]` that scale the channels of keys which are neither sinks nor recent."""
+
+    def weights(self, asked: Asked, logits: Callable[..., Tensor], visible: Tensor, near: Tensor) -> Tensor:
+        mixed = torch.where(near, logits(), logits(self.gates[asked.layer]))
+        return softmax(mixed.masked_fill(~visible, -torch.inf), asked.sinks)
+
+
+@dataclass(frozen=True)
+class LeanKSettings(Distilled):
+    """Scales of the channels of keys, by distillation of the full model, for `leank`.
+
+        loss = mean((h - h')^2) / mean(h'^2) + price * mean(scales)
+
+    h and h' are the last hidden states of the `answer` tokens, which see scaled keys but for the first `sink_size` tokens and
+    the newest `recent_size`, and with full attention. A layer gives `scale [H, D]`, float32, in [0, 1].
+
+    Paper: Zhang et al., LeanK: Learnable K Cache Channel Pruning for Efficient Decoding, 2025, arXiv:2508.02215.
+    Differs from the paper: there is no second stage, which trains on with the channels that stay; the distance is relative to
+    the size of the hidden states.
+    """
+
+    method: ClassVar[str] = METHOD
+
+    sink_size: Size = 128
+    recent_size: Count = 1024
+    price: NotNegative = 0.06
+    steps: Count = 200
+    lr: Positive = 0.02
+
+    def check(self, model: ModelFacts) -> None:
+        super().check(model)
+        if len({layer.head_dim for layer in model.layers}) > 1:
+            raise ValueError(f"{self.method} needs layers of one head dim, which {model.name} does not have")
+
+    def check_out(self, out: Path) -> None:
+        Settings.check_out(self, out)
+
+    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
+        Settings.write(self, found, model, out)
+
+    def attention(self, gates: Tensor, growing: set[int]) -> Gated:
+        return Scaled(gates, growing, self.sink_size, self.recent_size)
+
+    def gated(self, model: ModelFacts) -> tuple[int, ...]:
+        return model.layers[0].kv_heads, model.layers[0].head_dim
+
+    def named(self, gates: Tensor, model: ModelFacts) -> dict[str, Tensor]:
+        return {f"{layer.index}.scale": gates[layer.index] for layer in model.growing}

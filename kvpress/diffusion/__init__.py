@@ -1,0 +1,1 @@
+"""Masked-diffusion generation: blocks of masked tokens that are read both ways and written over several steps."""

@@ -1,0 +1,65 @@
+"""Eviction around the block that a masked-diffusion model writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from kvpress.core.checks import Count, Odd
+from kvpress.core.press import ScorerPress
+from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import View
+
+
+@register(
+    "sparse_dllm",
+    "evict",
+    "Song et al., 2025, arXiv:2508.02558",
+    example="sparse_dllm:0.5",
+    cases=("sparse_dllm:0.5,block_length=6,kernel_size=5",),
+)
+@dataclass
+class SparseDLLMPress(ScorerPress):
+    """Score a pair by the mean query of the newest block, pooled over its neighbours; one choice for all heads.
+
+        q[h]     = mean over the queries i of the block of q_i[h],   h a query head
+        s[t]     = mean over h of q[h] . k_t                         no softmax, no scale
+        score[t] = max of s over the kernel_size pairs around t
+
+    Made for `kvpress.diffuse(model, ids, press=...)`, where the block is the one that is written, the pairs are those before
+    and behind it, and the ratio is of these. Elsewhere, the block is the newest `block_length` tokens of a prompt, which stay;
+    prompts, and surroundings, that are no longer than that are left whole. `diffuse` takes blocks up to `block_length`.
+    `kernel_size` is the odd number of neighbours that share a score; 1 pools nothing.
+
+    Paper: Song et al., Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction, 2025,
+    arXiv:2508.02558.
+    Differs from the paper: each row of a batch has a choice of its own. When pairs are evicted, after the second step of a
+    block in the paper, is up to `full_steps` of `kvpress.diffuse`.
+    """
+
+    block_length: Count = 32
+    kernel_size: Odd = 3
+
+    @property
+    def protected(self) -> int:
+        return self.block_length
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(RecentQueries, self.block_length),)
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`, infinite in the block."""
+        queries = view.newest_queries(*self.wants).float().mean(dim=2).unflatten(1, (view.shape[1], -1)).mean(dim=2)
+        worth = torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()).mean(dim=1)
+        newest = 0 if view.call.around else min(self.block_length, view.length)
+        older = worth[:, : view.length - newest]
+        if older.shape[1]:
+            older = max_pool1d(older, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        pooled = torch.cat([older, torch.full_like(worth[:, :newest], torch.inf)], dim=1)
+        return pooled[:, None].expand(view.shape)

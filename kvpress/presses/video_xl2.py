@@ -1,0 +1,196 @@
+"""Chunks of a video that the question asks for stay as they are; the pairs of all others are pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.core.checks import Count, Share
+from kvpress.core.model import ModelFacts
+from kvpress.core.press import BasePress, removed
+from kvpress.core.recipe import Allocator, ByScore, Eviction, Recipe, Rewritten, Schedule, Scored, top
+from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import LOG_WEIGHT, View
+from kvpress.presses.protect import ranges_in
+from kvpress.presses.vision import pictures
+
+
+@register(
+    "video_xl2",
+    "schedule",
+    "Qin et al., 2025, arXiv:2506.19225",
+    example="video_xl2:chunk=64,pool=8,tokens=4:260",
+    cases=("video_xl2:dense=0.5,chunk=4,pool=3,window_size=4,tokens=1:10",),
+    refuses=(
+        Refusal("video_xl2:tokens=0:8 4:12", "ranges overlap"),
+        Refusal("video_xl2:chunk=4,pool=8", "a window would be longer than the chunk that it lies in"),
+        Refusal("decoding(video_xl2:tokens=0:8)", "it says itself when it acts"),
+    ),
+    exempt=(
+        Exemption(
+            "mask oracle", "pooled pairs are new ones; compared with plain pooling, and with equal pairs left whole"
+        ),
+        Exemption("pairs per layer", "what does not lie in its spans stays; its own tests count pairs of videos"),
+        Exemption("fuzz", "random prompts hold no videos; its own tests compare every pair with plain pooling"),
+    ),
+)
+@dataclass
+class VideoXL2Press(BasePress):
+    """Keep the chunks of images and videos that the end of the prompt asks for, and pool the pairs of all others.
+
+        window w of `pool` neighbouring pairs i of a chunk:   k[w] = mean of k[i],   v[w] = mean of v[i],   logit += log |w|
+        score of a chunk = sum over its windows of softmax(q . k[w] + log |w|), mean over the newest queries and the query heads
+
+    A chunk is `chunk` neighbouring image or video tokens, or what is left at the end of a span of them: give the tokens of some
+    whole frames. Of all chunks of a prompt, the share `dense` stays as it is: the first and the last before all others, then
+    those with the largest scores by the newest `window_size` queries. Of each window of the others one pair is left, with the
+    weight of all, at the position of the last. So n equal pairs that are pooled are read as before. `pool` is the length of a
+    window; 1, and `dense` 1, change nothing. Text stays whole, and so do spans that `ProtectPress` names. Which tokens are
+    images is found in the input ids; `tokens`, ranges of positions such as `4:260`, say it instead. Those of a later turn are
+    pooled when it has been read.
+
+    Paper: Qin et al., Video-XL-2: Towards Very Long-Video Understanding Through Task-Aware KV Sparsification, 2025,
+    arXiv:2506.19225.
+    Differs from the paper: the prompt is read with full attention, not chunk by chunk; every layer and kv head chooses chunks
+    by the queries at the end of the prompt, where the authors' code reads the choice from a file; pooled pairs weigh as many
+    as they stand for, and all positions stay; what was pooled is not held beside it, so it does not come back for another
+    question.
+    """
+
+    dense: Share = 0.25
+    chunk: Count = 576
+    pool: Count = 12
+    window_size: Count = 32
+    tokens: str = ""
+
+    def validate(self) -> None:
+        super().validate()
+        ranges_in(self.tokens)
+        if self.pool > self.chunk:
+            raise ValueError(f"pool must be at most chunk={self.chunk}, in which windows lie, got {self.pool}")
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if self.pool == 1 or self.dense == 1:
+            return Recipe()
+        rule = pictures(self, "both", self.tokens, model)
+        pooling = Pooling(self.dense, self.chunk, self.pool, Wanted(RecentQueries, self.window_size))
+        step = Eviction(
+            pooling,
+            allocator=AsPooled(),
+            schedule=Schedule(False, closing=True),
+            rewrite=pooled,
+            fixed=True,
+            among=rule,
+        )
+        return Recipe((step,))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction of the pairs that the last cache has lost; see `last_cache`."""
+        return removed(self)
+
+
+@dataclass(frozen=True)
+class Pooling(ByScore):
+    """Pools windows of `pool` pairs in the chunks that are not among the best ones."""
+
+    dense: float
+    chunk: int
+    pool: int
+    queries: Wanted
+
+    ranks: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (self.queries,)
+
+    def scores(self, view: View) -> Tensor:
+        """Return zeros: chunks compete, and not pairs."""
+        return torch.zeros(view.shape, device=view.positions.device)
+
+    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Mark all pairs of the chunks that stay, and the last one of every window that is pooled."""
+        del counts
+        memo, place = scored.whole.memo, scored.whole.heads.start
+        if ("choice", place) not in memo:
+            memo["choice", place] = self._pool(scored)
+        mask, scored.log_weight = memo["choice", place]
+        return mask
+
+    def _pool(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """Return which pairs stay and what is added to their logit weights; leave the pooled ones for `pooled`."""
+        view, whole = scored.view, scored.whole
+        if not view.length:
+            whole.memo["keys", whole.heads.start], whole.memo["values", whole.heads.start] = whole.keys, whole.values
+            return torch.ones_like(view.positions, dtype=torch.bool), torch.zeros(view.shape)
+        first, window = self._windows(view.positions)
+        weight = view.side.get(LOG_WEIGHT, torch.zeros(view.shape, device=first.device)).float()
+        mass = summed(weight.exp(), window)
+        share = weight.exp() / mass.gather(2, window)
+        keys, values = (summed(pairs.float() * share[..., None], window) for pairs in (view.keys, view.values))
+        chunks = self._best(whole, first, window, keys, mass)
+        last = window != torch.cat([window[..., 1:], window.new_full((*window.shape[:2], 1), -1)], dim=2)
+        added = torch.where(chunks | ~last, 0.0, mass.gather(2, window).log() - weight)
+        for name, means, own in (("keys", keys, view.keys), ("values", values, view.values)):
+            at = window[..., None].expand(-1, -1, -1, means.shape[3])
+            new = torch.where(chunks[..., None], own.float(), means.gather(2, at))
+            index = view.index[..., None].expand_as(new)  # type: ignore[index]
+            held = whole.keys if name == "keys" else whole.values
+            whole.memo[name, whole.heads.start] = held.scatter(2, index, new.to(held.dtype))
+        return chunks | last, added
+
+    def _windows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chunk and the window of every pair at `positions [b, h, n]`, each counted from 0."""
+        places = torch.arange(positions.shape[2], device=positions.device).expand_as(positions)
+        starts = torch.ones_like(positions, dtype=torch.bool)
+        starts[..., 1:] = positions.diff(dim=2) != 1
+        rank = places - torch.where(starts, places, 0).cummax(dim=2).values
+        chunk, window = rank % self.chunk == 0, rank % self.chunk % self.pool == 0
+        return chunk.long().cumsum(dim=2) - 1, window.long().cumsum(dim=2) - 1
+
+    def _best(self, view: View, chunk: Tensor, window: Tensor, keys: Tensor, mass: Tensor) -> Tensor:
+        """Mark the pairs `[b, h, n]` of the chunks that stay as they are."""
+        queries = view.newest_queries(self.queries)
+        grouped = queries.reshape(*keys.shape[:2], -1, queries.shape[-1])
+        logits = view.call.logits(grouped, keys.to(view.keys.dtype)).view(*keys.shape[:2], -1, keys.shape[2])
+        weights = torch.softmax(logits + mass.log()[:, :, None], dim=-1).mean(dim=2)
+        paid = weights.gather(2, window) / summed(torch.ones_like(weights), window).gather(2, window)
+        score = summed(paid, chunk)
+        count = chunk[..., -1] + 1
+        real = torch.arange(score.shape[2], device=score.device) < count[..., None]
+        score = score.masked_fill(~real, -torch.inf)
+        score[..., 0] = torch.inf
+        score.scatter_(2, count[..., None] - 1, torch.inf)
+        return top(score, (count * self.dense).round().long()).gather(2, chunk)
+
+
+def summed(pairs: Tensor, group: Tensor) -> Tensor:
+    """Add up `pairs [b, h, n]` or `[b, h, n, D]` by their `group [b, h, n]`, into as many places as there are pairs."""
+    at = group if pairs.dim() == 3 else group[..., None].expand_as(pairs)
+    return torch.zeros_like(pairs).scatter_add_(2, at, pairs)
+
+
+@dataclass(frozen=True)
+class AsPooled(Allocator):
+    """Leaves every head what pooling leaves."""
+
+    ragged = True
+    decides = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        del mean
+        return [each.scorer.choose(each, 0).sum(dim=2) for each in scored]
+
+
+def pooled(view: View, mask: Tensor) -> Rewritten:
+    """Return the keys and values `[b, h, n, D]` of a view of which some were pooled."""
+    del mask
+    return Rewritten(keys=view.memo["keys", view.heads.start], values=view.memo["values", view.heads.start])

@@ -1,0 +1,132 @@
+"""Fewer channels of keys for good: those that training found to matter least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.segment import DenseSegment
+from kvpress.calibrate import file as calibration
+from kvpress.core.checks import Count, Ratio, Size
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.press import BasePress
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Refusal, register
+from kvpress.quant.thinned import ThinCodec, refuse_latents
+
+METHOD = "leank"
+
+
+@register(
+    "leank",
+    "quantise",
+    "Zhang et al., 2025, arXiv:2508.02215",
+    example="leank:0.5,recent_size=256",
+    needs="scales of the model: `kvpress calibrate --method leank` (`calibration`)",
+    refuses=(Refusal("leank:0.5", "without a file of its own, a model other than the bundled reference model"),),
+)
+@dataclass
+class LeanKPress(BasePress):
+    """Store keys without the share `ratio` of the channels of all heads, those whose learned scale is smallest.
+
+    Scales in [0, 1] of every channel of every kv head are learned once for a model (`kvpress calibrate --method leank`): they
+    fall as far as the hidden states of the full model stay. `calibration` is that file; the bundled reference model needs none.
+    The largest scales of all layers stay, and every layer stores as many channels for each of its heads, the best of each,
+    rounded to a multiple of `align` and at least as many. Queries are taken to these channels, so that attention reads fewer
+    bytes and decodes nothing. The first `sink_size` pairs and the newest `recent_size` keep all channels; pairs are sealed
+    `interval` at a time. Values stay as they are.
+
+    Paper: Zhang et al., LeanK: Learnable K Cache Channel Pruning for Efficient Decoding, 2025, arXiv:2508.02215.
+    Differs from the paper: heads of a layer store equally many channels, so none is left without, and none streams; `align` is
+    8 where its kernels want 32.
+    """
+
+    ratio: Ratio = 0.0
+    calibration: str | None = None
+    sink_size: Size = 128
+    recent_size: Size = 768
+    interval: Count = 128
+    align: Count = 8
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction of the bytes of stored pairs that is left out."""
+        return self.ratio / 2
+
+    @compression_ratio.setter
+    def compression_ratio(self, value: float) -> None:
+        raise AttributeError(f"compression_ratio cannot be set to {value}: it follows from ratio, which can be set")
+
+    @property
+    def source(self) -> Path:
+        """The calibration file."""
+        return calibration.shipped(METHOD) if self.calibration is None else Path(self.calibration)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if not self.ratio:
+            return Recipe()
+        if model is None:
+            return Recipe(codec=self.codec_at)
+        refuse_latents(model)
+        for layer in model.growing:
+            if layer.head_dim < self.align:
+                raise ValueError(
+                    f"align must be at most the head dim {layer.head_dim} of {model.name}, got {self.align}"
+                )
+        if not model.loaded:
+            return Recipe(codec=self.codec_at)
+        codecs = {layer: self._codec(order) for layer, order in self.known_channels(model).items()}
+        return Recipe(codec=codecs.get)
+
+    def codec_at(self, layer: int) -> Codec:
+        """Return the codec of a layer of which no scales are known: it stores the mean number of channels."""
+        del layer
+        return self._codec(None)
+
+    def _codec(self, kept: Tensor | None) -> LeanKCodec:
+        return LeanKCodec(self.ratio, self.align, kept, (self.sink_size, self.recent_size, self.interval))
+
+    def known_channels(self, model: ModelFacts) -> dict[int, Tensor]:
+        """Return the channels of every layer that are stored, int16 `[H, C]`, ascending."""
+        found = calibration.read(self.source, METHOD)
+        found.check(METHOD, model, self.source, _held)
+        scales = {layer.index: found.tensors[f"{layer.index}.scale"] for layer in model.growing}
+        every = torch.cat([scale.flatten() for scale in scales.values()])
+        best = every.argsort(descending=True, stable=True)[: len(every) - int(len(every) * self.ratio)]
+        chosen = torch.zeros_like(every).index_fill(0, best, 1.0)
+        kept = {}
+        for (layer, scale), own in zip(scales.items(), chosen.split([s.numel() for s in scales.values()]), strict=True):
+            count = rounded(float(own.sum()) / len(scale), self.align, scale.shape[1])
+            order = scale.argsort(dim=1, descending=True, stable=True)
+            kept[layer] = order[:, :count].sort(dim=1).values.to(torch.int16)
+        return kept
+
+
+def rounded(count: float, align: int, most: int) -> int:
+    """Return the multiple of `align` that is nearest, at least one and at most what fits into `most`."""
+    return min(max(align, int(count / align + 0.5) * align), most // align * align)
+
+
+def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+    return {"scale": (layer.kv_heads, layer.head_dim)}
+
+
+class LeanKCodec(ThinCodec):
+    """Stores the `kept` channels `[H, C]` of keys; see `LeanKPress`. Where they are unknown, the share that `ratio` leaves."""
+
+    def __init__(self, ratio: float, align: int, kept: Tensor | None, sizes: tuple[int, int, int]) -> None:
+        self.ratio, self.align, self.kept = ratio, align, kept
+        self.sinks, self.residual, self.group = sizes
+
+    def width(self, dim: int) -> int:
+        return rounded(dim * (1 - self.ratio), self.align, dim) if self.kept is None else self.kept.shape[1]
+
+    def channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
+        del stream
+        if self.kept is None:
+            raise ValueError("no scales of this model were loaded: enter the press on a model first")
+        return self.kept.to(segment.device).repeat(segment.layout.streams // sealing.heads, 1)

@@ -1,0 +1,1 @@
+"""Speculative decoding: a draft on a small cache proposes tokens, the target on its own cache verifies them."""

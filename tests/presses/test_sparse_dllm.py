@@ -1,0 +1,97 @@
+"""Sparse-dLLM's scores against plain code, behind a prompt and around a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from tests.models import padded_batch, tiny_model
+from tests.oracle import decode_both
+
+
+def plain(queries: Tensor, keys: Tensor, kernel: int) -> Tensor:
+    """Worth `[n]` of `keys [H, n, D]` for the `queries [Hq, w, D]` of a block, pair by pair."""
+    groups, length = len(queries) // len(keys), keys.shape[1]
+    worth = [
+        sum(float(queries[h].mean(dim=0) @ keys[h // groups, t]) for h in range(len(queries))) / len(queries)
+        for t in range(length)
+    ]
+    reach = kernel // 2
+    return torch.tensor([max(worth[max(0, t - reach) : t + reach + 1]) for t in range(length)])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kernel", [1, 5])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_what_stays_around_a_block_is_what_plain_code_chooses(family: str, kernel: int, cache: Any) -> None:
+    """The first layer's queries and keys are made by hand, from the tokens of the last pass over all of them."""
+    model, (ids, mask) = tiny_model(family), padded_batch([26, 19])
+    press = kvpress.SparseDLLMPress(0.6, block_length=8, kernel_size=kernel)
+    held: list[Any] = []
+    kvpress.diffuse(
+        model, ids, 24, attention_mask=mask, mask_token=96, block_length=8, steps=2, cache=cache, press=press,
+        on_step=lambda found: held.append(found.cache and kvpress.kept_positions(found.cache)[0]),
+    )  # fmt: skip
+    # The first block of three was chosen for by the first pass, which read masked tokens behind the prompt.
+    read = torch.cat([ids, torch.full((2, 24), 96)], dim=1)
+    first, stop, total = ids.shape[1], ids.shape[1] + 8, ids.shape[1] + 24
+    anew = total if cache == "prefix" else stop
+    for row in range(2):
+        pads = int((mask[row] == 0).sum())
+        queries, keys = made(model, read[row, pads:])
+        at = torch.arange(total)
+        around = torch.cat([at[pads:first], at[anew:]]) - pads
+        worth = plain(queries[:, first - pads : stop - pads], keys[:, around], kernel)
+        count = int(len(around) * (1 - 0.6))
+        least = worth.sort(descending=True).values[count - 1]
+        assert len(held[0][row][0]) == count + anew - first
+        for head in held[0][row]:
+            chosen = {int(c) - pads for c in head if not first <= c < anew}
+            assert {int(a) for a, w in zip(around, worth, strict=True) if w > least + 1e-4} <= chosen
+            assert chosen <= {int(a) for a, w in zip(around, worth, strict=True) if w >= least - 1e-4}
+
+
+def made(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated queries `[Hq, n, D]` and keys `[H, n, D]` of the first layer."""
+    layer, inner = model.model.layers[0], model.model
+    hidden = layer.input_layernorm(inner.embed_tokens(ids[None]))
+    attention = layer.self_attn
+    cos, sin = inner.rotary_emb(hidden, torch.arange(len(ids))[None])
+    out = []
+    for name in ("q", "k"):
+        states = getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
+        states = getattr(attention, f"{name}_norm")(states) if hasattr(attention, f"{name}_norm") else states
+        states = states.transpose(1, 2)
+        half = states.shape[-1] // 2
+        turned = torch.cat([-states[..., half:], states[..., :half]], dim=-1)
+        out.append((states * cos[:, None] + turned * sin[:, None])[0])
+    return out[0], out[1]
+
+
+def test_behind_a_prompt_the_block_is_its_newest_tokens_and_stays() -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([30, 22])
+    press = kvpress.SparseDLLMPress(0.5, block_length=6)
+    found, expected, cache = decode_both(model, press, ids, mask)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    for row, length in enumerate((30, 22)):
+        pads = 30 - length
+        queries, keys = made(model, ids[row, pads:])
+        worth = plain(queries[:, -6:], keys[:, :-6], 3)
+        best = worth.topk(length // 2 - 6).values[-1]
+        for head in kvpress.kept_positions(cache)[0][row]:
+            kept = (head[head < 30] - pads).tolist()
+            assert kept[-6:] == list(range(length - 6, length))
+            assert len(kept) == length // 2
+            assert all(worth[t] >= best - 1e-4 for t in kept[:-6])
+
+
+def test_a_block_that_the_press_does_not_hear_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="SparseDLLMPress scores by 8 queries, and a block has 16"):
+        kvpress.diffuse(
+            tiny_model("llama"), torch.ones(1, 20, dtype=torch.long), 16, mask_token=96, block_length=16,
+            press=kvpress.SparseDLLMPress(0.5, block_length=8),
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""InfLLM v2: blocks by the attention of their mean keys, against loops, and means that grow with the pairs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kvpress_eval.fidelity.layers import watching
+from torch import Tensor
+
+import kvpress
+from kvpress.sparse.infllm_v2 import MeanKeys
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.sparse.selecting import build, prefilled, step
+
+SPEC = "infllm_v2:budget={budget},block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16"
+
+
+def blocks_read(keys: Tensor, queries: Tensor, budget: int) -> list[int]:
+    """Pairs that queries `[G, D]` read of the `keys [n, D]` of a stream, by loops."""
+    n = len(keys)
+    starts = range(0, n - 8 + 1, 4)
+    means = torch.stack([keys[s : s + 8].mean(dim=0) for s in starts])
+    paid = torch.softmax(queries @ means.T / keys.shape[1] ** 0.5, dim=1).sum(dim=0)
+    count = -(-n // 8)
+    scores = {
+        b: max([float(paid[j]) for j, s in enumerate(starts) if s < 8 * b + 8 and s + 8 > 8 * b], default=0.0)
+        for b in range(count)
+    }
+    always = {0, count - 2, count - 1}
+    rest = sorted((b for b in scores if b not in always), key=lambda b: -scores[b])[: budget // 8 - len(always)]
+    return [t for b in sorted({*always, *rest}) for t in range(8 * b, min(8 * b + 8, n))]
+
+
+@pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
+def test_the_blocks_whose_mean_keys_get_most_are_read(storage: str) -> None:
+    press = build(SPEC, 64, storage)
+    model, cache, mask = prefilled(press, padded=True)
+    before, asked, read = copy.deepcopy(cache), {}, {}
+
+    def see(call: Any, output: Tensor) -> None:
+        asked[call.layer], read[call.layer] = call.queries, call.read
+
+    grown = grow(mask, 1)
+    with kvpress.reading(model, press) as session, watching(session, see):
+        model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
+    for index, layer in enumerate(before.layers):
+        (chosen,) = read[index]
+        segments = layer.store.segments
+        for n in range(4):
+            keys = torch.cat([segment.read(segment.layout.rows(n))[0] for segment in segments])
+            base, found = 0, []
+            for segment, part in zip(segments, chosen, strict=True):
+                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
+                base += segment.layout.lengths[n]
+            assert found == blocks_read(keys, asked[index].flatten(0, 1)[2 * n : 2 * n + 2, 0], 64)
+
+
+def test_means_that_grow_are_those_that_are_built_at_once() -> None:
+    press = build(SPEC, 64)
+    model, cache, mask = prefilled(press, padded=True, lengths=(90, 61))
+    for i in range(30):
+        step(model, cache, mask, press, tokens(2, 1, seed=i))
+        mask = grow(mask, 1)
+    for layer in cache.layers:
+        store = layer.store
+        (grown,) = store.index.values()
+        whole = MeanKeys.build(store.segments, 8, 4)
+        assert grown.layout.lengths == whole.layout.lengths
+        assert min(grown.pairs.lengths) > 61
+        assert torch.equal(grown.means, whole.means)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
+def test_families(family: str) -> None:
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = padded_batch([150, 70])
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    with kvpress.InfLLMv2Press()(model):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False), expected)
+    with kvpress.get_press(SPEC.format(budget=32))(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert "indexes" in kvpress.memory_report(session.cache).components
+
+
+def test_bad_arguments() -> None:
+    for words, arguments in {
+        "block_size must be a multiple of stride=16, got 40": {"block_size": 40},
+        "n_recent must be a whole number >= 32, got 3|n_recent must be >= 32, got 3": {"n_recent": 3},
+        "budget must be": {"budget": 100},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            kvpress.InfLLMv2Press(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""Loki: directions of the keys, what they choose, and how long they stay."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvpress_eval.fidelity.layers import watching
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpress
+from kvpress.calibrate import KeyDirectionSettings, calibrate
+from kvpress.calibrate import file as calibration
+from kvpress.sparse.loki import KeyBasis
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
+from tests.sparse.selecting import build, prefilled
+
+SPEC = "loki:budget=20,channels=8,label_bits=16"
+
+
+def directions(keys: Tensor, channels: int) -> Tensor:
+    """Right singular vectors `[D, r]` of the centred keys `[n, D]`."""
+    return torch.linalg.svd(keys.double() - keys.double().mean(dim=0)).Vh[:channels].T
+
+
+def stored(layer: Any, n: int) -> Tensor:
+    return torch.cat([segment.read(segment.layout.rows(n))[0] for segment in layer.store.segments])
+
+
+@pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
+def test_the_pairs_that_agree_best_along_the_main_directions_are_read(storage: str) -> None:
+    press = build(SPEC, 20, storage)
+    model, cache, mask = prefilled(press, padded=True)
+    before, asked, read = copy.deepcopy(cache), {}, {}
+
+    def see(call: Any, output: Tensor) -> None:
+        asked[call.layer], read[call.layer] = call.queries, call.read
+
+    grown = grow(mask, 1)
+    with kvpress.reading(model, press) as session, watching(session, see):
+        model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
+    for index, layer in enumerate(before.layers):
+        (chosen,) = read[index]
+        for n in range(4):
+            keys = stored(layer, n).double()
+            queries = asked[index].flatten(0, 1)[2 * n : 2 * n + 2, 0].double()
+            basis = directions(keys, 8)
+            scores = ((queries @ basis) @ (keys @ basis).T).amax(dim=0)
+            base, found = 0, []
+            for segment, part in zip(layer.store.segments, chosen, strict=True):
+                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
+                base += segment.layout.lengths[n]
+            assert found == scores.topk(20).indices.sort().values.tolist()
+
+
+def test_directions_stay_those_of_the_first_sealed_pairs_of_a_row() -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([150, 70])  # the second row seals its first pairs while tokens are generated
+    cache = DynamicCache(config=model.config)
+    press = kvpress.get_press(SPEC)
+    with press(model):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        store = cache.layers[1].store
+        early: KeyBasis = store.codec_state["loki 8"]
+        assert early.known == (True, True, False, False)
+        before, sealed = early.directions.clone(), stored(cache.layers[1], 1)
+    grown = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], dim=1)
+    with press(model):
+        more = torch.cat([grown, torch.ones(2, 60, dtype=mask.dtype)], dim=1)
+        model(tokens(2, 60, seed=5), attention_mask=more, past_key_values=cache)
+    late: KeyBasis = copy.deepcopy(store.codec_state["loki 8"])
+    assert late.known == (True,) * 4
+    assert torch.equal(late.directions[:2], before[:2])
+    for n, keys in {1: sealed, 3: stored(cache.layers[1], 3)[:64]}.items():
+        overlap = directions(keys, 8).T @ late.directions[n].double()
+        torch.testing.assert_close(overlap.abs(), torch.eye(8, dtype=torch.float64), atol=1e-4, rtol=0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(store.codec_state["loki 8"].directions, late.directions[[2, 3, 0, 1]])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
+def test_families(family: str) -> None:
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = padded_batch([150, 120])
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    with kvpress.get_press("loki:budget=512")(model):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False), expected)
+    with kvpress.get_press("loki:budget=0.25")(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    assert "indexes" in kvpress.memory_report(session.cache).components
+
+
+def test_a_calibration_gives_the_directions_of_the_models_keys(tmp_path: Path) -> None:
+    model, ids, path = tiny_model("qwen3"), tokens(3, 40), tmp_path / "loki.safetensors"
+    calibrate(model, ids, KeyDirectionSettings(), path)
+    seen: dict[str, list[Tensor]] = {"rotated": [], "unrotated": []}
+    layer = model.model.layers[1].self_attn
+    hook = layer.k_norm.register_forward_hook(lambda module, args, out: seen["unrotated"].append(out))
+    with torch.no_grad():
+        for row in ids:
+            cache = model(row[None]).past_key_values
+            seen["rotated"].append(cache.layers[1].keys[0])
+    hook.remove()
+    unrotated = torch.cat([keys[0].transpose(0, 1) for keys in seen["unrotated"]], dim=1)
+    found = calibration.read(path).tensors
+    for name, keys in {"rotated": torch.cat(seen["rotated"], dim=1), "unrotated": unrotated}.items():
+        for head in range(2):
+            overlap = directions(keys[head], 8).T @ found[f"1.{name}"][head, :, :8].double()
+            torch.testing.assert_close(overlap.abs(), torch.eye(8, dtype=torch.float64), atol=1e-3, rtol=0)
+    reads = []
+    for keys in ("rotated", "unrotated"):
+        press = kvpress.get_press(f"loki:budget=16,calibration={path},keys={keys}")
+        with press(model) as session:
+            model.generate(tokens(2, 150), max_new_tokens=4, do_sample=False)
+        assert "codec state" not in kvpress.memory_report(session.cache).components
+        reads.append(session.cache.layers[1].store.segments[0].index["loki"].rows)
+    assert not torch.equal(reads[0].codes, reads[1].codes)
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keys='unrotated' needs a calibration"):
+        kvpress.LokiPress(keys="unrotated")
+    with pytest.raises(ValueError, match="label_bits must be 4, 8 or 16, got 2"):
+        kvpress.LokiPress(label_bits=2)  # type: ignore[arg-type]
+    for words, press in {
+        "channels must be a multiple of 2 .* head dim 32 .* got 40": kvpress.LokiPress(channels=40),
+        "no calibration file 'missing.safetensors'.*--method loki": kvpress.LokiPress(
+            calibration="missing.safetensors"
+        ),
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=words), press(tiny_model("llama")):
+            pass

@@ -1,0 +1,27 @@
+"""The benchmark measures every draft on a tiny model, and its figures mean what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import speculate
+
+
+def test_every_draft_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "found.json"
+    few = {name: speculate.drafts(200)[name] for name in ("kivi:bits=4", "chunks, 1/16")}
+    monkeypatch.setattr(speculate, "drafts", lambda length: few)
+    speculate.main([
+        "--random", "--length", "200", "--layers", "2", "--hidden", "256", "--tokens", "8", "--rounds", "1", "--out", str(out),
+    ])  # fmt: skip
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["draft"] for row in rows] == [*few, "partial verification"]
+    for row in rows:
+        assert row["tokens"] == 8
+        assert 1 <= row["tokens_per_round"] <= 5
+        assert row["seconds"] > 0
+        assert row["plain_seconds"] > 0
+        assert row["target_bytes"] >= 200 * 2 * 2 * 64 * 2
