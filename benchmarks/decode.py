@@ -88,7 +88,8 @@ for _entry in kvpress.list_presses():
     _listed = any(spec.partition(":")[0] == _entry.name for spec, _ in OURS.values())
     if _entry.role != "quantise" or not _entry.press.__module__.startswith("kvpress.") or _listed:
         continue
-    if _entry.name != "think":  # which asks the queries of a prompt
+    # These ask the queries of a prompt, or for scales that were learned for the model.
+    if _entry.name not in ("think", "leank"):
         OURS[f"ours {_entry.name}"] = _entry.example, None
         GOALS[f"ours {_entry.name}"] = 1.0
 
