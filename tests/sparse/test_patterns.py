@@ -14,7 +14,7 @@ import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.core.pattern import Prompt
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import covering
+from kvpress.sparse.tiling import PatternPress, covering
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 FULL = {
@@ -25,7 +25,7 @@ FULL = {
     "flex_prefill": "flex_prefill:gamma=1.0,block=8",
 }
 """Settings with which a pattern reads everything."""
-PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if entry.role == "prefill"}
+PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if issubclass(entry.press, PatternPress)}
 ESTIMATED = ["xattention:threshold=1.0,block=8", "minference:block=8", "flex_prefill:gamma=1.0,min_budget=8,block=8"]
 
 
@@ -138,6 +138,38 @@ def test_density_is_capped_for_every_block_of_queries(spec: str, density: float)
     assert bool((per_block <= (density * torch.arange(1, 31)).ceil().clamp_min(1)).all())
     pairs = tiles.pairs(240, 240).float().mean() * 240 / 120.5
     assert 0.3 * density < pairs < density + 0.12
+
+
+@pytest.mark.parametrize("density", [0.5, 0.25, 0.12])
+def test_tiles_take_what_single_keys_leave_of_a_density(density: float) -> None:
+    block, total = 8, 512
+    press = kvpress.MInferencePress(vertical=total, slash=total, last=8, block=block, max_density=density)
+    asked = prompt(total, total)
+    read = press.tiles(0, asked).pairs(total, total)
+    assert int(press.tiles(0, asked).columns.sum(dim=-1).max()) == int(density * total / 4)
+    own = torch.arange(total) // block
+    before = (read & (own < own[:, None]))[:, :, ::block].sum(dim=-1)
+    room = ((own[::block] + 1) * density).ceil().long() * block - block
+    late = slice(total // block // 2, None)  # single keys alone can be too many for the first blocks
+    assert bool((before <= room)[..., late].all())
+    assert bool((before > room - block)[..., late].all())
+
+
+def test_tri_shape_reads_first_neighbouring_and_all_for_the_last_tokens() -> None:
+    press = kvpress.TriShapePress(sinks=10, local=20, last=12, block=8)
+    for new, total in [(97, 97), (97, 160), (8, 97), (104, 104)]:
+        found = press.tiles(0, prompt(new, total)).pairs(new, total)
+        for query in range(new):
+            at, start = total - new + query, total - new + query // 8 * 8
+            end = min(start + 7, total - 1)
+            everything = query // 8 >= max(0, new - 12) // 8
+            expected = [
+                key <= at and (everything or key < 16 or start // 8 - 2 <= key // 8 <= end // 8) for key in range(total)
+            ]
+            assert found[:, :, query].eq(torch.tensor(expected)).all(), (new, total, query)
+    own = torch.arange(97) // 8
+    found = kvpress.TriShapePress(last=0, block=8, sinks=0, local=0).tiles(0, prompt(97, 97)).pairs(97, 97)
+    assert torch.equal(found[0, 0], (own == own[:, None]).tril())
 
 
 def test_lines_sum_columns_and_diagonals() -> None:
