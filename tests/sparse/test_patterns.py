@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ FULL = {
     "xattention": "xattention:threshold=1.0,block=8",
     "minference": "minference:vertical=4096,slash=4096,block=8",
     "flex_prefill": "flex_prefill:gamma=1.0,block=8",
+    "critiprefill": "critiprefill:budget=4096,segment=16,dense=0,skip_layers=0,block=8",
 }
 """Settings with which a pattern reads everything."""
 PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if issubclass(entry.press, PatternPress)}
@@ -118,6 +120,7 @@ def test_static_caches_are_refused() -> None:
     [
         "xattention:stride=7",
         "xattention:threshold=1.5",
+        "critiprefill:segment=48",
         "minference:vertical=0",
         "tri_shape:block=0",
         "flex_prefill:max_density=0.0",
@@ -256,3 +259,46 @@ def test_covering_is_the_smallest_set() -> None:
     assert covering(scores, 0.5).tolist()[0] == [True, False, False, False]
     assert covering(scores, 0.6).tolist()[0] == [True, False, True, False]
     assert covering(scores, 1.0).all()
+
+
+def test_critiprefill_takes_the_best_blocks_before_a_segment_and_mixes_layers() -> None:
+    press = kvpress.CritiPrefillPress(budget=24, segment=16, dense=32, skip_layers=1, block=8)
+    assert press.pattern_at(0) is None
+    assert press.pattern_at(1) is not None
+    shared: dict[str, Any] = {}
+    prompts = [replace(prompt(123, 123), shared=shared, final=final) for final in (False, False, True)]
+    mixed = None
+    for layer, asked in enumerate(prompts, start=1):
+        chosen = press.tiles(layer, asked).pairs(123, 123)
+        scores = torch.zeros(2, 2, 8, 16)
+        for segment in range(1, 8):
+            products = []
+            for head in range(4):
+                part = asked.queries[:, head, 16 * segment : 16 * segment + 16]
+                middle = (part.amax(dim=1) + part.amin(dim=1)) / 2
+                keys = asked.keys[:, head // 2, : 16 * segment].unflatten(1, (-1, 8))
+                tops, bottoms = ((middle[:, None] * k).sum(dim=-1) for k in (keys.amax(dim=2), keys.amin(dim=2)))
+                products.append(torch.maximum(tops, bottoms))
+            for head in range(2):
+                mean = (products[2 * head] + products[2 * head + 1]) / 2
+                scores[:, head, segment, : 2 * segment] = mean.softmax(dim=-1)
+        mixed = scores if mixed is None else 0.75 * scores + 0.25 * mixed
+        for segment in range(8):
+            best = torch.zeros(2, 2, 16, dtype=torch.bool)
+            best[..., : 2 * segment] = segment in (0, 1, 7)
+            if segment in range(2, 7):
+                ranked = mixed[:, :, segment, : 2 * segment].topk(3, dim=-1).indices
+                best.scatter_(-1, ranked, True)
+            best[..., 2 * segment :] = True
+            columns = best.repeat_interleave(8, dim=2).repeat_interleave(2, dim=1)[..., :123]
+            for query in range(16 * segment, min(16 * segment + 16, 123)):
+                assert torch.equal(chosen[:, :, query], columns & (torch.arange(123) <= query)), (layer, query)
+    assert not shared
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_critiprefill_leaves_no_scores_behind(family: str) -> None:
+    model, (ids, mask) = tiny_model(family), padded_batch([90, 61])
+    with kvpress.get_press(PATTERNS["critiprefill"])(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+    assert not session.cache.__dict__.get("_kvpress_shared")
