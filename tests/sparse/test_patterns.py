@@ -14,6 +14,7 @@ from transformers import StaticCache
 import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.core.pattern import Prompt
+from kvpress.sparse import xattention
 from kvpress.sparse.lines import newest_attention, slash_scores
 from kvpress.sparse.tiling import PatternPress, covering
 from tests.models import padded_batch, position_ids, tiny_model, tokens
@@ -228,6 +229,15 @@ def test_xattention_sums_antidiagonals() -> None:
                     total += float(scores[row, head, at, place])
                 found = press.tiles(0, asked).chosen[row, head, at].nonzero().flatten().tolist()
                 assert set(found) | {at} == {place for place in expected if place <= at}
+
+
+@pytest.mark.parametrize(("new", "total"), [(300, 300), (101, 333), (5, 130)])
+def test_xattention_estimates_the_same_in_parts(new: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    press, asked = kvpress.XAttentionPress(threshold=0.6, stride=4, block=16), prompt(new, total)
+    whole = press.tiles(0, asked).chosen
+    monkeypatch.setattr(xattention, "CHUNK", 1)
+    assert torch.equal(press.tiles(0, asked).chosen, whole)
+    assert 0 < whole.float().mean() < 0.9
 
 
 def test_power_of_two_distances_reach_everything_in_logarithmic_depth() -> None:
