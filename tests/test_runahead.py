@@ -109,6 +109,43 @@ def test_what_is_kept_is_what_one_process_keeps(processes: int, parts: Any, tmp_
         assert places == positions(cache), (family, spec)
 
 
+PATTERNS = (
+    "tri_shape:sinks=8,local=8,last=8,block=8",
+    "minference:vertical=6,slash=12,last=8,block=8 + snapkv:0.5,window_size=4 + kivi:bits=4,group_size=4,residual_length=4",
+)
+
+
+def read_by_pattern(rank: int, report: Callable[[Any], None]) -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([97, 70])
+    for spec in PATTERNS:
+        cache = kvpress.parallel_prefill(model, spec, ids, mask, parts=(49, 48))
+        if cache is not None:
+            with kvpress.reading(model, kvpress.get_press(spec)):
+                report((spec, positions(cache), ask(model, ids[:, :3], mask, cache).tolist()))
+
+
+def test_a_pattern_reads_each_part_as_a_chunk(tmp_path: Path) -> None:
+    _, last = together(read_by_pattern, tmp_path, 2)
+    assert [said[0] for said in last] == list(PATTERNS)
+    model, (ids, mask) = tiny_model("llama"), padded_batch([97, 70])
+    for spec, places, said in last:
+        answers = []
+        for chunk in (49, None):
+            press = kvpress.get_press(spec)
+            with press(model):
+                cache = DynamicCache(config=model.config)
+                model.generate(
+                    ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, do_sample=False,
+                    prefill_chunk_size=chunk,
+                )  # fmt: skip
+            if chunk:
+                assert places == positions(cache), spec
+            with kvpress.reading(model, press):
+                answers.append(ask(model, ids[:, :3], mask, cache))
+        torch.testing.assert_close(torch.tensor(said), answers[0], atol=2e-3, rtol=2e-3, msg=spec)
+        assert not torch.allclose(answers[0], answers[1], atol=1e-3), "chunks make no difference, so nothing was tested"
+
+
 def fail(rank: int, report: Callable[[Any], None], how: str, who: int) -> None:
     model = tiny_model("llama")
     if rank == who:

@@ -24,7 +24,7 @@ class Prompt:
 
     `queries [b, Hq, Q, D]` are those of the last Q of T tokens, `keys [b, H, T, D]` and `values [b, H, T, Dv]` those that are
     not sealed; query heads of a group are next to each other. `layer` counts attention layers, `rows` are those of the batch.
-    `shared` is state that all layers of a cache have in common.
+    `shared` is state that all layers of a cache have in common; no layer follows the `final` one.
     """
 
     queries: Tensor
@@ -34,6 +34,7 @@ class Prompt:
     layer: int = 0
     rows: tuple[int, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
+    final: bool = False
 
     @property
     def new(self) -> int:
@@ -81,7 +82,7 @@ class Pattern(ABC):
                 continue
             prompt = Prompt(
                 _of(queries, rows, asked), _of(keys, rows, kept), _of(values, rows, kept), call.logits, call.layer,
-                tuple(rows), call.shared,
+                tuple(rows), call.shared, call.depth + 1 == call.depths,
             )  # fmt: skip
             whole = prompt.total <= FEWEST_BLOCKS * self.block
             tiles = everything(prompt, self.block) if whole else self.tiles(prompt)

@@ -12,7 +12,7 @@ from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, means, per_head
+from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, means, per_block, per_head
 
 
 @register(
@@ -51,11 +51,11 @@ class FlexPrefillPress(EstimatedPress):
         if self.gamma >= 1 and self.max_density >= 1:
             return Tiles(places.past.expand(prompt.shape(self.block)), self.block)
         columns, diagonals = newest_attention(prompt, self.block)
-        pooled = _blocks(columns, self.block)
+        pooled = per_block(columns, self.block)
         scores = per_head(prompt, lambda queries, keys: self._scores(queries, keys, prompt, places))
         flexible = _distance(scores[:, :, -1], pooled) < self.tau
         flat = covering((scores / scores.shape[2]).flatten(2), self.gamma).unflatten(2, scores.shape[2:])
-        vertical = _blocks(columns * covering(columns, self.gamma), self.block)
+        vertical = per_block(columns * covering(columns, self.gamma), self.block)
         slash = slash_scores(prompt, diagonals * covering(diagonals, self.gamma), self.block)
         lines = (vertical[:, :, None] > 0) | (slash > 0)
         chosen = torch.where(flexible[..., None, None], flat, lines)
@@ -69,11 +69,6 @@ class FlexPrefillPress(EstimatedPress):
         """Softmax of mean queries and mean keys over the blocks that are not of the future, `[b, G, nq, nk]`."""
         asked, known = means(queries, self.block), means(keys, self.block)
         return prompt.logits(asked, known).masked_fill(~places.past, -torch.inf).softmax(dim=-1)
-
-
-def _blocks(columns: Tensor, block: int) -> Tensor:
-    """Sum `columns [b, Hq, T]` over blocks, `[b, Hq, nk]`."""
-    return torch.nn.functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(dim=-1)
 
 
 def _distance(estimate: Tensor, found: Tensor) -> Tensor:

@@ -31,8 +31,9 @@ class MInferencePress(EstimatedPress):
 
     The softmax of these queries over all keys is exact, and summed along columns and along diagonals of equal distance. The
     first 30 keys and the nearest 100 distances are always among the lines. Tiles that a chosen diagonal crosses are read whole,
-    chosen keys outside of them one by one. With `max_density`, at most half of that share goes to single keys, and tiles are
-    ranked by what their diagonals get.
+    chosen keys outside of them one by one. With `max_density`, single keys are at most a quarter of that share of the prompt,
+    which for its first blocks of queries can be more than their share, and tiles, ranked by what their diagonals get, take what
+    single keys leave.
 
     Paper: Jiang et al., MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention, 2024,
     arXiv:2407.02490.
@@ -57,6 +58,6 @@ class MInferencePress(EstimatedPress):
         lines = diagonals.topk(min(self.slash, total), dim=-1).indices
         taken = torch.zeros_like(diagonals).scatter(-1, lines, 1.0)
         crossed = (slash_scores(prompt, taken, self.block) > 0) & places.past
-        share = self.max_density if self.max_density >= 1 else self.max_density / 2
-        chosen = capped(crossed, slash_scores(prompt, worth * taken, self.block), places, share)
+        scores = slash_scores(prompt, worth * taken, self.block)
+        chosen = capped(crossed, scores, places, self.max_density, single)
         return Tiles(chosen, self.block, single)

@@ -76,17 +76,18 @@ class Reading(Pattern):
 
 @dataclass(frozen=True)
 class Places:
-    """Key blocks `at [nk]`, and the first and last, `[nq, 1]`, that hold the queries of each query block."""
+    """Key blocks `at [nk]`, and the first and last, `[nq, 1]`, that hold the queries of each query block of `block` tokens."""
 
     at: Tensor
     own: Tensor
     last: Tensor
+    block: int
 
     @classmethod
     def of(cls, prompt: Prompt, block: int) -> Places:
         own, last = spans(prompt.new, prompt.total, block, prompt.keys.device)
         at = torch.arange(prompt.shape(block)[-1], device=prompt.keys.device)
-        return cls(at, own[:, None], last[:, None])
+        return cls(at, own[:, None], last[:, None], block)
 
     @property
     def past(self) -> Tensor:
@@ -126,14 +127,25 @@ def covering(scores: Tensor, share: float | Tensor) -> Tensor:
     return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
-def capped(chosen: Tensor, scores: Tensor, places: Places, density: float) -> Tensor:
-    """Leave of chosen tiles, both `[b, Hq, nq, nk]`, the best of every block of queries, as `EstimatedPress` says."""
+def capped(chosen: Tensor, scores: Tensor, places: Places, density: float, single: Tensor | None = None) -> Tensor:
+    """Leave of chosen tiles, both `[b, Hq, nq, nk]`, the best of every block of queries, as `EstimatedPress` says.
+
+    Keys `single [b, Hq, T]` that are read one by one count too, but not inside a tile that is read: tiles get what they leave.
+    """
     if density >= 1:
         return chosen
     most = ((places.last + 1) * density).ceil().long() - (places.last + 1 - places.own)
     others = chosen & (places.at < places.own)
     order = scores.masked_fill(~others, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-    return others & (rank < most)
+    room, costs = most * places.block, torch.full_like(order, places.block)
+    if single is not None:
+        count = per_block(single.long(), places.block)[:, :, None]
+        room = room - (count * (places.at < places.own)).sum(dim=-1, keepdim=True)
+        costs = costs - count
+    fits = costs.gather(-1, order).cumsum(dim=-1) <= room
+    return others & torch.zeros_like(others).scatter(-1, order, fits)
+
+
+def per_block(columns: Tensor, block: int) -> Tensor:
+    """Sum `columns [b, Hq, T]` over blocks, `[b, Hq, nk]`."""
+    return torch.nn.functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(dim=-1)

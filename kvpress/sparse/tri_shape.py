@@ -38,7 +38,8 @@ class TriShapePress(PatternPress):
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
         del layer
         places = Places.of(prompt, self.block)
-        sinks, local, last = (-(-size // self.block) for size in (self.sinks, self.local, self.last))
+        sinks, local = (-(-size // self.block) for size in (self.sinks, self.local))
         read = (places.at < sinks) | (places.at > places.own - local)
-        read[max(0, len(read) - last) :] = True
+        if self.last:
+            read[max(0, prompt.new - self.last) // self.block :] = True
         return Tiles(read.expand(prompt.shape(self.block)), self.block)

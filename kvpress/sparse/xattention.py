@@ -14,8 +14,8 @@ from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, per_head
 
-CHUNK = 2**22
-"""Most estimated logits of a head that are held at once."""
+CHUNK = 2**20
+"""Most estimated logits of a kv head that are held at once: few enough to stay in a cache of the processor."""
 
 
 @register(
@@ -37,7 +37,7 @@ class XAttentionPress(EstimatedPress):
 
     Tiles of a row are taken by falling score until the threshold is reached; the first block, with the sinks, always is
     one of them. `stride` must divide `block`. With a threshold of 1 and no `max_density`, everything is read. Estimates cost
-    1 / stride of the products of full attention, and hold at most a few rows of blocks at a time.
+    1 / stride of the products of full attention, of the future left out by parts, and hold at most a few rows of blocks.
 
     Paper: Xu et al., XAttention: Block Sparse Attention with Antidiagonal Scoring, 2025, arXiv:2503.16428.
     Differs from the paper: one threshold for all heads, where its code ships one for each head of one model; blocks of 64
@@ -78,7 +78,10 @@ class XAttentionPress(EstimatedPress):
         parts = []
         for start in range(0, asked.shape[2], rows):
             end = min(start + rows, asked.shape[2])
-            logits = (asked[:, :, start:end] @ known).float() * scale
-            weights = logits.masked_fill(at > last[start:end, None], -torch.inf).softmax(dim=-1)
-            parts.append(weights.unflatten(3, (-1, per)).sum(dim=4).unflatten(2, (-1, per)).sum(dim=3))
+            # Blocks of the future have no score, and are not multiplied with.
+            past = ((min(end * stride, new) - 1 + total - new) // self.block + 1) * per
+            logits = (asked[:, :, start:end] @ known[..., :past]).float().mul_(scale)
+            weights = logits.masked_fill_(at[:past] > last[start:end, None], -torch.inf).softmax(dim=-1)
+            sums = weights.unflatten(3, (-1, per)).sum(dim=4).unflatten(2, (-1, per)).sum(dim=3)
+            parts.append(pad(sums, (0, (len(at) - past) // per)))
         return torch.cat(parts, dim=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from transformers import StaticCache
 import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.core.pattern import Prompt
+from kvpress.sparse import xattention
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import covering
+from kvpress.sparse.tiling import PatternPress, covering
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 FULL = {
@@ -23,9 +25,10 @@ FULL = {
     "xattention": "xattention:threshold=1.0,block=8",
     "minference": "minference:vertical=4096,slash=4096,block=8",
     "flex_prefill": "flex_prefill:gamma=1.0,block=8",
+    "critiprefill": "critiprefill:budget=4096,segment=16,dense=0,skip_layers=0,block=8",
 }
 """Settings with which a pattern reads everything."""
-PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if entry.role == "prefill"}
+PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if issubclass(entry.press, PatternPress)}
 ESTIMATED = ["xattention:threshold=1.0,block=8", "minference:block=8", "flex_prefill:gamma=1.0,min_budget=8,block=8"]
 
 
@@ -118,6 +121,7 @@ def test_static_caches_are_refused() -> None:
     [
         "xattention:stride=7",
         "xattention:threshold=1.5",
+        "critiprefill:segment=48",
         "minference:vertical=0",
         "tri_shape:block=0",
         "flex_prefill:max_density=0.0",
@@ -138,6 +142,38 @@ def test_density_is_capped_for_every_block_of_queries(spec: str, density: float)
     assert bool((per_block <= (density * torch.arange(1, 31)).ceil().clamp_min(1)).all())
     pairs = tiles.pairs(240, 240).float().mean() * 240 / 120.5
     assert 0.3 * density < pairs < density + 0.12
+
+
+@pytest.mark.parametrize("density", [0.5, 0.25, 0.12])
+def test_tiles_take_what_single_keys_leave_of_a_density(density: float) -> None:
+    block, total = 8, 512
+    press = kvpress.MInferencePress(vertical=total, slash=total, last=8, block=block, max_density=density)
+    asked = prompt(total, total)
+    read = press.tiles(0, asked).pairs(total, total)
+    assert int(press.tiles(0, asked).columns.sum(dim=-1).max()) == int(density * total / 4)
+    own = torch.arange(total) // block
+    before = (read & (own < own[:, None]))[:, :, ::block].sum(dim=-1)
+    room = ((own[::block] + 1) * density).ceil().long() * block - block
+    late = slice(total // block // 2, None)  # single keys alone can be too many for the first blocks
+    assert bool((before <= room)[..., late].all())
+    assert bool((before > room - block)[..., late].all())
+
+
+def test_tri_shape_reads_first_neighbouring_and_all_for_the_last_tokens() -> None:
+    press = kvpress.TriShapePress(sinks=10, local=20, last=12, block=8)
+    for new, total in [(97, 97), (97, 160), (8, 97), (104, 104)]:
+        found = press.tiles(0, prompt(new, total)).pairs(new, total)
+        for query in range(new):
+            at, start = total - new + query, total - new + query // 8 * 8
+            end = min(start + 7, total - 1)
+            everything = query // 8 >= max(0, new - 12) // 8
+            expected = [
+                key <= at and (everything or key < 16 or start // 8 - 2 <= key // 8 <= end // 8) for key in range(total)
+            ]
+            assert found[:, :, query].eq(torch.tensor(expected)).all(), (new, total, query)
+    own = torch.arange(97) // 8
+    found = kvpress.TriShapePress(last=0, block=8, sinks=0, local=0).tiles(0, prompt(97, 97)).pairs(97, 97)
+    assert torch.equal(found[0, 0], (own == own[:, None]).tril())
 
 
 def test_lines_sum_columns_and_diagonals() -> None:
@@ -195,6 +231,15 @@ def test_xattention_sums_antidiagonals() -> None:
                 assert set(found) | {at} == {place for place in expected if place <= at}
 
 
+@pytest.mark.parametrize(("new", "total"), [(300, 300), (101, 333), (5, 130)])
+def test_xattention_estimates_the_same_in_parts(new: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    press, asked = kvpress.XAttentionPress(threshold=0.6, stride=4, block=16), prompt(new, total)
+    whole = press.tiles(0, asked).chosen
+    monkeypatch.setattr(xattention, "CHUNK", 1)
+    assert torch.equal(press.tiles(0, asked).chosen, whole)
+    assert 0 < whole.float().mean() < 0.9
+
+
 def test_power_of_two_distances_reach_everything_in_logarithmic_depth() -> None:
     press = kvpress.PowerAttentionPress(sinks=0, window=0, block=8)
     chosen = press.tiles(0, prompt(256, 256)).chosen[0, 0] | torch.eye(32, dtype=torch.bool)
@@ -224,3 +269,46 @@ def test_covering_is_the_smallest_set() -> None:
     assert covering(scores, 0.5).tolist()[0] == [True, False, False, False]
     assert covering(scores, 0.6).tolist()[0] == [True, False, True, False]
     assert covering(scores, 1.0).all()
+
+
+def test_critiprefill_takes_the_best_blocks_before_a_segment_and_mixes_layers() -> None:
+    press = kvpress.CritiPrefillPress(budget=24, segment=16, dense=32, skip_layers=1, block=8)
+    assert press.pattern_at(0) is None
+    assert press.pattern_at(1) is not None
+    shared: dict[str, Any] = {}
+    prompts = [replace(prompt(123, 123), shared=shared, final=final) for final in (False, False, True)]
+    mixed = None
+    for layer, asked in enumerate(prompts, start=1):
+        chosen = press.tiles(layer, asked).pairs(123, 123)
+        scores = torch.zeros(2, 2, 8, 16)
+        for segment in range(1, 8):
+            products = []
+            for head in range(4):
+                part = asked.queries[:, head, 16 * segment : 16 * segment + 16]
+                middle = (part.amax(dim=1) + part.amin(dim=1)) / 2
+                keys = asked.keys[:, head // 2, : 16 * segment].unflatten(1, (-1, 8))
+                tops, bottoms = ((middle[:, None] * k).sum(dim=-1) for k in (keys.amax(dim=2), keys.amin(dim=2)))
+                products.append(torch.maximum(tops, bottoms))
+            for head in range(2):
+                mean = (products[2 * head] + products[2 * head + 1]) / 2
+                scores[:, head, segment, : 2 * segment] = mean.softmax(dim=-1)
+        mixed = scores if mixed is None else 0.75 * scores + 0.25 * mixed
+        for segment in range(8):
+            best = torch.zeros(2, 2, 16, dtype=torch.bool)
+            best[..., : 2 * segment] = segment in (0, 1, 7)
+            if segment in range(2, 7):
+                ranked = mixed[:, :, segment, : 2 * segment].topk(3, dim=-1).indices
+                best.scatter_(-1, ranked, True)
+            best[..., 2 * segment :] = True
+            columns = best.repeat_interleave(8, dim=2).repeat_interleave(2, dim=1)[..., :123]
+            for query in range(16 * segment, min(16 * segment + 16, 123)):
+                assert torch.equal(chosen[:, :, query], columns & (torch.arange(123) <= query)), (layer, query)
+    assert not shared
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_critiprefill_leaves_no_scores_behind(family: str) -> None:
+    model, (ids, mask) = tiny_model(family), padded_batch([90, 61])
+    with kvpress.get_press(PATTERNS["critiprefill"])(model) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+    assert not session.cache.__dict__.get("_kvpress_shared")
