@@ -125,16 +125,23 @@ class TidalDecodeSelector(Selector):
         return [self._translate(found.segments, chosen, call.store.segments) for chosen in selection]
 
     def _translate(self, theirs: list[Segment], chosen: Sequence[Chosen], ours: list[Segment]) -> list[Chosen]:
-        """Find the pairs of our segments at the chosen positions of another layer, or all of a stream that it chose all of."""
+        """Find the pairs of our segments at the chosen positions of another layer.
+
+        Where that layer chose all of a stream, which says nothing, ours is read whole too if it fits into the budget.
+        """
         slots = [_slots(segment, part) for segment, part in zip(theirs, chosen, strict=True)]
         wanted = torch.cat(slots, dim=1).sort(dim=1).values
         found = [_find(segment, wanted) for segment in ours]
         held = [sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in theirs), strict=True)]
         if all(self.budget.of(count) < count for count in held):
             return found
-        counts = torch.stack([spans_of(segment.layout, wanted)[1] for segment in theirs]).sum(dim=0)
-        whole = self.budget.of_each(counts) >= counts
+        whole = self._fits(theirs, wanted) & self._fits(ours, wanted)
         return [_widen(segment, part, whole) for segment, part in zip(ours, found, strict=True)]
+
+    def _fits(self, segments: list[Segment], wanted: Tensor) -> Tensor:
+        """Mark the query streams of `wanted [q * N, K]` whose pairs in some segments are no more than the budget."""
+        counts = torch.stack([spans_of(segment.layout, wanted)[1] for segment in segments]).sum(dim=0)
+        return self.budget.of_each(counts) >= counts
 
     def after(self, call: LayerCall) -> None:
         if self._selects(call) and not call.store.segments:
