@@ -129,7 +129,7 @@ def check_pairs(found: Talk, tree: Tree) -> None:
     for layer in layers:
         for heads in last.positions[layer]:
             for at in heads:
-                if bool((at.diff() <= 0).any()) or not 0 <= int(at[0]) <= int(at[-1]) < seen:
+                if len(at) and (bool((at.diff() <= 0).any()) or not 0 <= int(at[0]) <= int(at[-1]) < seen):
                     raise Fault("positions", f"layer {layer} keeps {at.tolist()} of {seen}")
     for row, length in enumerate(lengths):
         pads = max(lengths) - length
