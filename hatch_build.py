@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build hook of the wheel: the kernels compiled for every instruction-set level go into it.
 
 ``KVPRESS_WHEEL_LEVELS`` names the levels, ``none`` for a wheel without libraries, which any machine can install.

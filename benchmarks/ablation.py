@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part of a small cache brings: the error of attention outputs at equal held bytes, on the reference model.
 
     python -m benchmarks.ablation [--texts 8] [--length 1024] [--smaller 5 10 20 50] [--out benchmarks/results/ablation.json]

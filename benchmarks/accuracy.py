@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy of every press on the reference model, beside NVIDIA kvpress's where both have the press.
 
     python -m benchmarks.accuracy [--samples 12] [--processes 2] [--out benchmarks/results/accuracy.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bits per value that each codec really holds, beside the closed form of its paper's storage, windows and metadata included.
 
     python benchmarks/bits.py [--out benchmarks/results/bits.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All codecs side by side at equal measured bits: divergence along decoding and accuracy, on the reference model.
 
     python benchmarks/codecs.py [--samples 4] [--texts 4] [--tokens 128] [--out benchmarks/results/codecs.json] [--figures docs]

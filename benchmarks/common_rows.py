@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many rows behind one prompt: bytes held and time per token, with its pairs held once and with a copy for every row.
 
 python benchmarks/common_rows.py --length 8192 --rows 1 8 32 --out benchmarks/results/common_rows.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that a cache holds after every turn of a long conversation, under presses that bound it and presses that do not.
 
     python benchmarks/conversation.py [--turns 100] [--out benchmarks/results/conversation.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One decode step of one layer, by us and by others, for `benchmarks/cpu_peers.py`.
 
 32 query and 8 key-value heads, D = 128. All contenders attend to the same pairs, drawn with one seed, and shaped like those of

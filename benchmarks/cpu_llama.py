@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp on the model and the random pairs of `benchmarks/decode.py`, for `benchmarks/cpu_peers.py`.
 
     python -m benchmarks.cpu_llama model.gguf 8192 pairs.npy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of a whole model, by us and by others, for `benchmarks/cpu_peers.py`.
 
 The model, the random pairs and the caches of transformers are those of `benchmarks/decode.py`, in bfloat16.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode on a CPU, ours against what a CPU user would pick: ONNX Runtime, OpenVINO, llama.cpp, quanto, transformers, torch.
 
     python benchmarks/cpu_peers.py [--tokens 8192,32768] [--levels all] [--rounds 6] [--out benchmarks/results/cpu_peers.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contenders in processes of their own that take turns, so that whatever slows the machine down slows all of them alike.
 
 A process prepares one contender, says what it answers and what it holds, and is then asked for a turn, round after round:

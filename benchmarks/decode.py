@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time per generated token and cache size, ours against the caches of transformers, side by side in one process.
 
 A random Llama (8 layers, hidden 1024, 16 query and 4 kv heads, head dim 64, bfloat16) decodes behind a cache that is filled

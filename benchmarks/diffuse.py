@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked diffusion: tokens a pass, time per token and bytes held, without a cache, with both caches and with Sparse-dLLM.
 
 python benchmarks/diffuse.py --length 2048 --new 128 --threads 8

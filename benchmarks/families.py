@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every causal type of transformers, tiny and random, under a press: does it work, is it refused, or is it wrong?
 
     python -m benchmarks.families [--types llama,gpt2] [--out docs/models.md]

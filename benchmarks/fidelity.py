@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How well fidelity to the full cache predicts the order of presses by tasks, on the reference model.
 
     python -m benchmarks.fidelity [--samples 10] [--texts 6] [--out benchmarks/results/fidelity.json]

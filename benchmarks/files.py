@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to the first token of a question: behind a cache that is loaded from a file, and behind one that is read again.
 
 python benchmarks/files.py --length 32768 --press none --press frontier:smaller=10

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cache can be cut to, and what it costs: accuracy of presses at equal held bytes, on the reference model.
 
     python benchmarks/frontier.py [--every] [--samples 48] [--lengths 1024] [--smaller 10 20 50] [--model FOLDER]

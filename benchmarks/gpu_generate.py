@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`generate` with and without a press, on a random model of the shape of Llama-3.1-8B: prefill, time per token, memory.
 
     python -m benchmarks.gpu_generate [--shapes 32768x1x32,32768x8x8] [--device cuda] [--small]

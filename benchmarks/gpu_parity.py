@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every operator on a device against its float32 reference, on ragged streams; one finding per case, and one per check.
 
     python -m benchmarks.gpu_parity [--checks dense,int4] [--device cuda] [--small]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of the GPU benchmark run in processes of their own: what crashes, hangs or takes too long costs only itself.
 
 A part prints one JSON object per finding, as soon as it has it, and stops by itself when its seconds are spent.

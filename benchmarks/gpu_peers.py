@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other implementations of decode attention, called as their documentation says, each in the layout that it wants.
 
 Every entry takes q [B, Hq, 1, D], keys and values [B, H, T, D] of bfloat16 and returns a call that attends once. What is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of the decode operators on a GPU: one layer of Llama-3.1-8B (32 query and 8 key-value heads, D 128), bfloat16.
 
     python -m benchmarks.gpu_speed [--shapes 32768x1,131072x8] [--skip int4] [--peers] [--device cuda] [--small]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time and bytes of handing a cache to another process, compressed and not.
 
 python benchmarks/handover.py --length 32768 --press none --press frontier:smaller=10

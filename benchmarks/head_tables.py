@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of heads of the reference model: how they are trained, and what they are worth beside random ones.
 
 python -m benchmarks.head_tables train            # minutes on one core; writes the tables that ship with the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the Triton kernels for several chips, without any of them, and count what the machine code does.
 
     python benchmarks/kernels_aot.py [--out benchmarks/results/aot.json] [--chips 80 90]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of the CPU decode kernels next to plain torch and to the memory bandwidth of the same run.
 
     python benchmarks/kernels_cpu.py [--tokens 32768,131072] [--levels avx2,avx512] [--repeats 9] [--out results.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parity and speed on a GPU, in under ten minutes, kernels compiled on the spot.
 
     make gpu            (or, where kvpress is installed: python benchmarks/kernels_gpu.py --out benchmarks/results/gpu.json)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time per layer and generated token that a press adds, on a model and prompts so small that kernels cost little.
 
 A random Llama (12 layers, hidden 64, 4 query and 2 kv heads, head dim 16, float32) reads 64 tokens and generates; runs under

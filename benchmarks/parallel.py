@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading one prompt with several processes: seconds until the cache is compressed, beside those of one process.
 
 python benchmarks/parallel.py --length 16384 --processes 2 --out benchmarks/results/parallel.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns of sparse prefill: what they read, how long attention takes, how far it is off, and what answers they cost.
 
     PYTHONPATH=.:eval python -m benchmarks.patterns [--lengths 8192 32768] [--samples 100] [--threads 2]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compressing a prompt costs: seconds and peak memory of a prefill, each press in a process of its own.
 
     python benchmarks/prefill.py [--tokens 32768] [--layers 2] [--out benchmarks/results/prefill_cpu.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random caches in every storage format, on any device: what the benchmarks attend to, and the float32 truth about it."""
 
 from __future__ import annotations

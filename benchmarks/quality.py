@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What codecs cost in quality at equal measured bits, and eviction combined with codecs at equal size, on the reference model.
 
     python benchmarks/quality.py [--quick] [--samples 50] [--out benchmarks/results/quality.json] [--figures docs]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables and figures of `quality.py`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode attention over heads of unequal lengths: time beside that over as many pairs in heads of equal lengths.
 
 python benchmarks/ragged.py --threads 2 --out benchmarks/results/ragged.json

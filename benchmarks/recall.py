@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the attention to sealed pairs falls on those that a selector reads, on the reference model.
 
     python -m benchmarks.recall [--samples 4] [--out benchmarks/results/recall.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of one generated token behind a long cache: what selectors read of it, and how long that takes.
 
     python benchmarks/selection.py [--context 32768] [--layers 32] [--rounds 9] [--threads 1]

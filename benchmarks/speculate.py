@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculation on a partial cache: tokens a round, time per token against plain decoding, and memory.
 
 python benchmarks/speculate.py --out benchmarks/results/speculate.json

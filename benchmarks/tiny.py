@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny random model of every causal type that transformers knows, built from its configuration class."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the pages that say what the code says: one per press and per command, the table of methods, and the index.
 
 python docs/generate.py

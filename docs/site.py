@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of `mkdocs build`: what pages link to outside of this folder is a part of the site too.
 
 On the repository a page links to `../benchmarks/results/frontier.json`. The site has a copy of that file below `repository/`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evict, quantise and select the key-value cache of Hugging Face models, with savings that are measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of NVIDIA kvpress' attention patch; nothing is patched here, because what heads evict is freed, not hidden."""
 
 from __future__ import annotations

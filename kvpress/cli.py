@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what there is, and what fits. `kvpress eval` and `kvpress demo` are added by `kvpress_eval`.
 
 Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.

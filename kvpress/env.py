@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only module that reads environment variables."""
 
 from __future__ import annotations

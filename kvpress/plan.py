@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a method will take, from a model's configuration alone."""
 
 from __future__ import annotations

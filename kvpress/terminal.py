@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names on a terminal: lines end between the parts of a name, not inside a word."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses that users write ask of a model and its cache, under the names of NVIDIA kvpress."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes the notebooks of this folder, each in a fresh kernel; as a script it stores their outputs.
 
 python notebooks/run.py [quickstart.ipynb ...]

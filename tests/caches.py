@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches that are filled under a press, one spec for every kind of storage, and what such a cache holds."""
 
 from __future__ import annotations

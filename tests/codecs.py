@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs for short streams of few channels, with the largest error of a decoded value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every test runs on one thread, with fixed seeds and without gradients."""
 
 from __future__ import annotations

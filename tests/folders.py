@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders for what all tests of a process share; they go with the process."""
 
 from __future__ import annotations

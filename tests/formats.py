@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A codec of every storage format, and segments that hold pairs in it."""
 
 from __future__ import annotations

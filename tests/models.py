@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of the families that are tested, what a press may touch on them, and batches for them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What a newcomer meets: the built wheel in fresh environments, used on a PATH without a compiler. Every step prints its time and the
 # size of what it made, and fails where it takes much more than it should. Nothing is left behind. Without arguments both parts run:
 # `core` without extras, `eval` with the demo.

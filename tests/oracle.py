@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mask oracle: full caches, with the evicted pairs hidden by an explicit mask and the weights of others added to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grids in which every two values of different dimensions meet, instead of full products."""
 
 from __future__ import annotations

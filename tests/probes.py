@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press that changes nothing and shows what layers are called with."""
 
 from __future__ import annotations

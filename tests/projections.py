@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries and keys of the tiny models from their own projections, independent of what a session observes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of random channel scales, as `kvpress calibrate --method leank` writes them."""
 
 from __future__ import annotations

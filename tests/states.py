@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that a cache holds of what it has read, to be compared with another cache."""
 
 from __future__ import annotations

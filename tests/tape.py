@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for CUDA graphs, which repeats recorded operators on the tensors of the recording.
 
 Replaying one is wrong exactly where a graph would be: where a step depends on a number, a shape or an object of the host.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assisted decoding and prompt lookup under a press: what is generated, and what the cache then holds, is as without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over the parts of a store is attention over the whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks' own logic on tiny sizes: figures mean what they say, and a failure costs only itself."""
 
 from __future__ import annotations

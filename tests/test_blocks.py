@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks beside each other and inside each other: the same press shares them, another one is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Branches of a conversation: what they share is held once, and each goes on as if it were alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every storage keeps the contract of a transformers cache."""
 
 from __future__ import annotations

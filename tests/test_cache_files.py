@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache that was saved and loaded goes on as if nothing had happened, and a file that is not whole is not used."""
 
 from __future__ import annotations

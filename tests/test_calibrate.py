@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fitting to a model: deterministic, resumable, with its origin on record."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates of heads: what a gated pass computes, that training finds the head that matters, and the tables it writes."""
 
 from __future__ import annotations

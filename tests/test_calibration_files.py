@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in a calibration file is checked: damage, missing tensors, wrong shapes and NaN are refused by name."""
 
 from __future__ import annotations

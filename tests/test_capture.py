@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replayed decode steps give the tokens that steps run one by one give, and nothing on the host takes part in them.
 
 No GPU is needed: `Tape` stands in for CUDA graphs.

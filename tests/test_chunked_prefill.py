@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt that is read in chunks keeps the pairs of a prompt that is read whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that begin alike hold what they have in common once, and go on as rows of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses that users wrote for NVIDIA kvpress run unchanged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that was compiled compresses as it does without, whichever way it was compiled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison with other runtimes on a CPU: what is missing says so, nobody waits for ever, ratios mean what they say."""
 
 from __future__ import annotations

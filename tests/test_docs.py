@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generated pages say what the code says now, and what they say is true."""
 
 from __future__ import annotations

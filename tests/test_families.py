@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses on models of many kinds: a sample of `benchmarks/families.py`, and ways of generating on the unusual ones."""
 
 from __future__ import annotations

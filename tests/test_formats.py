@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for every storage format, because its tensors are declared: rows, weights, files, devices, bytes."""
 
 from __future__ import annotations

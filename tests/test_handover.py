@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process reads and compresses, another one generates: the same tokens, and nothing is left of a transfer that fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helper methods that presses of NVIDIA kvpress have: each is right when it is called, and asked when a user overrides it."""
 
 from __future__ import annotations

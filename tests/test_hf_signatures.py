@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `kvpress/hf/` relies on in transformers. A failure here names what changed, before any numeric test does."""
 
 from __future__ import annotations

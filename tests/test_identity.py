@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With compression off, generation inside a press is token-identical to generation outside it."""
 
 from __future__ import annotations

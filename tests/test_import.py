@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importing the package is cheap and changes nothing; one file knows transformers."""
 
 from __future__ import annotations

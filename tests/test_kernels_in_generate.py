@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation on the CPU reads stored pairs through the compiled kernels and through nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report counts what is really held, and what was evicted is really gone."""
 
 from __future__ import annotations

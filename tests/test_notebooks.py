@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every notebook runs in a fresh kernel on the reference model, and stores what it then shows."""
 
 from __future__ import annotations

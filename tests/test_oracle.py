@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding on an evicted cache equals decoding on the full cache with exactly the evicted pairs masked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users' classes may bring beside `score`: hooks, masks, attributes with names of ours; and calls by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that read their cache by themselves: latents (MLA), and attention that does not call the interface of transformers."""
 
 from __future__ import annotations

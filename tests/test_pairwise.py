@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grids of pairs meet every pair, in few rows, the same ones every time."""
 
 from __future__ import annotations

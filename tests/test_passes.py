@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole passes: what a press is told after them, and reading tokens behind a cache without changing it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text generation pipeline on the reference model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan` predicts what a prefill then measures, and the commands print it."""
 
 from __future__ import annotations

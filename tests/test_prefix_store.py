@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prefix store holds is not read again, is right, and survives whatever happens to other processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python examples of the README and the pages about methods run as they stand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What belongs to a request stays with it: after passes that fail, inside other requests, in copies and in other modes."""
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ def test_presses_inside_a_press_do_not_carry_a_cache_either() -> None:
 
 
 def test_a_model_that_is_pickled_inside_a_block_is_a_plain_one() -> None:
-    model, ids = tiny_model("llama"), tokens(1, 30)
+    # One of its own: transformers leaves hooks that cannot be pickled on a model that was once asked for hidden states.
+    model, ids = tiny_model("llama", seed=257), tokens(1, 30)
     plain = generate(model, ids)
     with kvpress.get_press(STORAGES["composed"])(model):
         generate(model, ids)

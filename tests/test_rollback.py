@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that are taken back leave a cache as if they had never come, whatever was done to it meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys are turned back by the rotary embedding that their tokens were given, whatever it is, and models stay as they are."""
 
 from __future__ import annotations

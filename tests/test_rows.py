@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of a batch is stored and read as that row alone: its neighbours change neither what is encoded nor what is chosen."""
 
 from __future__ import annotations

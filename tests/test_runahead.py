@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several processes read one prompt: what is kept is what one process keeps, and whoever fails takes nobody along for long."""
 
 from __future__ import annotations

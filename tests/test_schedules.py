@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses that act while tokens are generated keep the declared number of pairs, on their schedule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cache and several threads: passes are refused, looks wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press, its spec and its plain data say the same, and mistakes are answered with what was meant."""
 
 from __future__ import annotations

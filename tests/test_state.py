@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press leaves nothing behind on models and presses, and everything that a request needs lives in its cache."""
 
 from __future__ import annotations

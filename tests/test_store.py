@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of a layer against a plain model of it: lists of pairs."""
 
 from __future__ import annotations

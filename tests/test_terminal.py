@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a terminal shows without running anything: names on narrow lines, and the list of presses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests beside each other: every thread gets what it would have got alone, or an error that says what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What keeps caches, takes tokens back and finds spans, together: each leaves the others what they need."""
 
 from __future__ import annotations

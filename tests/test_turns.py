@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compressed cache lives on: later blocks and turns, copies for several questions, reading outside a press."""
 
 from __future__ import annotations

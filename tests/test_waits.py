@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode step does not wait for the device."""
 
 from __future__ import annotations

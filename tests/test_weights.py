@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs with logit weights count as often as they weigh, in every format and wherever a store keeps them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache that was compressed inside a block and is read by the model alone, as users of NVIDIA kvpress do."""
 
 from __future__ import annotations

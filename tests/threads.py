@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests beside each other: a small model, prompts with numbers, and threads that begin together."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The oldest and the newest Python, torch and transformers that pyproject.toml names, each in a fresh environment with the sources and a
 # part of the tests. A version that cannot be had here is an error; arguments choose: tests/versions.sh oldest newest
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer for the ids of the tiny models: a piece of text for each, tags and chat headers in several pieces among them."""
 
 from __future__ import annotations

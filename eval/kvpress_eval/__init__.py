@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures what KV-cache compression does to accuracy, memory and speed."""
 
 from __future__ import annotations

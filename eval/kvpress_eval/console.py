@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `kvpress` command with everything: what the library offers, and the commands that measure.
 
 A command is known because its file is in `commands`: `lm_eval.py` holds the function `command` of `kvpress lm-eval`, and

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage of one layer's pairs: segments, window and their accounting."""

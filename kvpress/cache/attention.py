@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in parts: each part returns its output and log-sum-exp, and `merge` combines them exactly.
 
 Shapes used here and in `kvpress.cache`: a *stream* is one (batch row, kv head), ``n = b * H + h``; ``N = B * H``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store whose pairs are replaced: a block of tokens that is read again and again while the pairs around it stay.
 
 Generators that change tokens already read, such as masked diffusion, hold what lies around the block as any store does (dense,

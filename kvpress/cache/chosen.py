@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which stored pairs the new tokens of a pass read, and attention to them.
 
 With N streams, Q new tokens and G query heads per kv head, every token asks each stream for itself: *query stream* `t * N + n`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sealed pairs that several rows of a batch have in common: held once, and read once for all of them.
 
 Attention over a set of pairs can be computed in parts (`kvpress.cache.attention`), and what is sealed is never written to. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that caches are kept in: safetensors, block by block, each block with its digest.
 
     8 bytes    length of the header

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches taken apart into named tensors and plain data, as files and transfers keep them, and put together again.
 
 What can be written is a closed set, so that no code comes out of a file: plain data, tensors, containers of both, storage

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches that one thread looks at while another one writes to them: who looks waits for the end of the forward pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a storage format holds, said once: taking rows, joining, moving, copying, counting and saving follow from it.
 
 A format is a dataclass that extends `Held`. Its fields are annotated with what their tensors have an entry for:

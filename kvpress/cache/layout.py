@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the pairs of every stream lie in flat storage."""
 
 from __future__ import annotations

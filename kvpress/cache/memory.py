@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory for pairs that are read one here and one there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs in two storage formats that take turns along a stream, such as salient pairs in more bits than the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stream of a store will hold, found by the rules of the store (`KVStore`, `Window`) from numbers alone."""
 
 from __future__ import annotations

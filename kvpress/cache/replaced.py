@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs that someone puts in the place of all that a layer stores; their positions are found again by equal values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cache holds: bytes by component, pairs kept, bits per value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Taking back the newest tokens of a layer: what is kept for that, and how the layer gets back to what it was."""
 
 from __future__ import annotations

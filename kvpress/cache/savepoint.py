@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers as they were before something happened to them that cannot be undone by dropping the newest pairs."""
 
 from __future__ import annotations

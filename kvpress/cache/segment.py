@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sealed pairs: the interface that every storage format fills, and the dense format.
 
 A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in ascending order of slot within each stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All pairs of one attention layer: encoded segments, one dense sealed segment, and the open window.
 
 Slots ascend through these three parts within every stream. Nothing here knows transformers; `kvpress.hf` puts a store behind

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer stores, stream by stream, for methods that choose among all pairs without copying them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The open end of a layer: a preallocated dense block that new tokens are written into."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fitting what a method needs to know about a model: run it over data, resumable, and write one file.
 
 A method is a module of this package with a subclass of `run.Settings`; its name in `kvpress calibrate --method` is `method`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the queries of a model lie before rotation, from which logits at any distance are predicted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which channels of keys matter: mean magnitudes per channel."""
 
 from __future__ import annotations

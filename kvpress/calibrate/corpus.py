@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to calibrate on: files or a dataset, packed into sequences of equal length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Books for coupled quantisation: weighted k-means of keys and values."""
 
 from __future__ import annotations

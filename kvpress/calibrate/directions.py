@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main direction of each head's queries, along which keys are told apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which heads retrieve, by distillation: gates that may close as far as the hidden states of the full model stay."""
 
 from __future__ import annotations

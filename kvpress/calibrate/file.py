@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What methods learn from data about one model, in a file: tensors, and where they come from.
 
 A file is safetensors with the provenance as JSON in its metadata, and a digest of both, so that damage is noticed. Nothing in

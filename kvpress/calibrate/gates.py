@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates of kv heads between full attention and a window: what RLKV and DuoAttention train, each by a loss of its own.
 
 The gates are the only thing that is trained. Of a head with gate a, attention is a times that over everything and 1 - a

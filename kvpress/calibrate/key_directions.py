@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main directions of each head's keys, along which pairs are chosen."""
 
 from __future__ import annotations

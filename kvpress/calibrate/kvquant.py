@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Levels for KVQuant: ranges of key channels, and weighted k-means of what keys and values are in them."""
 
 from __future__ import annotations

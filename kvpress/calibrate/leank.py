@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which channels of keys matter, by distillation: scales that may fall as far as the hidden states of the full model stay."""
 
 from __future__ import annotations

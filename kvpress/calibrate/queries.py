@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean and covariance of queries, from which attention of future queries is predicted."""
 
 from __future__ import annotations

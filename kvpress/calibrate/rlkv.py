@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which heads carry answers, by reinforcement learning: gates that are worth their price in right answers."""
 
 from __future__ import annotations

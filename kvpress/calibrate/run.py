@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all methods share: reading the data, finished layers that survive a stop, where a file comes from."""
 
 from __future__ import annotations

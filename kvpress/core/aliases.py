@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names under which NVIDIA kvpress has its modules, so that imports written for it find the classes of this library."""
 
 from __future__ import annotations

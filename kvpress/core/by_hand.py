@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a press keeps of bare keys and values, where `score` or `compress` is called by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several recipes as one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an eviction keeps of layers: how many pairs of each head, which ones, and what takes their place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares over attention weights: which values, or logit weights, of some pairs give the outputs that queries should get.
 
 A design is the matrix of the attention `M` queries pay to `t` pairs. It is never held: products with it go through it block by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of a prompt that some layer is the last to be handed: which ones, by the attention that they get there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs recipes: evicts after layers and passes, by the scorer, amount, allocator, schedule and rewrite of each eviction."""
 
 from __future__ import annotations

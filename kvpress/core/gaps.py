@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys that close the gaps between them: kept pairs move up to consecutive positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Smaller methods that presses of NVIDIA kvpress have, which its users call, and override in classes of their own.
 
 Presses of this library work from what they watched, and so without them; a user's override is asked in its place.

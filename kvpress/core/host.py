@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses ask of the library that runs the model: opening a `with` block, and facts about a loaded model.
 
 Methods know the core only, and the core knows no library: who answers is named here and looked up when it is first asked.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `kvpress list` prints, read from the files of the methods without running them: that would take torch.
 
 The arguments of `register` and the docstring below it are literals, which a test holds the registry against.

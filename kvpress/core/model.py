@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What methods may know of a model, as data: its attention layers, their shapes and rotary embeddings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What classes that users derive from presses bring: methods written for NVIDIA kvpress, and attributes of their own.
 
 Such a class may override `score`, `compress` or `forward_hook`, and it may call its attributes what this library calls its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pattern is: which blocks of keys the queries of a prompt read."""
 
 from __future__ import annotations

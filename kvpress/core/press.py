@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every press is made of: `BasePress`, compositions, and `ScorerPress` for methods that say how much each pair matters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a press is made of, as data: who scores, how many pairs stay, when, and how they are stored and read.
 
 `press.recipe(model)` describes a press; `kvpress.core.executor` runs the description. A wrapper returns the recipe of the press

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values, and logit weights, solved for: what stays after an eviction answers queries as all pairs did."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names under which presses are found, and what is known of each besides its class.
 
 A method is found because its file is there: every module of `kvpress.presses`, `kvpress.quant` and `kvpress.sparse` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a selector is, and what all of them share: a budget, and the best entries of a stream over all its segments."""
 
 from __future__ import annotations

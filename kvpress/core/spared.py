@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pairs an eviction may take, where spans are protected or are all that it takes from."""
 
 from __future__ import annotations

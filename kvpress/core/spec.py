@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses as text and as plain data.
 
     spec  := path | term ("+" term)*

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts of token ids, and how a chat template begins the turns of a role: what spans are found by."""
 
 from __future__ import annotations

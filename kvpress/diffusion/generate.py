@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`diffuse`: text by a masked-diffusion language model, block by block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which presses can decide what is held around a block."""
 
 from __future__ import annotations

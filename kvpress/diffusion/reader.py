@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a masked-diffusion model reads at a step: the whole sequence, or a block before pairs that are held."""
 
 from __future__ import annotations

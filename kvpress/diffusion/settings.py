@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a masked-diffusion model writes: blocks, steps, what is read anew, and which tokens a step writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every contact with transformers: the cache layer, the attention and mask functions, sessions and what installs them.
 
 How a forward pass goes inside `with press(model)`, all of whose state stands on a `Forward` of the thread that runs it:

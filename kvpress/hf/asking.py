@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a text once and keep what a press makes of it; answer questions from the cache that was kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose attention is somebody else's: for what is learned from data, and for reading both ways."""
 
 from __future__ import annotations

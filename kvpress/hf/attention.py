@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention and mask functions that models are given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes of a causal language model without its causal mask: every token sees all others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Branches of a conversation: caches that hold what they have in common once."""
 
 from __future__ import annotations

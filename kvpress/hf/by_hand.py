@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's call made of bare tensors, for presses whose `score` or `compress` is called by hand."""
 
 from __future__ import annotations

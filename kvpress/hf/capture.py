@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One decode step, recorded once and replayed for every token until something that it reads is replaced.
 
 A step is static when it finds everything where it lay the time before: its inputs in fixed tensors, sealed pairs untouched,

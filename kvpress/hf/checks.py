@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of models and calls, made before any work starts; each error names the value, what is allowed and the fix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are evicted from while they are read: the forward pass that stands in for a model's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that were compiled with `torch.compile`: inside a block they run as they were, so that no hook is left out."""
 
 from __future__ import annotations

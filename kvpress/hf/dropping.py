@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of which later layers are handed some tokens only: hidden states are gathered, positions stay.
 
 A layer that is handed fewer tokens reads them as if there were no others; then what it stores is put at the tokens' own places,

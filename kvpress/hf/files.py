@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed caches in files: read a document once, keep what a press made of it, and answer from it later and elsewhere."""
 
 from __future__ import annotations

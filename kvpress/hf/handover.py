@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches that go to another process: one reads and compresses, the other generates, after Zhong et al., DistServe, 2024.
 
 What goes through a stream is the file of `kvpress.save`, layer by layer, so that the first layers can be read while others are

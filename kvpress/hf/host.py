@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `kvpress.core.host` asks of the library that knows transformers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses put on a model, shared by the blocks that are open on it, and which block a call belongs to.
 
 A block is open to all threads, since `generate` may run in another one than the block, as it does under a streamer. Several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of a transformers cache that keeps its pairs in a store of ours."""
 
 from __future__ import annotations

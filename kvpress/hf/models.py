@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read off a model and its configuration: attention modules, rotary embeddings, kinds of layers; loading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose attention modules read the cache by themselves: they do not call the attention interface, or cache latents.
 
 Such a module asks its layer of the cache for all keys and values, and expects each in its column, which is its place in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pipeline("kv-press-text-generation")`: ask questions about contexts that are compressed once."""
 
 from __future__ import annotations

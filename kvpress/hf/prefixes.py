@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of prefixes that were read before: whoever meets one again takes its cache from there instead of reading it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt that is read into a cache, before anything is generated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps that are recorded once and replayed: the forward pass that stands in for a model's own."""
 
 from __future__ import annotations

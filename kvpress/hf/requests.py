@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is under way, thread by thread: calls of `generate`, and forward passes of a decoder.
 
 Whatever belongs to a pass stands on a `Forward`, and that on the thread which runs it: threads do not see each other's passes,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading tokens behind a cache, or once more, while the session that the cache belongs to stands back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that may be taken back: which caches record, and passes that bring candidates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One prompt read by several processes at once: each reads a part of it, and hands every layer on to the next one.
 
 Paper: Cho, Rastegari & Naik, KV-Runahead, 2024, arXiv:2405.05329.

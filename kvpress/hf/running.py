@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parts of a session ask of the session that they belong to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session: what a press does to the passes of a model inside a `with` block."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One reading of a prompt for several presses: what they do to it differs, the reading itself does not."""
 
 from __future__ import annotations

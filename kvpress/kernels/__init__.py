@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators: attention on dense, packed and coded rows in flat storage, scores of stored rows, and prompts read by tiles.
 
 Each operator takes `Rows`, where its streams lie (`Ranges` or `Listed`) and `Options`, and runs a compiled kernel where one is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of arguments that operators share; every message names what was expected and what came."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often each operator ran its fast path: lets a test prove that a kernel, not the fallback, did the work."""
 
 from __future__ import annotations

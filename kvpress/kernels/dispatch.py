@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators: each checks its contract, then runs the compiled kernel of the device, or plain torch where there is none.
 
 Nothing below imports this module; a back end is imported where it is first used, so that triton is needed on a GPU only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward pass of one attention layer, as it is handed to observers, scorers, codecs and selectors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observer of where queries lie before rotation: their mean, and the mean size of their rotary pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observer of the attention's input, for presses that score from hidden states."""
 
 from __future__ import annotations

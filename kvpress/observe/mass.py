@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observers of the attention that stored pairs receive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses watch while a model reads: observers, one per layer of a cache.
 
 An observer sees the queries of every forward pass as the attention function got them, which is exact for every model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole forward pass, once every layer has been followed: what happens across layers, and reading tokens once more."""
 
 from __future__ import annotations

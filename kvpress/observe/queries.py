@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observers of queries: the newest ones, an even sample of them, and their moments."""
 
 from __future__ import annotations

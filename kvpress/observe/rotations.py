@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rotary embedding that every token was given, as its layer was handed it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of tokens: which ones there are, found in the ids that a cache has read.
 
 A rule (`Spans`) says which tokens belong together; a `SpanTracker` reads the ids of every pass once and finds what rules ask.

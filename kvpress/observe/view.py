@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer stores, as scorers see it: rows of equal length, padding removed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Head-wise budgets from any scorer."""
 
 from __future__ import annotations

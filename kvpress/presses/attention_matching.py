@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention Matching: some keys, with logit weights and values that are solved for, in the place of all pairs."""
 
 from __future__ import annotations

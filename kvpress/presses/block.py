@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scoring in blocks, each against what was kept so far."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounded reading: compress a prompt while it is read."""
 
 from __future__ import annotations

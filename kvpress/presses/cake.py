@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets for layers by how widely, and how changeably, the newest tokens look at the older ones."""
 
 from __future__ import annotations

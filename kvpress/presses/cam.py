@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evicted values live on in the pairs that follow them."""
 
 from __future__ import annotations

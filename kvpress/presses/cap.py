@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that open a direction of their own, among those that future queries look at."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same share of every stretch of the prompt."""
 
 from __future__ import annotations

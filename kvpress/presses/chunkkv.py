@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole chunks instead of single tokens."""
 
 from __future__ import annotations

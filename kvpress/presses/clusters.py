@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs that stand for several: means of their members, with the logarithm of their number as logit weight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leverage and attention within chunks, blended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several presses as one: evict, then encode, then select."""
 
 from kvpress.core.press import ComposedPress

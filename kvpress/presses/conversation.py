@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One budget for a whole conversation: prompts, later turns and answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pair would add to the output of the layer, not only how much attention it gets."""
 
 from __future__ import annotations

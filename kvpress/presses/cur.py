@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of large keys and values, compared with their neighbours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules: compress while tokens are generated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs below a threshold go, once they have left a window; how many that are follows from the text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies between tags goes once it is closed: thoughts, tool outputs."""
 
 from __future__ import annotations

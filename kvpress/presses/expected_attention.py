@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention that future queries are expected to pay, in closed form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expected attention from queries that were seen before, not from the prompt's own."""
 
 from __future__ import annotations

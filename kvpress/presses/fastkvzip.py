@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a gate expects KVzip to find: the attention that a token's own small key gets among learned ones."""
 
 from __future__ import annotations

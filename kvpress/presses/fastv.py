@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image tokens that the end of a prompt does not look at go no further than a first few layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of the question behind a prompt, normalised by how much each of its tokens sees."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What small networks say of each token from its hidden state, recorded beside its pairs as it is read."""
 
 from __future__ import annotations

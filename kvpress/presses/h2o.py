@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heavy hitters: attention accumulated through the prompt and generation."""
 
 from __future__ import annotations

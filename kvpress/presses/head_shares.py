@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets that follow a weight of every head."""
 
 from __future__ import annotations

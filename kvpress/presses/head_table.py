@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables that say how much each head needs its whole context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets of heads by how much they retrieve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache without gaps: kept keys move up to consecutive positions."""
 
 from __future__ import annotations

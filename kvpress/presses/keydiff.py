@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys that point elsewhere than the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composite tokens: each head keeps its own best pairs, layers share a budget of slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neighbours with similar keys, merged into one pair that weighs as many."""
 
 from __future__ import annotations

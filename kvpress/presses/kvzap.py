@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a small network expects KVzip to find, from hidden states alone."""
 
 from __future__ import annotations

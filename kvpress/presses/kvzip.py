@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention while the model repeats its prompt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs that vary most among their channels, as the stretch that follows sees them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was learned for a model elsewhere: found in a file, a folder or a repository of the hub, read without executing it."""
 
 from __future__ import annotations

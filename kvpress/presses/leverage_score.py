@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys that the others cannot stand in for."""
 
 from __future__ import annotations

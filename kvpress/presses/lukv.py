@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets per layer and head from a curve that was measured for the model."""
 
 from __future__ import annotations

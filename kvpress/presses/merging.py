@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evicted values are blended into the pairs whose keys are most alike."""
 
 from __future__ import annotations

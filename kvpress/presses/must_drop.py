@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image tokens that neither all of the text nor any one of its tokens looks at are dropped, after several layers in turn."""
 
 from __future__ import annotations

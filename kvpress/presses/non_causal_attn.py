@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention within chunks of the prompt, in both directions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No compression: the baseline of every comparison."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention received during the prompt, per query that could see the token."""
 
 from __future__ import annotations

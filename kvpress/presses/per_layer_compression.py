@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One compression ratio per layer."""
 
 from __future__ import annotations

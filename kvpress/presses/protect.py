@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans that no press evicts: token ranges, turns of a role, what lies between tags."""
 
 from __future__ import annotations

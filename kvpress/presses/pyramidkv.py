@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Larger budgets for lower layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One learned direction per head that tells keys worth keeping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of the newest tokens, less what other keys repeat."""
 
 from __future__ import annotations

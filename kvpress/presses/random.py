@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random eviction: the floor that every scorer has to beat."""
 
 from __future__ import annotations

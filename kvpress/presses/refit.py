@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of the pairs that stay are solved for, so that queries get from them what they got from all pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads that reinforcement learning found to carry reasoning keep everything."""
 
 from __future__ import annotations

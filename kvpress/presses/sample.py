@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A part of the budget goes to pairs drawn from those that a scorer leaves out, each with the weight of all it stands for."""
 
 from __future__ import annotations

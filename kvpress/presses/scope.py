@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget for generated tokens beside a prompt that stays as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole examples of a few-shot prompt stay or go."""
 
 from __future__ import annotations

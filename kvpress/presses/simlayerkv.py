@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy layers, whose newest tokens look at little but the first and the recent ones, keep only these."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of the prompt's last tokens."""
 
 from __future__ import annotations

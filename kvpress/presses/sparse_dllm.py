@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eviction around the block that a masked-diffusion model writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads that keep everything beside heads that keep sinks and a recent window."""
 
 from __future__ import annotations

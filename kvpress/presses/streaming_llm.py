@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention sinks and a recent window."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters of similar keys, each as one pair that weighs as many."""
 
 from __future__ import annotations

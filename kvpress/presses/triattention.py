@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits that the mean query is expected to give at many distances."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets of layers and heads by how many directions their queries spread over."""
 
 from __future__ import annotations

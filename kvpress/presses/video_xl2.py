@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a video that the question asks for stay as they are; the pairs of all others are pooled."""
 
 from __future__ import annotations

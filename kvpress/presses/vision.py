@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only the pairs of images and videos compete; text stays."""
 
 from __future__ import annotations

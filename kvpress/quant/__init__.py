@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs: how sealed pairs are stored in fewer bits, one file each; a method is found because its file is here."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV-AdaQuant: more bits for keys than for values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bit widths as users give them: one number, a pair for keys and values, or a list with either for every layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a size to everything else: how many pairs, of which layers, in how many bits."""
 
 from __future__ import annotations

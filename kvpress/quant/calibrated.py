@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What codecs share whose tables are fitted to a model beforehand: where the file is, and which models it suits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs stored as codes into books of centroids; keys optionally as they were before their rotary embedding."""
 
 from __future__ import annotations

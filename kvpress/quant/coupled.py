@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled quantisation: neighbouring channels share one code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point formats of 8 and 4 bits that accelerators multiply, with scales per token or per block of channels."""
 
 from __future__ import annotations

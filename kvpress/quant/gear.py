@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEAR: uniform codes, a low-rank approximation of what they leave over, and a few exact outliers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hadamard matrix that codecs rotate by: the same for every head, so that nothing is held of it."""
 
 from __future__ import annotations

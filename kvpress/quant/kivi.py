@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KIVI: keys per channel, values per token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weighted k-means of many small problems at once: how codebooks are fitted."""
 
 from __future__ import annotations

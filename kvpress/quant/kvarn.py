@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KVarN: rotated tiles whose tokens and channels are balanced before they are coded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KVQuant: non-uniform levels fitted to a model, keys before their rotary embedding, and a few exact outliers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fewer channels of keys for good: those that training found to matter least."""
 
 from __future__ import annotations

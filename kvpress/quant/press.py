@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses that quantise share: bit widths, groups, the dense tail, and their checks against a model."""
 
 from __future__ import annotations

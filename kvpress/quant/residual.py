@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What uniform codes leave over: a low-rank part and a few exact outliers, added back inside attention (GEAR)."""
 
 from __future__ import annotations

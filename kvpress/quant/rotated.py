@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Centred vectors behind a Hadamard matrix, in even steps of one size per vector: few bits without groups or calibration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rows of flat storage share entries of another tensor, as numbers of rows: a few bytes per run instead of per row."""
 
 from __future__ import annotations

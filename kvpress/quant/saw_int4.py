@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SAW-INT4: every token on its own in 4 bits, behind a Hadamard matrix made of blocks; the form that serving engines take."""
 
 from __future__ import annotations

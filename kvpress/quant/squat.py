@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SQuat: errors of keys are pushed out of the directions in which the prompt's queries lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fewer channels of keys: those that hardly matter to the newest queries are not stored."""
 
 from __future__ import annotations

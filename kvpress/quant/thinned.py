@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in some of their channels: the storage, and what codecs have in common that leave the others out."""
 
 from __future__ import annotations

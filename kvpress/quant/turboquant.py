@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TurboQuant: one scalar book for all channels, because rotated vectors all look Gaussian."""
 
 from __future__ import annotations

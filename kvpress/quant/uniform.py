@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uniform quantisation with a scale and a zero per block: the storage behind every uniform method.
 
 A value at row r, channel c is ``code * scale[b, c // channels] + zero[b, c // channels]``, where b is the block of row r. With

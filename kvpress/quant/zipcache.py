@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZipCache: more bits for the tokens that attention picks out."""
 
 from __future__ import annotations

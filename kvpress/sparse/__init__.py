@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selectors: which stored pairs a query reads, one file each; a method is found because its file is here."""
 
 from typing import Any

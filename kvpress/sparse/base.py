@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses that select share: a budget of pairs to read."""
 
 from __future__ import annotations

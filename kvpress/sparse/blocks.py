@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of consecutive pairs of a stream, whatever segments they lie in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Channels of keys in order of importance, as Double Sparsity calibrates them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CritiPrefill: neighbouring queries read the same blocks of keys, chosen by bounds of both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Double Sparsity: a few channels of every key tell which pairs are worth reading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlexPrefill: each head chooses between tiles and lines, and reads what covers a share of its attention."""
 
 from __future__ import annotations

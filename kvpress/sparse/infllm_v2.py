@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InfLLM v2: read the blocks whose mean keys get the most attention."""
 
 from __future__ import annotations

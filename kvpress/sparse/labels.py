@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labels: short vectors in the place of keys, by which pairs are chosen."""
 
 from __future__ import annotations

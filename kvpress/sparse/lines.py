@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vertical and slash lines of attention: columns of keys, and diagonals of equal distance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loki: the main directions of the keys of a head tell which pairs are worth reading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MInference: every head reads a few vertical and slash lines, found from the newest queries."""
 
 from __future__ import annotations

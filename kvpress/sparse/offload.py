@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs in host memory: a segment that keeps them there, and what fetches a layer's selection ahead of time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerAttention: blocks at distances that are powers of two."""
 
 from __future__ import annotations

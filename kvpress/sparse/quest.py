@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quest: read only the pages that may hold large logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparQ: the channels in which a query is large tell which pairs are worth reading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TidalDecode: choose positions in two layers for every token, and read only those in all others."""
 
 from __future__ import annotations

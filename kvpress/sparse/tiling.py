@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses that read prompts by tiles share: how many tiles at most, and how tiles are ranked."""
 
 from __future__ import annotations

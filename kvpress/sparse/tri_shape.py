@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TriShape: first tokens, neighbours, and a last part of the prompt that reads everything."""
 
 from __future__ import annotations

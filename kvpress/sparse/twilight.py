@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twilight: of what a selector would read, only the pairs that hold most of the attention."""
 
 from __future__ import annotations

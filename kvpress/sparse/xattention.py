@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XAttention: sums along anti-diagonals tell which tiles carry attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which proposed tokens are accepted, and which token follows them: rejection sampling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a draft's cache, chosen by the attention of the target (`RetrievedChunks`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a draft is, and how it is verified: data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generate with drafts: propose, verify, accept, and take back what was rejected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passages of a prompt, chosen by the words that they share with its end (`RetrievedPassages`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompt, read once where that is possible, for whoever verifies and whoever proposes."""
 
 from __future__ import annotations

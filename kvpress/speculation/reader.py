@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that reads into a cache of its own under a press, and takes back what was rejected."""
 
 from __future__ import annotations

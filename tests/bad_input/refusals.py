@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input is refused by name, with what is allowed and what to do instead, before the model runs; nothing stays changed.
 
 The numbers in the names of the tests are the rows of the reliability table.

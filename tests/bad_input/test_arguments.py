@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad arguments of presses, at construction, in a spec and when they are set later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches that do not fit what is read: of other models, batches and kinds, without masks, or none."""
 
 from __future__ import annotations

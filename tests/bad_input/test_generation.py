@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways of generating that cannot work on a compressed cache, and beams, which can."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that cannot be compressed, or only in part, and models that compute NaN or infinity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares over attention weights: block by block and by the smaller Gram matrix, against the whole matrix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pattern says which tiles a prompt reads; what it leaves out is neither seen nor computed."""
 
 from __future__ import annotations

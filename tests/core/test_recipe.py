@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a press is made of survives every composition: no wrapper loses a schedule, a budget, an observer or a rule."""
 
 from __future__ import annotations

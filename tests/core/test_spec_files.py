@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press in a file is the press, alone and as a part of others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked diffusion in plain code: transformers' own passes with a mask that hides padding only, pairs kept by hand."""
 
 from __future__ import annotations

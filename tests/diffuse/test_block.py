@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs that are replaced: what is read afterwards is what a store of the new pairs reads, or a sentence says why not."""
 
 from __future__ import annotations

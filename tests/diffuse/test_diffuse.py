@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`diffuse` against plain code, and what its settings promise: passes, rows, thresholds, memory, interruptions."""
 
 from __future__ import annotations

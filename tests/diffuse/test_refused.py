@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `diffuse` refuses, with the value, what is allowed and the fix, before the model is run."""
 
 from __future__ import annotations

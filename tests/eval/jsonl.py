@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small data files: one JSON object per line, as most data sets are published."""
 
 from __future__ import annotations

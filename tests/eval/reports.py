@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of finished runs, and what their pages hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress_eval.evaluate`: the harness from Python, with names or with what is loaded already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every arrow of the harness points down, and the library knows nothing of it.
 
 Imports count wherever they stand: in a function, and for type checkers only. A package whose modules are found by their

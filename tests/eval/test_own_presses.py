@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses of the user's own: from a module that the command line imports, or from an installed package."""
 
 from __future__ import annotations

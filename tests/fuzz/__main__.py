@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run cases by hand: `python -m tests.fuzz CASE` repeats one, `python -m tests.fuzz -n 5000` draws as many."""
 
 from __future__ import annotations

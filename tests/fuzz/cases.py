@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A case: a spec, what it is tried on, and the property that must hold. One line of text, from which it runs again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models to draw from, and the files that some methods need about a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many pairs a spec says that a cache holds.
 
 REFINE HERE: these are the ratios, budgets and intervals of a spec. When a recipe can be asked for its counts, ask it.

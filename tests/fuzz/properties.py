@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold for every spec, on every model, however the conversation goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a failing case smaller, by dropping what it does not need to fail in the same way."""
 
 from __future__ import annotations

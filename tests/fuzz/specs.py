@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specs drawn from the registry: every registered press, with settings that fit prompts of some dozens of tokens.
 
 A press is a tree, the plain data of `kvpress.press_to_dict`: its name, and what differs from the defaults. The registry says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations in which nothing is left to chance: every generated token is written in a script, and logits are recorded."""
 
 from __future__ import annotations

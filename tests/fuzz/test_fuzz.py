@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every case of CI, and that they reach every method."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random problems for the decode operators, and a packer for the layout that they read."""
 
 from __future__ import annotations

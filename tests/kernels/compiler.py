@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of the compiled kernels need from the machine, and the levels that it can run or emulate."""
 
 from __future__ import annotations

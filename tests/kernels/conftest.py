@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of another processor run under emulation, where the machine can."""
 
 from __future__ import annotations

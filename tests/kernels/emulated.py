@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels compiled for ARM and run by qemu, call by call, where a cross-compiler and an emulator are installed."""
 
 from __future__ import annotations

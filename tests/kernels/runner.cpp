@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls one entry point of the kernels on tensors that stand in a file, and writes the tensors back: how kernels that are
 // compiled for another processor run under emulation.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrows between the modules of the kernels point one way, wherever in a file an import stands."""
 
 from __future__ import annotations

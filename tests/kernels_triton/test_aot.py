@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels compile for chips that are not here, and to no worse code than the committed table says."""
 
 from __future__ import annotations

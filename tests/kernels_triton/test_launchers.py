@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators on a GPU look at shapes only, so that a step can be captured in a CUDA graph: they read no values of tensors."""
 
 from __future__ import annotations

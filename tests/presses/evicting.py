@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every evicting press, as specs for prompts of a few dozen tokens: the suites of all presses run over this list.
 
 A press brings its own specs where it is registered (`cases`), or says there why it takes part in none.

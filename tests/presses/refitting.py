@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least squares that `refit` and `attention_matching` solve, plainly: whole matrices in float64."""
 
 from __future__ import annotations

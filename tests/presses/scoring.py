@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a press scored while a model read, view by view."""
 
 from __future__ import annotations

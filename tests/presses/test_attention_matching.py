@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys, weights and values of attention matching, against whole matrices in float64."""
 
 from __future__ import annotations

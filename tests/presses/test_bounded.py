@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts are compressed while they are read, and what is held meanwhile stays within the budget and one chunk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer budgets and scores of CAKE, found again from the model's own attention weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that are merged while tokens are generated, pair by pair in plain loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same share of every chunk, chosen within it."""
 
 from __future__ import annotations

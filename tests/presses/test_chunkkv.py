@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole chunks, the same in every head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters and runs as weighted pairs, against loops over pairs."""
 
 from __future__ import annotations

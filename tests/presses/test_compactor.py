@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compactor against its two terms, each tested on its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget over a whole conversation: what is held does not grow with the turns, and never exceeds what is said."""
 
 from __future__ import annotations

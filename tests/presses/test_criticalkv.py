@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CriticalKV against norms taken head by head."""
 
 from __future__ import annotations

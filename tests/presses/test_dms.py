@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Thresholds: what stays is what lies above them or in the window, in prompts and while tokens are generated."""
 
 from __future__ import annotations

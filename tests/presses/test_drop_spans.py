@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies between tags goes in the pass that closes it, and nothing else does; the rest is read as if it were masked."""
 
 from __future__ import annotations

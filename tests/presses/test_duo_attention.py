@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming heads beside full heads, from tables and measured on the prompt."""
 
 from __future__ import annotations

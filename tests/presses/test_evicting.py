@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No evicting press is left out of the suites of all presses without a reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expected attention: whose queries it counts, where it expects them, and statistics from a file."""
 
 from __future__ import annotations

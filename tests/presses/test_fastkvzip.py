@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates of Fast KVzip: their formula token by token, what stays, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FINCH: questions found by a delimiter, scores against eager attention, chunks, positions, and what is refused."""
 
 from __future__ import annotations

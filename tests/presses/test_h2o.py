@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heavy hitters, replayed query by query: layer 0's queries and keys do not depend on what was evicted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of heads: what is read, what is refused, and how many heads stream."""
 
 from __future__ import annotations

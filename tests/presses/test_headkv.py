@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets of HeadKV from files of scores, and what heads keep with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Re-rotated keys against keys turned from scratch to the positions of a cache without gaps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KeyDiff against cosines taken one by one."""
 
 from __future__ import annotations

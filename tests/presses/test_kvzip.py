@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KVzip against the model's own attention while it reads its prompt twice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses whose scores come from files: their formulas, where the files are looked for, and what is refused."""
 
 from __future__ import annotations

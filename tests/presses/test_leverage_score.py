@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leverage of the keys before rotation, against singular values of what the model projects."""
 
 from __future__ import annotations

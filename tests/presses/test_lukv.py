@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budget curves: what heads keep, sums, and what is refused."""
 
 from __future__ import annotations

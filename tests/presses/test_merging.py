@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merged values against loops over pairs, for heads that keep different numbers of them."""
 
 from __future__ import annotations

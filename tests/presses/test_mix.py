@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed scores against the ranks of both, and what cannot be mixed."""
 
 from __future__ import annotations

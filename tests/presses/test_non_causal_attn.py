@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention within chunks, against a loop over chunks and heads."""
 
 from __future__ import annotations

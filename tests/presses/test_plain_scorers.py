@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LagKV, CUR and CAPKV against loops over tokens."""
 
 from __future__ import annotations

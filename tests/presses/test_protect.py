@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protected spans stay: under every press, in prompts, chunks, later turns and while tokens are generated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importance and redundancy of R-KV, from the model's own queries and by loops over pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that are solved for: against the same least squares done plainly, with encoded keys, in batches and later turns."""
 
 from __future__ import annotations

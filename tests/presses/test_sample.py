@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampled pairs: which they are, what they weigh, and that the sum of all weights is estimated without bias."""
 
 from __future__ import annotations

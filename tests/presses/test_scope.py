@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SCOPE holds of generated tokens, replayed token by token."""
 
 from __future__ import annotations

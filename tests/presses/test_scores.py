@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores against plain computations from the model's own attention weights and projections."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which shots stay, from eager attention; that they stay whole, in all layers and heads."""
 
 from __future__ import annotations

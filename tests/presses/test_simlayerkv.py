@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy layers, found again from the model's own attention weights."""
 
 from __future__ import annotations

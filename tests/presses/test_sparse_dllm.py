@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse-dLLM's scores against plain code, behind a prompt and around a block."""
 
 from __future__ import annotations

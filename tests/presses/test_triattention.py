@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of TriAttention against the trigonometric series of its paper, pair by pair on keys before rotation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entropies, stages and groups of UNComp, and what heads keep, from sampled queries and eager attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses around other presses refuse, and what they pass on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Books and levels for the tiny models, so that calibrated codecs can be tested on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bit widths per layer, and how a budget is spread over them."""
 
 from __future__ import annotations

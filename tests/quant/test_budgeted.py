@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Size is met, layers share by error, and what the size decides cannot be said twice."""
 
 from __future__ import annotations

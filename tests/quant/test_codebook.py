@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Angles of keys that are coded before their rotary embedding."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for every codec, inside a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled quantisation: codes into learned books."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point formats against their definitions, written out number by number."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEAR: what the low-rank part and the outliers give back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys with a large bias, as models of the Qwen2 kind have: which codecs keep the answers of three bits, and which do not."""
 
 from __future__ import annotations

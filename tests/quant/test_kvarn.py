@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KVarN: balanced tiles, and the formula of what is stored."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KVQuant: fitted levels, ranges of channels before their rotary embedding, and outliers that are kept exactly."""
 
 from __future__ import annotations

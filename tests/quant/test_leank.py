@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in the channels of a calibration: which ones, what attention is over them, and how their scales are learned."""
 
 from __future__ import annotations

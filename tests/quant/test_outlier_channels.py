@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose keys carry a large bias in some channels, as those of Qwen2 do, keep their answers in 4 bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Centred vectors behind a Hadamard matrix against the formula, and what a prompt's tail costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uniform codes behind a Hadamard matrix: the formula, what it is good for, and that it is read as it lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SQuat: `kivi` without weight, and less error where queries look with it."""
 
 from __future__ import annotations

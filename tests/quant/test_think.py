@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in fewer channels: which ones, and that attention is that over keys with the others at zero."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TurboQuant: rotated codes, their error, their bytes, and attention that reads them."""
 
 from __future__ import annotations

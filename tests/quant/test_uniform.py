@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uniform quantisation: error bound, degenerate groups, rows that survive an eviction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZipCache: which pairs count as salient, and how their values are scaled."""
 
 from __future__ import annotations

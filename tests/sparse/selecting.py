@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches to select from, and decode steps on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Channels in order of importance: calibrated from all tokens, kept in two forms of file, checked against the model."""
 
 from __future__ import annotations

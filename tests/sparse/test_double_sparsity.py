@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Double Sparsity: labels, exact choice where labels say everything, files of channels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InfLLM v2: blocks by the attention of their mean keys, against loops, and means that grow with the pairs."""
 
 from __future__ import annotations

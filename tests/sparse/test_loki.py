@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loki: directions of the keys, what they choose, and how long they stay."""
 
 from __future__ import annotations

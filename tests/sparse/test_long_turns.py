@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long turns: what a pass of many tokens holds at once; and turns on pairs in host memory."""
 
 from __future__ import annotations

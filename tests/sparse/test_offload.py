@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs in host memory: the same results, fetched a layer ahead, into buffers that take turns."""
 
 from __future__ import annotations

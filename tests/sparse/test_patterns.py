@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns choose the tiles that their formulas name; with everything allowed they are full attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quest: bounds of pages, and which pages are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that are read once more: which ones can be, and that the correction of TidalDecode works beside eviction."""
 
 from __future__ import annotations

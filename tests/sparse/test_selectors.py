@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for every selector: exactness, what is read, what is kept beside the pairs, and how well it chooses."""
 
 from __future__ import annotations

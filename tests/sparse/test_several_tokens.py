@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several new tokens at once: each chooses for itself, exactly as if it had come alone behind the same sealed pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparQ: what is read, the mean value of the rest, and the second copy of the keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TidalDecode: which layers choose, that positions persist, and the correction of the cache."""
 
 from __future__ import annotations

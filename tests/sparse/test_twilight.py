@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Twilight reads of a selector's choice: the fewest pairs that hold a share of the attention, by loops over pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rejection sampling gives the target's distribution, whatever the draft's, and greedy decoding where there is no choice."""
 
 from __future__ import annotations

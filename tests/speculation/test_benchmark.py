@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark measures every draft on a tiny model, and its figures mean what they say."""
 
 from __future__ import annotations

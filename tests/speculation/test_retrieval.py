@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a draft retrieves: chunks by the target's attention, passages by words, each row as if it were alone."""
 
 from __future__ import annotations

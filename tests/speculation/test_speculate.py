@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greedy speculation generates what plain decoding does, whatever drafts; caches end as those of accepted tokens alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A full reading with tokens hidden from some layers on, by plain attention: what handing on fewer tokens must give."""
 
 from __future__ import annotations

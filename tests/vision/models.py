@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models that read images and videos, and batches for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image tokens that later layers are not handed: as a full reading that hides them from these layers, at their positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that read images, under presses that know nothing of them and under `vision(x)`, which cuts images alone."""
 
 from __future__ import annotations

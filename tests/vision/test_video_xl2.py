@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a video that the end of the prompt asks for stay, the pairs of the others are pooled, with their weight."""
 
 from __future__ import annotations

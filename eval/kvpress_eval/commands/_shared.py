@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands share: options, the configuration they make, errors and exit codes.
 
 Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.

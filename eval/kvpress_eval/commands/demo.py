@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress demo`: what every kind of press costs and saves, on a small real model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress eval`: accuracy, memory and time on long-context tasks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress fidelity`: how close presses stay to the full cache on running text."""
 
 from __future__ import annotations

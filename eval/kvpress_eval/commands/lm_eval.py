@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress lm-eval`: presses on the tasks of lm-evaluation-harness."""
 
 from __future__ import annotations

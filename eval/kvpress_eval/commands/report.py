@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress report`: one page, plots and tables of what runs measured."""
 
 from __future__ import annotations

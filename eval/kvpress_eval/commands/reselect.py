@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress reselect`: the layer in which TidalDecode should choose positions again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress show`: which tokens of a text presses keep."""
 
 from __future__ import annotations

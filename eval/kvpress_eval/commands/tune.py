@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress tune`: from a memory limit to a press."""
 
 from __future__ import annotations

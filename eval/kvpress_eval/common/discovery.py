@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that are found because their file is there."""
 
 from __future__ import annotations

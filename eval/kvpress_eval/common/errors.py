@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can go wrong before or during a run, and the exit code that each answers with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that are written as a whole or not at all, the folders they need, and the hash that names a value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A grid of models x presses x ratios x tasks x lengths: one file or command, one validated run for each model."""
 
 from __future__ import annotations

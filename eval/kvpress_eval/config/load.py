@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run configurations from YAML, with errors that name the file, the line and the key."""
 
 from __future__ import annotations

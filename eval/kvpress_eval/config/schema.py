@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run measures: one frozen, validated object, the same from Python, the command line or a file."""
 
 from __future__ import annotations

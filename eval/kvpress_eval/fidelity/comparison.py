@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press and the full cache, read along the same texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts read as generation reads them: a context in one pass, what follows through the compressed cache.
 
 A context is read once for all presses that can share the reading; each then continues behind its own cache.

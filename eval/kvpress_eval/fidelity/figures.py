@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of a press against the full cache."""
 
 from __future__ import annotations

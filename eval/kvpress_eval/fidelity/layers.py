@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every attention layer does along a continuation: how far its output moves, and how much of its attention is read.
 
 Measured where attention happens, beside the session of a press: in every layer whose cache grows, after the layer's attention

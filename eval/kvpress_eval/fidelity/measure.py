@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close a compressed cache stays to the full one while a given text is continued, for any model, without labels.
 
 One pass over a text, as perplexity is usually taken, shows nothing here: presses act once the prompt has been read, so

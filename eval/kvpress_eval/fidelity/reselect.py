@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layer of a model TidalDecode should choose positions again in: all that could are tried on the same texts."""
 
 from __future__ import annotations

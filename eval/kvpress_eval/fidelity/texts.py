@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts that presses are compared on: a file of the user, or made from the tasks."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses in lm-eval (lm-evaluation-harness)."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m kvpress_eval.lm ...` is lm-eval's own command line, with the model `kvpress` registered.
 
 lm-eval 0.4.13 finds models of other packages only once their module is imported; later ones read the entry point as well.

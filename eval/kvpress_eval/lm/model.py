@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model `kvpress` of lm-eval (lm-evaluation-harness): a Hugging Face model whose prompts are read under a press.
 
 All of a prompt but its last token is read under the press; that token, and every one after it, is read alone through the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tasks of lm-eval need beside the harness."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presses on tasks of lm-eval: one model, every press, lm-eval's own scores and errors, and what the cache held."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records as CSV and Parquet, for other programs."""
 
 from __future__ import annotations

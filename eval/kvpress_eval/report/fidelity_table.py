@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of `kvpress fidelity` as tables for the terminal."""
 
 from __future__ import annotations

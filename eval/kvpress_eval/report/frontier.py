@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy against memory and against speed: which presses are beaten by none on both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labels beside the points of a plot, moved until they cover neither each other nor a point.
 
 `adjustText` moves labels by forces until a time limit, a second unless told otherwise: the same results could make another file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy as lines: over the length of the context, and over the ratio of presses that were run at several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores in a record of `kvpress lm-eval`, read without lm-eval itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that need no network and no server: templates, the script in them, and what they show of kept tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all plots have in common: their style, their colours, and how they become parts of a page and files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of presses by figure from the records of `kvpress fidelity` and `kvpress lm-eval`: one for what was asked alike."""
 
 from __future__ import annotations

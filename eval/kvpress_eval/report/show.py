@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses keep of a text of your own, as a page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result table: on the terminal, as Markdown, as records for files."""
 
 from __future__ import annotations

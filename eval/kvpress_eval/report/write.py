@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs and records came to: a page for the browser, plots, and tables for people and programs."""
 
 from __future__ import annotations

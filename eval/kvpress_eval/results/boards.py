@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which results may be compared: leaderboards of presses that answered the same samples under the same conditions."""
 
 from __future__ import annotations

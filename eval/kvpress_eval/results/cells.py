@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known about one cell of a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every two presses against each other, on the samples that both answered."""
 
 from __future__ import annotations

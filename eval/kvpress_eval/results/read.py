@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of one or more runs, read back from disk."""
 
 from __future__ import annotations

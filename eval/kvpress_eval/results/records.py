@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `kvpress fidelity` and `kvpress lm-eval` wrote, read back and checked before it is compared."""
 
 from __future__ import annotations

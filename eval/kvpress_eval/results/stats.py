@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means with 95% confidence intervals, paired differences, and whether they are more than chance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results on disk: one JSON line per sample, synced; readable after a kill at any byte.
 
 - `OUT/runs.jsonl`: one line per invocation: versions, machine, configuration

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line per press: accuracy, memory and time over all cells of a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cells of a run: a press on a task at a length, named by the hash of all that decides the result."""
 
 from __future__ import annotations

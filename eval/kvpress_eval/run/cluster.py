@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Ray cluster: how it is reached, and how many workers it has room for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the cells of a configuration on the machines of a Ray cluster.
 
 Every worker loads the model once and sends each finished sample to this process, which alone writes the output folder: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a result was measured with: versions, hardware, time; nothing of the process environment."""
 
 from __future__ import annotations

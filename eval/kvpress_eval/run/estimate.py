@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run would take: cells, memory by formula, and time from what this machine can do or what was measured before."""
 
 from __future__ import annotations

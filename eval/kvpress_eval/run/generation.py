@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read, compress, answer: contexts are read once for all the presses and questions that can share the reading."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C: the first one finishes the sample in flight, the second one stops at once; SIGTERM does not wait either."""
 
 from __future__ import annotations

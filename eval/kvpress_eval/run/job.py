@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work of a run: all presses of one task and length, context by context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of one text every head kept: recorded by a run, shown by `kvpress report` and `kvpress show`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which language a model's tasks are worded in: the one that its tokenizer can spell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a run: what is free, what was used, and which caches fit beside each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models by name: the bundled reference model, a local folder or a hub name."""
 
 from __future__ import annotations

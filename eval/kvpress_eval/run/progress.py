@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a run is: one line per finished cell, and on a terminal a bar below them."""
 
 from __future__ import annotations

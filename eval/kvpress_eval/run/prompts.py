@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a sample into the part that is compressed and the part that is read afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the cells of a configuration, and never loses a finished sample.
 
 All presses of a task and length go through its contexts together, so that a context is read once for all of them. Cells are

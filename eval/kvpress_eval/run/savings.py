@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reading contexts once for several presses and questions came to."""
 
 from __future__ import annotations

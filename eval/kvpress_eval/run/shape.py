@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decides the memory and the work of a model, from its configuration; no weights are loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a run that happens on another machine: a job whose results are sent to the process that asked for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every task by its name. A kind of tasks is known because its file is in `kinds`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published documents with questions about each: prompts of at most a length, contexts that all questions share."""
 
 from __future__ import annotations

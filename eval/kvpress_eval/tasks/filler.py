@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands between the facts of a context: noise, a refrain, or the sentences of a text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published data: from a file in the user's folder, or from the Hugging Face hub at a fixed commit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores of InfiniteBench (Zhang et al., 2024, arXiv:2402.13718), equal to the published ones, quirks included.
 
 Each takes the text of an answer and the right answers, and is in [0, 1] for any text.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether two mathematical answers are equal, asked of a process that can be stopped: what a model writes may take for ever.
 
 The package math-verify limits its time by signals, which only the main thread of a process gets, and which do not interrupt

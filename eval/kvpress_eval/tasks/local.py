@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of the user, named by `file:PATH`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions about passages, as SQuAD and HotpotQA have them: from a file, or pinned from the Hugging Face hub."""
 
 from __future__ import annotations

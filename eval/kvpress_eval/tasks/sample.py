@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One question about one context, with what counts as a right answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a context is put together: needles spread among filler, to a given number of tokens."""
 
 from __future__ import annotations

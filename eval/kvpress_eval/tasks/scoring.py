@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of a generated text; always a number in [0, 1], whatever the text."""
 
 from __future__ import annotations

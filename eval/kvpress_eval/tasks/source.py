@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run asks of its tasks, and what a task offers to a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A search on a Ray cluster: workers that have each loaded the model examine presses, a few contexts at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a memory limit to a press: check, say what fits, search, measure the best on held-out samples, write the pick."""
 
 from __future__ import annotations

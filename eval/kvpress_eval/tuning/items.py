@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What presses are asked while one is searched, and what they are asked at the end: each context belongs to one of the two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search came to: figures of held-out samples, the frontier, the pick in one sentence, and the file that holds it."""
 
 from __future__ import annotations

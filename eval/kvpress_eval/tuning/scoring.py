@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How right presses are about contexts: each is read once for all of them, and most answers are checked, not generated.
 
 Under greedy decoding a model gives an answer exactly if every token of it is the most likely one behind those before it, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: waves of candidates, each halved again and again on twice as many contexts; the worst task decides.
 
 What is asked next, Optuna says (TPE over the axes of the space). Draws depend on the seed and the number of a candidate alone,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large a cache may be, what fits beside the weights, and the size at which a composition meets the limit."""
 
 from __future__ import annotations

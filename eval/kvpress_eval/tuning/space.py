@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is searched: evicting presses, presses around them and codecs, as the registry has them.
 
 A press joins by what its example is: one with a `compression_ratio` evicts, one around a single other press wraps, one that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Word-level-with-byte-fallback tokenizer (BPE, no merges, ignore_merges)."""
 
 import sys

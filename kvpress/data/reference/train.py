@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small Llama-format long-context retrieval LM on CPU, on synthetic RULER-like tasks made on the fly.
 
     OMP_NUM_THREADS=2 python train.py --out runs/a --seed 0

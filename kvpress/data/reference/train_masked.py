@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a masked-diffusion model of the reference model: the same language, the causal mask removed, answers masked.
 
     OMP_NUM_THREADS=1 python train_masked.py --out runs/masked --minutes 8

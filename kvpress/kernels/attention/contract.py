@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode attention over stored rows, for streams of any length in one flat storage.
 
     logit[m, r] = softcap(scale * q[m] . keys[r]) + log_weight[r],   out = softmax(logit) values,   lse = log sum exp(logit)

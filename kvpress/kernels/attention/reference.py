@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in plain torch: the ground truth of every decode kernel, and their fallback.
 
 Written to be obviously right: all logits of one stream, a softmax, a weighted sum. Rows are read in blocks, so a quantised

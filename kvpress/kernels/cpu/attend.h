@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flash decoding within one piece of a stream: score a chunk of rows, weigh it, mix it into the output, repeat.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load the C++ kernels through ctypes: from the installed package, or compiled on first use with the system's compiler.
 
 Compiled ones are kept in a folder of the user's own. Of several processes one compiles while the others wait.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Books of centroids: one group as float32, and rows put together from what their codes name.
 #pragma once
 

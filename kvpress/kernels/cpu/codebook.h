@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of packed codes, and the tables that they point into: one Quad per entry.
 #pragma once
 

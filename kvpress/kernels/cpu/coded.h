@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention on rows of codes into books of centroids, four queries at a time.
 //
 // Keys: a table holds the product of every centroid with the four queries, so a logit is a sum of table entries.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Outliers of rows of codes: single channels that are added to what a row decodes to.
 #pragma once
 

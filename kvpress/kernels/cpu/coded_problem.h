@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain C structures of decode attention on codes that name centroids.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of attention on codes: weights of four queries are collected per table entry, or rows put together and mixed.
 #pragma once
 

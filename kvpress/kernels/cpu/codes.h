@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layout of quantised rows, and their decoding to float32 into a tile that stays in the first-level cache.
 //
 // A row of `channels` codes of b bits is one plane of channels * b / 8 bytes. With P = 8 / b parts, byte j holds

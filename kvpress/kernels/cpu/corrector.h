@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-rank terms and outliers of one side, added to logits and outputs directly: no corrected row is ever built.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dense rows: dot products of four rows at a time, and the probability-weighted sum of rows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads keys and values stored as plain float32, bfloat16 or float16 rows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention on codes with 8-bit integer dot products: nothing is dequantised.
 //
 // A key group folds its scales into the queries, which become 16-bit integers split into two signed bytes: two integer

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logits of quantised keys whose scales are per channel and shared by a group of rows, or per row and shared by its channels.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted sums of quantised values whose scales are per row and shared by a group of channels.
 #pragma once
 

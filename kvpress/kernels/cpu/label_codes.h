@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of queries with quantised labels, one scale and zero per label, straight from the packed codes.
 #pragma once
 

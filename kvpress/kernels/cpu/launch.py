@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call the compiled kernels: pack the fields of a C structure, and run the best instruction-set level."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled kernels as files: what each is built from, what it is called, and how it is compiled.
 
 A library is one C++ source at one instruction-set level. Its file, ``<level>/<source>-<key>-<compiler>-<contents>.so``, is

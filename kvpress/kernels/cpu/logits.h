@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What stands between a product and its softmax, for the operators that keep logits in registers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry point of the statistics of received weights for one instruction-set level. Returns -1, or the number of a stream that leaves
 // the storage.
 

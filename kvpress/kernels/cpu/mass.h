@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each stored row receives from the softmax of all queries, without a matrix of queries times rows.
 //
 // A tile of rows is transposed once, so that a register holds the logits of neighbouring rows for one query: they go

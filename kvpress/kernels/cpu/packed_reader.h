@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads quantised keys and values: on codes where the integer kernels fit, through a small float32 tile otherwise.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry point of one instruction-set level; see prefill.h.
 
 #include "prefill.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Causal attention of a prompt that reads chosen tiles only: blocks of keys, listed for each block of queries of each head,
 // and single columns of a head.
 //

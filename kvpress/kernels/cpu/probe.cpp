@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which instruction-set level of libraries.py this processor supports.
 
 #if defined(__aarch64__) && defined(__linux__)

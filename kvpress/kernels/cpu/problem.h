@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain C structures that decode attention takes: eight bytes a field, in the order in which Python packs them
 // (formats/*.py list those of rows, decode/cpu.py the others).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry point of quantisation for one instruction-set level; always succeeds.
 
 #include "quantise.h"

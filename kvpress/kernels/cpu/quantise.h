@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantises and packs rows. The arithmetic is exact where it can be, so every level gives the same bits.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of queries with keys that are rotated on the way.
 #pragma once
 

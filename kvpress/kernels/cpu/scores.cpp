@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry points of page bounds and label scores for one instruction-set level. Each returns -1, or the number of a stream
 // that leaves the storage.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores of rows that stand for others: labels of tokens, and the bounds of pages.
 #pragma once
 

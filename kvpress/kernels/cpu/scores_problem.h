@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain C structure of page bounds and label scores; its fields are those that scores/cpu.py lists.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry point of the choice of rows for one instruction-set level. Returns -1, or the number of a stream that has no
 // score for each of its rows, or rows without a 32-bit number.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The largest scores of each stream, exactly: most scores are ruled out by a bound, a search by bins ranks the others.
 #pragma once
 

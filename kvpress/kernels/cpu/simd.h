@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One float vector `F` of kLanes lanes per instruction set; everything above this file is written once.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The online softmax: logits in, weights out, with a running maximum and sum per query.
 #pragma once
 

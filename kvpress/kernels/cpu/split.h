@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams are cut into pieces, pieces shared between threads, and their results merged by log-sum-exp.
 //
 // The pieces depend on the lengths only, so the result does not depend on the number of threads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of many rows with a few queries, for statistics that keep the products in registers: a tile of rows is
 // transposed once, and each register then holds one channel of neighbouring rows.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes of several rows brought together in vectors of kLanes words.
 #pragma once
 

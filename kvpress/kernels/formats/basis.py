@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows stored in another basis: undone on queries and outputs, so that no kernel needs to know of it, in any format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of codes that name centroids of a few neighbouring channels: coupled quantisation, scalar codebooks, TurboQuant.
 
 With c coupled channels and E entries per book, codes of b bits packed as in `kvpress.kernels.formats.packing`:

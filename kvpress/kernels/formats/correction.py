@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quantised rows lost, kept beside their codes: a low-rank product per run of rows, and single channels (GEAR).
 
     row[r] += factor[r] @ basis[chunk[r]]

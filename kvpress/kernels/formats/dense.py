@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys or values as the model computed them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels take: `Rows` that are stored, which of them each stream attends to, and `Options` of the logits.
 
 A stream is one batch row and one key-value head; its queries are the query heads of the group times the new tokens.

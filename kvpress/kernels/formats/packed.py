@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uniformly quantised rows: packed integers with a scale and a zero per group.
 
 Codes are laid out as in `kvpress.kernels.formats.packing`. Scale and zero belong to groups of (gr, gc) rows and channels,

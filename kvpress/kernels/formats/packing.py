@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed codes: their layout, packing and unpacking in plain torch.
 
 A row of D codes of b bits, uint8 [R, D * b / 8], is laid out so that a load, a shift and a mask yield neighbouring

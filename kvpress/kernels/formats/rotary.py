@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings of keys that are stored without them: rotate-half layout, whole or of the leading channels only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every stored row receives from the attention of many queries, beside flash attention: no queries x rows matrix.
 
 With the softmax of each query over the rows that it sees,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of softmax weights in plain torch: the softmax of a block of queries after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of softmax weights in Triton.
 
 One program holds a block of keys and recomputes the weights of all queries against it from their log-sum-exps, so there is

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention of a prompt that reads chosen tiles only."""

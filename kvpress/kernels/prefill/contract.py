@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention of the newest tokens of a prompt to chosen tiles: blocks of keys for each block of queries of each head.
 
     logit[b, h, i, j] = softcap(scale * q[b, h, i] . keys[b, h // G, j])      for what query i reads: j <= T - Q + i, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse causal attention in C++."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse causal attention in plain torch: what the queries of a block read, gathered, one block after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantise rows to the nearest of ``2 ** bits`` levels between the extremes of each group, and pack the codes.
 
 Layout and decoding are those of `kvpress.kernels.formats.packed`. With minimum and maximum over the group, in float32:

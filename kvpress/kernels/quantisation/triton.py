@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantise rows and pack their codes in Triton.
 
 Codes equal those of the reference bit by bit.

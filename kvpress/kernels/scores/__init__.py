@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores that tell which stored rows are worth reading."""

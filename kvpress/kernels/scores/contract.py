@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores that tell which stored rows are worth reading: bounds of pages (Quest) and labels of rows (Double Sparsity).
 
 Scores are neither scaled nor capped, which changes no order.

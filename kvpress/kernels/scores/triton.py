@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of pages and labels in Triton.
 
 One program holds a block of rows and meets all queries of its stream, so rows are read once and the result needs no merge.

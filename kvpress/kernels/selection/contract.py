@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of the rows with the largest scores: what a selection reads, chosen exactly.
 
 Scores are laid out as `kvpress.kernels.label_scores` returns them, and the result as `Listed` takes it. Of equal scores those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows with the largest scores in C++."""
 
 from __future__ import annotations

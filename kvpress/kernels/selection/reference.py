@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows with the largest scores in plain torch; never waits for a GPU, where it is the only back end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read packed codes and their scales; the layout is that of `kvpress.kernels.formats.packing`.
 
 A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys

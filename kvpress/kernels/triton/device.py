@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the Triton kernels run, decided without importing triton for tensors that they do not serve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block sizes and split counts. They depend on shapes only, never on device data: graphs capture them, nothing waits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that every split-KV decode kernel shares: its share of a stream, logits, online softmax and partial results.
 
 Logits are kept in base 2, and weights are multiplied by 2 ** LIFT: a 16-bit float then holds weights down to 2 ** -29 of the

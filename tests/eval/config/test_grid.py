@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One file for models x presses x ratios x tasks x lengths, checked before any work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A press does what a test tells it to do."""
 
 from __future__ import annotations

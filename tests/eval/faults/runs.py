@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs in this process and in others, and what they have written so far.
 
 Processes that are killed are forked from a server that has imported everything, so that each costs a fraction of a second.

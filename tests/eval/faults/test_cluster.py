@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run on a cluster survives: a machine that is lost, Ctrl-C."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run survives on the disk: torn and damaged files, no room, no right to write, no folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run survives from outside: kills, signals, racing processes and a hub that cannot be reached."""
 
 from __future__ import annotations

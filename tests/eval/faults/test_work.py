@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run survives in its own work: presses and scorers that raise, no memory, NaN, slow samples, a clock that jumps.
 
 Faults come from a press, which is code that users write.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of every layer equal plain computations from the model's own weights and modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command that finds the layer in which TidalDecode chooses again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts that are read once for several presses give each press the figures that it has alone, bit for bit."""
 
 from __future__ import annotations

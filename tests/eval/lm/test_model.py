@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks of lm-eval that are written here, on the reference model: with no press, HFLM's own numbers; with one, other bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages in a real browser: everything that can be clicked is clicked."""
 
 from __future__ import annotations

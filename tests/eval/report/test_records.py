@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of `kvpress fidelity` and `kvpress lm-eval` in reports: one table for what was asked alike, bad ones named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of a run: offline, escaped, with its files beside it, and the command that writes it."""
 
 from __future__ import annotations

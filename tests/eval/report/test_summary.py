@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of each press, as tables, exported records, plots and heat maps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaderboards compare presses on the same samples, under the same conditions."""
 
 from __future__ import annotations

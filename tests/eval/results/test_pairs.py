@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every two presses against each other."""
 
 from __future__ import annotations

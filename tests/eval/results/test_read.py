@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results are read back as they were measured; what is damaged, unfinished or of another version is told."""
 
 from __future__ import annotations

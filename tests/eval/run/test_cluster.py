@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run on a cluster: what is asked of its machines, and what is said when they do not answer or have no room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dry run says what a run would take, from formulas that the run itself then confirms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts are read once for all presses and questions, by one process each, and what fails does not take others along."""
 
 from __future__ import annotations

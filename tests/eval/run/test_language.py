@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks are worded in what the tokenizer of the model can spell."""
 
 from __future__ import annotations

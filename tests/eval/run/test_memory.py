@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches are held beside each other as far as memory goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every command does with a model: its configuration is read once, and the number of threads is the one asked for."""
 
 from __future__ import annotations

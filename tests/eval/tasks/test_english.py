@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every generated task in English: solved from its text by a plain program that knows nothing of how it was made."""
 
 from __future__ import annotations

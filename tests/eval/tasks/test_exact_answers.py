@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls and long answers: what counts as right, and that the context holds it."""
 
 from __future__ import annotations

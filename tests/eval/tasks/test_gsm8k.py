@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GSM8K: final numbers, the published forms of its data, and presses that act while the answer is written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published files: found in a folder, or fetched at a commit and checked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""MATH-500 and AIME: the last \boxed{...} decides."""
 
 from __future__ import annotations

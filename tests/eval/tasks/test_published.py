@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InfiniteBench, LooGLE and SCBench: scores as the published code gives them, rows as they are published, runs of both."""
 
 from __future__ import annotations

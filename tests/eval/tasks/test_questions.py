@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions about passages, in the forms that SQuAD and HotpotQA are published in."""
 
 from __future__ import annotations

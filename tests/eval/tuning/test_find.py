@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kvpress tune` from end to end on tiny contexts, what it writes, and what it refuses."""
 
 from __future__ import annotations

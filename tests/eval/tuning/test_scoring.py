@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores by one pass over the answers are those of generated answers, and are remembered."""
 
 from __future__ import annotations

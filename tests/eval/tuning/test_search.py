@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search keeps what is best on the worst task, and goes on after a kill to what one run finds."""
 
 from __future__ import annotations

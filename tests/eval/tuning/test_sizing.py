@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compositions are held to a size, and impossible limits are refused with the smallest that is possible."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The space is what the registry offers, and points cover it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotations and channel scales in every format, and operands that belong to a stream but are read by several."""
 
 from __future__ import annotations

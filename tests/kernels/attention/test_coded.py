@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode and gather attention on coupled codes against plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrections of quantised rows: decode attention against float32 attention over the corrected rows."""
 
 from __future__ import annotations

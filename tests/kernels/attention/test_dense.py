@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense decode attention against plain torch."""
 
 from __future__ import annotations

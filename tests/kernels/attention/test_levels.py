@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode on codes that stand for levels, with scales of eight bits, without zeros, and with factors of rows."""
 
 from __future__ import annotations

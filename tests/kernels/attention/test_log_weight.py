@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row that stands for n equal ones, with log n for its weight, gives what the n rows give: in every format and operator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode attention on quantised rows against float32 attention over their exact values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinks against a softmax with one more logit."""
 
 from __future__ import annotations

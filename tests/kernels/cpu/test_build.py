@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiling, caching and falling back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries that a wheel brings are loaded without a compiler, and only those of exactly these sources."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing is exact, pure and as dense as it says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Column statistics of softmax against plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention by tiles against the softmax of all logits with everything else masked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation: every level gives the bits of the reference, and the reference gives the nearest levels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the rows with the largest scores against sorting one stream at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collected only where triton interprets, see ``test_interpreted.py``; every output is poisoned and fenced."""
 
 from __future__ import annotations

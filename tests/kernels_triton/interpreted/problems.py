@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fenced storage and the tolerance that every kernel is held to."""
 
 from __future__ import annotations

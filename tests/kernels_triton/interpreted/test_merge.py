@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging of partial results in Triton against torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode on packed codes in Triton against float32 attention over the decoded rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantise-and-pack in Triton against torch, bit by bit."""
 
 from __future__ import annotations

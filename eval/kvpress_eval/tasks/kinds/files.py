@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples from a JSON Lines file: `file:PATH.jsonl[.gz]`, optionally `file:PATH#task+task`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated tasks, of any length. A structure is known because its file is in `structures`.
 
 Tasks of RULER (Hsieh et al., 2024, arXiv:2404.06654) have its names.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GSM8K (Cobbe et al., 2021, arXiv:2110.14168): short questions with long answers, for what a press does while decoding."""
 
 from __future__ import annotations

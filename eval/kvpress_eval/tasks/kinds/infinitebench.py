@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InfiniteBench (Zhang et al., 2024, arXiv:2402.13718) as tasks: `infinitebench:SUBSET`."""
 
 from __future__ import annotations

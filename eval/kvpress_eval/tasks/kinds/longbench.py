@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LongBench as tasks: `longbench:SUBSET`, `longbench:SUBSET_e[:RANGE]` and `longbench-v2[:PART]`."""
 
 from __future__ import annotations

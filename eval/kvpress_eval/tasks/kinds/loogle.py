@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LooGLE (Li et al., 2023, arXiv:2311.04939) as tasks: `loogle:SUBSET`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Mathematical problems with long answers that end in \boxed{...}: `math500`, `aime24` and `aime25`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SCBench (Li et al., 2024, arXiv:2412.10319) as tasks: several questions about one context that is compressed once.
 
 `scbench:SUBSET` asks each question behind the context alone, `scbench:SUBSET:turns` behind the questions before it with

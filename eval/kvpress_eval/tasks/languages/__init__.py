@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Languages: how the facts and questions of a task are worded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a language says: how the facts, questions and filler of a task are worded.
 
 Sentences start with their leading space, so that a context is their plain concatenation.

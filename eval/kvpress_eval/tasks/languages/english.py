@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain English for any instruction model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small English the bundled reference model was trained on; it reads nothing else."""
 
 from __future__ import annotations

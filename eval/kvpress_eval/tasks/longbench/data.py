@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published data of LongBench: from a folder of the user, or from the hub at a fixed revision."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores of LongBench, equal to the published ones, quirks included; each is in [0, 1] for any text."""
 
 from __future__ import annotations

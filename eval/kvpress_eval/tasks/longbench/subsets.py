@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subsets of LongBench: what each asks, how long the answer may be, and how it is scored.
 
 The wording is ours; `wording.py` puts the published one in its place where the user has it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published wording of the prompts, used instead of ours where its file lies beside the data."""
 
 from __future__ import annotations

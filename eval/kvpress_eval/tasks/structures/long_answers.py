@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long answers that follow from the context line by line, for what a press does while they are generated.
 
 After LongGenBench (Wu et al., 2024, arXiv:2409.02076), whose answers have a place for each of many instructions. There a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Needles in a haystack: facts hidden among filler, some of them asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions about one passage among others, as SQuAD and HotpotQA have them."""
 
 from __future__ import annotations

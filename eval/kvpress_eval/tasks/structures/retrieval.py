@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One of many alike: a pass key in a refrain, and the entry of a dictionary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool calls: an argument that is wrong in one character makes the call wrong, as a cache in few bits is reported to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variable tracking: chains of assignments, one of which has to be followed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversation about one context: several questions, one of which counts."""
 
 from __future__ import annotations

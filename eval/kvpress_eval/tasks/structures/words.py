@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counting words of a list: answers that no single token of the context holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode attention in Triton. Lengths are read on the device, so streams outside the storage are not refused."""
 
 from __future__ import annotations

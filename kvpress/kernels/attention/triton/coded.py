@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split-KV decode attention on codes that name centroids.
 
 One program decodes a block of rows once for all query heads of a group: a code fetches the c channels of its centroid with one

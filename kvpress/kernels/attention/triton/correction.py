@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrections of decoded rows as terms of logits and outputs; what they mean is told in `kvpress.kernels.formats.correction`.
 
 No corrected row is ever formed. The rows of a tile lie in few chunks, so a low-rank term is two thin products for each:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split-KV decode attention on dense rows.
 
 One program attends from up to 64 query rows of one stream to one share of its rows, so a row is read once for all query heads

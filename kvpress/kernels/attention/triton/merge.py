@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge partial attention over disjoint rows by its log-sum-exps.
 
     parts [N, S, M, Dv]    part_lse [N, S, M]    out [N, M, Dv]    lse [N, M]      float32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of decode attention as the Triton kernels take them."""
 
 from __future__ import annotations

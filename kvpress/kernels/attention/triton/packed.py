@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split-KV decode attention on packed codes.
 
 Products are float16 with float32 sums; see `packed_kernel` for how codes become factors of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device code of decode attention on packed codes.
 
 Only stored bytes are read. A row of codes is split into byte columns; each part of a byte (two for 4 bits) is one half, quarter

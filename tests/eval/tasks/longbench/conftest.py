@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder with a few rows of both versions of LongBench."""
 
 from __future__ import annotations

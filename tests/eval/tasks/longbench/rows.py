@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows as LongBench publishes them, and the tasks and cells that are made of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of LongBench are read as published; what is damaged or missing is named."""
 
 from __future__ import annotations

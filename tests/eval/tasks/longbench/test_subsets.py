@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every subset has its form of question, and categories are averaged when all of them ran."""
 
 from __future__ import annotations

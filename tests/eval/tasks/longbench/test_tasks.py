@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts, names and runs of the LongBench tasks."""
 
 from __future__ import annotations

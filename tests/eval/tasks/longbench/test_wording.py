@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published wording of the questions is used where its files are, and checked."""
 
 from __future__ import annotations
