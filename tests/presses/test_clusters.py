@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_clusters_are_clustered_again_and_nothing_is_lost_from_their_numbers() -
         torch.testing.assert_close(numbers.sum(dim=1), torch.full((4,), 60.0).double(), atol=0.1, rtol=0)
 
 
+def merged_around(pivot: int, run_of: list[int], keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Return the key and the value of a run, by a Gaussian of the distance from the pivot's key."""
+    squares = (keys[run_of] - keys[pivot]).square().sum(dim=1)
+    g = torch.exp(-squares / (2 * squares.mean())) if len(run_of) > 1 else torch.ones(1)
+    return [(own[run_of] * g[:, None]).sum(dim=0) / g.sum() for own in (keys, values)]
+
+
+def close(found: Sequence[Tensor], expected: list[Tensor], i: int) -> bool:
+    return all(torch.allclose(one[i], other, atol=1e-4, rtol=1e-3) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_kvmerger_merges_runs_of_similar_neighbours(family: str) -> None:
     window, heavy, ratio = 4, 0.4, 0.5
@@ -116,12 +128,10 @@ def test_kvmerger_merges_runs_of_similar_neighbours(family: str) -> None:
                     run_of = (
                         [t] if t in apart else [s for s in rest if s >= t and max(b for b in begins if b <= s) == t]
                     )
-                    pivot = max(run_of, key=lambda s: float(paid[head, s]))
-                    squares = (keys[run_of] - keys[pivot]).square().sum(dim=1)
-                    g = torch.exp(-squares / (2 * squares.mean())) if len(run_of) > 1 else torch.ones(1)
-                    for side, own in enumerate((keys, values)):
-                        mean = (own[run_of] * g[:, None]).sum(dim=0) / g.sum()
-                        torch.testing.assert_close(found[side][i], mean, atol=1e-4, rtol=1e-3)
+                    most = max(float(paid[head, s]) for s in run_of)
+                    # Rounding chooses between pivots that are paid as much.
+                    pivots = [s for s in run_of if float(paid[head, s]) >= most * (1 - 1e-4) - 1e-7]
+                    assert any(close(found[:2], merged_around(pivot, run_of, keys, values), i) for pivot in pivots)
                     assert float(found[2][i]) == pytest.approx(math.log(len(run_of)), abs=2e-3)
 
 
