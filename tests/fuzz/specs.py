@@ -158,6 +158,7 @@ EVERYTHING = 4096
 """A budget, a target or a residual that no conversation here exceeds."""
 KEEP_ALL: dict[str, Any] = {
     "compression_ratio": 0.0,
+    "ratio": 0.0,
     "head_compression_ratio": 0.0,
     "compression_ratios": 0.0,
     "budget": EVERYTHING,
