@@ -16,7 +16,7 @@ import kvpress
 from kvpress.calibrate import CoupledSettings, calibrate, coupled
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.corpus import documents, pack
-from kvpress.calibrate.coupled import PairRecorder, balance
+from kvpress.calibrate.pairs import PairRecorder, balance
 from kvpress.calibrate.run import collect
 from kvpress.cli import app
 from tests.models import tiny_model, tokens

@@ -9,20 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import Observed
+from kvpress.calibrate.pairs import SINKS, FitsPairs, PairRecorder, balance
 from kvpress.core.checks import Count, check_fields
 from kvpress.core.model import ModelFacts
-from kvpress.observe.call import LayerCall
-from kvpress.observe.observer import Observer
 from kvpress.quant.coupled import METHOD, check_coupling
 from kvpress.quant.kmeans import kmeans
 
-SINKS = 4
-"""Tokens at the start of each sequence that are left out: their keys are far from all others, and they stay dense."""
-
 
 @dataclass(frozen=True)
-class CoupledSettings(Observed):
+class CoupledSettings(FitsPairs):
     """How books are fitted: channels per code and bits per code of keys and of values, and the rounds of k-means.
 
     With `fisher`, every vector weighs its squared gradient of the language-modelling loss. All keys and values of a layer are
@@ -36,11 +31,6 @@ class CoupledSettings(Observed):
     seed: int = 0
 
     method: ClassVar[str] = METHOD
-    layers_at_once: ClassVar[int | None] = 4
-
-    @property
-    def gradients(self) -> bool:
-        return self.fisher
 
     @property
     def shortest(self) -> int:
@@ -51,40 +41,8 @@ class CoupledSettings(Observed):
         for layer in model.layers:
             check_coupling(layer.head_dim, self.coupled, self.bits)
 
-    def observer(self) -> PairRecorder:
-        return PairRecorder(self.fisher)
-
     def tensors(self, observed: PairRecorder) -> dict[str, Tensor]:
         return fit_books(observed, self)
-
-
-class PairRecorder(Observer):
-    """Copies what a layer puts into an empty cache: keys before their rotary embedding and values, `[tokens, H, D]`.
-
-    With `gradients`, also their squared gradients.
-    """
-
-    def __init__(self, gradients: bool) -> None:
-        self.gradients = gradients
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.key_weights: list[Tensor] = []
-        self.value_weights: list[Tensor] = []
-
-    def observe(self, call: LayerCall) -> None:
-        if call.written is None:
-            raise ValueError(f"{type(call.module).__name__} wrote nothing into its cache")
-        keys, values = call.written
-        self.keys.append(_tokens(call.unrotated(keys.detach())))
-        self.values.append(_tokens(values.detach()))
-        if self.gradients:
-            keys.register_hook(lambda g: self.key_weights.append(_tokens(call.unrotated(g)).float().square()))
-            values.register_hook(lambda g: self.value_weights.append(_tokens(g).float().square()))
-
-
-def _tokens(vectors: Tensor) -> Tensor:
-    """`[1, H, n, D]` as `[n - SINKS, H, D]`, a copy."""
-    return vectors[0, :, SINKS:].transpose(0, 1).contiguous()
 
 
 def fit_books(record: PairRecorder, settings: CoupledSettings) -> dict[str, Tensor]:
@@ -103,11 +61,3 @@ def fit_books(record: PairRecorder, settings: CoupledSettings) -> dict[str, Tens
         ]
         books[name] = torch.stack(fitted).half()
     return books
-
-
-def balance(weights: Tensor) -> Tensor:
-    """Scale weights `[..., n]` to mean 1; they span many decades, so the largest thousandth is cut off first."""
-    highest = weights.kthvalue(max(1, int(0.999 * weights.shape[-1])), dim=-1, keepdim=True).values
-    cut = torch.minimum(weights, highest)
-    mean = cut.mean(dim=-1, keepdim=True)
-    return torch.where(mean > 0, cut / mean.clamp_min(torch.finfo(cut.dtype).tiny), torch.ones_like(cut))

@@ -160,6 +160,11 @@ def shipped(name: str) -> Path:
     return Path(__file__).parents[1] / "data" / "reference" / f"{name}.safetensors"
 
 
+def given_or_shipped(path: str | None, name: str) -> Path:
+    """Return the file that a press was given, or that of the bundled reference model."""
+    return shipped(name) if path is None else Path(path)
+
+
 def identify(model: ModelFacts) -> dict[str, Any]:
     """What distinguishes a model from others: shapes, and a digest of its attention weights that no dtype changes."""
     digest = hashlib.sha256()

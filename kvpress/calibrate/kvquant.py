@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.coupled import SINKS, PairRecorder, balance
-from kvpress.calibrate.run import Observed
+from kvpress.calibrate.pairs import SINKS, FitsPairs, PairRecorder, balance
 from kvpress.core.checks import Count, Share, Size, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.quant.kmeans import kmeans
@@ -21,7 +20,7 @@ POINTS = 2**16
 
 
 @dataclass(frozen=True)
-class LevelSettings(Observed):
+class LevelSettings(FitsPairs):
     """How levels are fitted: the share of `outliers` that ranges leave out, and the rounds of k-means.
 
     With `fisher`, every number weighs its squared gradient of the language-modelling loss. A layer gives, float32, the ranges
@@ -35,11 +34,6 @@ class LevelSettings(Observed):
     seed: Size = 0
 
     method: ClassVar[str] = METHOD
-    layers_at_once: ClassVar[int | None] = 4
-
-    @property
-    def gradients(self) -> bool:
-        return self.fisher
 
     @property
     def shortest(self) -> int:
@@ -47,9 +41,6 @@ class LevelSettings(Observed):
 
     def check(self, model: ModelFacts) -> None:
         check_fields(self)
-
-    def observer(self) -> PairRecorder:
-        return PairRecorder(self.fisher)
 
     def tensors(self, observed: PairRecorder) -> dict[str, Tensor]:
         return fit_levels(observed, self)

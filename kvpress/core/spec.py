@@ -35,9 +35,10 @@ MOST_NESTED = 32
 """Parentheses of a spec inside one another; no wrapper needs more than a few."""
 
 
-def get_press(spec: str) -> BasePress:
+def get_press(spec: str | BasePress) -> BasePress:
     """Build a press from a spec such as `"adakv(expected_attention:0.6,epsilon=0.02) + kivi:bits=2 + quest:budget=1024"`.
 
+    A press is returned as it is.
     `"best/press.yaml"` or `"@best/press.yaml"` reads it from a file, as `kvpress tune` writes it. Names ignore case, dashes and
     underscores. Unknown names are a `KeyError`, unknown or wrong arguments and files without a press a `ValueError` or
     `TypeError`; they name the nearest valid one.

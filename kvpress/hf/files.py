@@ -220,7 +220,7 @@ def written(
     compress: str | None = None,
 ) -> Writing:
     """Return a cache as it is written, layer by layer, inside a block of `as_it_is`: its tensors are not copied. See `save`."""
-    press = get_press(press) if isinstance(press, str) else press
+    press = None if press is None else get_press(press)
     try:
         json.dumps(notes)
     except (TypeError, ValueError) as error:

@@ -67,7 +67,7 @@ def parallel_prefill(
         ValueError: the prompt is empty or shorter than processes are many, or `parts` do not add up.
         ConnectionError: a process failed or has gone; raised in all that are left.
     """
-    press = get_press(press) if isinstance(press, str) else press
+    press = get_press(press)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "parallel_prefill needs processes: call torch.distributed.init_process_group(...) in each before"

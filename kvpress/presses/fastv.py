@@ -13,8 +13,9 @@ from kvpress.core.dropping import Dropping, Reached
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe, top
-from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.presses.vision import pictures, ranges_in
+from kvpress.core.registry import Refusal, register
+from kvpress.presses.protect import ranges_in
+from kvpress.presses.vision import DROPS, pictures
 
 
 @register(
@@ -22,12 +23,7 @@ from kvpress.presses.vision import pictures, ranges_in
     "prefill",
     "Chen et al., 2024, arXiv:2403.06764",
     example="fastv:0.5,tokens=4:260",
-    exempt=(
-        Exemption(
-            EVERY_SUITE, "later layers are handed fewer tokens; compared with a full reading that hides them there"
-        ),
-        Exemption("fuzz", "random prompts hold no images; its own tests read batches, turns, beams and files"),
-    ),
+    exempt=DROPS,
     refuses=(
         Refusal("fastv:0.5,tokens=0:8 4:12", "ranges overlap"),
         Refusal("fastv:1.0", "no image token would be left"),

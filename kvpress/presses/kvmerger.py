@@ -15,10 +15,9 @@ from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe, Rewritten, top
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View
 from kvpress.presses.clusters import pooled
+from kvpress.presses.window import NewestWindow
 
 
 @register(
@@ -40,7 +39,7 @@ from kvpress.presses.clusters import pooled
     ),
 )
 @dataclass
-class KVMergerPress(ScorerPress):
+class KVMergerPress(NewestWindow, ScorerPress):
     """Merge runs of neighbours whose keys are similar, each into one pair with the weight of all.
 
         a run begins where cos(k[t], k[t - 1]) is small: the budget says how many runs there are
@@ -61,14 +60,6 @@ class KVMergerPress(ScorerPress):
     heavy: Share = 0.25
 
     weighs: ClassVar[bool] = True
-
-    @property
-    def protected(self) -> int:
-        return self.window_size
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(RecentQueries, self.window_size),)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         found = super().recipe(model)

@@ -13,9 +13,9 @@ from kvpress.core.dropping import Dropping, Reached
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, removed
 from kvpress.core.recipe import Recipe
-from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.core.registry import Refusal, register
 from kvpress.presses.protect import ranges_in
-from kvpress.presses.vision import pictures
+from kvpress.presses.vision import DROPS, pictures
 
 
 @register(
@@ -23,12 +23,7 @@ from kvpress.presses.vision import pictures
     "prefill",
     "Liu et al., 2024, arXiv:2411.10803",
     example="must_drop:all_below=0.01,each_below=0.2,layers=(1,2),tokens=4:260",
-    exempt=(
-        Exemption(
-            EVERY_SUITE, "later layers are handed fewer tokens; compared with a full reading that hides them there"
-        ),
-        Exemption("fuzz", "random prompts hold no images; its own tests read batches, turns, beams and files"),
-    ),
+    exempt=DROPS,
     refuses=(
         Refusal("must_drop:each_below=0.001,tokens=0:8 4:12", "ranges overlap"),
         Refusal("must_drop:all_below=1.5", "more than all of the attention"),

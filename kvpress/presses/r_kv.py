@@ -13,9 +13,8 @@ from kvpress.cache import attention
 from kvpress.core.checks import Count, Odd, Share
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
-from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import LOG_WEIGHT, View
+from kvpress.presses.window import NewestWindow
 
 
 @register(
@@ -26,7 +25,7 @@ from kvpress.observe.view import LOG_WEIGHT, View
     cases=("r_kv:0.5,window_size=4,kernel_size=3,similarity=0.2",),
 )
 @dataclass
-class RKVPress(ScorerPress):
+class RKVPress(NewestWindow, ScorerPress):
     """Score a pair by the attention of the newest tokens, minus how much newer keys of its head repeat its key.
 
         a[t]  = max_pool(mean over the last w queries i of softmax over t < n - w of max over the group of q_i . k_t)
@@ -47,14 +46,6 @@ class RKVPress(ScorerPress):
     kernel_size: Odd = 7
     similarity: Share = 0.5
     weight: Share = 0.1
-
-    @property
-    def protected(self) -> int:
-        return self.window_size
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(RecentQueries, self.window_size),)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite in the window."""

@@ -18,13 +18,14 @@ from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View
+from kvpress.presses.window import NewestWindow
 
 
 @register(
     "snapkv", "evict", "Li et al., 2024, arXiv:2404.14469", example="snapkv:0.5", cases=("snapkv:0.5,window_size=4",)
 )
 @dataclass
-class SnapKVPress(ScorerPress):
+class SnapKVPress(NewestWindow, ScorerPress):
     """Score a pair by the attention that the last `window_size` tokens pay it, smoothed over its neighbours.
 
         a[b, g, t] = mean over the last w queries i of softmax(q_i . k)[t],   t < n - w
@@ -39,14 +40,6 @@ class SnapKVPress(ScorerPress):
 
     window_size: Count = 64
     kernel_size: Odd = 5
-
-    @property
-    def protected(self) -> int:
-        return self.window_size
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(RecentQueries, self.window_size),)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite in the window."""

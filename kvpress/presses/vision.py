@@ -9,9 +9,15 @@ from typing import Literal
 from kvpress.core.model import VISION, ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Eviction, Schedule
-from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.spans import Pictures, Ranges, Spans
 from kvpress.presses.protect import ranges_in
+
+DROPS = (
+    Exemption(EVERY_SUITE, "later layers are handed fewer tokens; compared with a full reading that hides them there"),
+    Exemption("fuzz", "random prompts hold no images; its own tests read batches, turns, beams and files"),
+)
+"""What tests presses that drop image tokens while a prompt is read, in the place of the suites of all presses."""
 
 
 @register(

@@ -38,7 +38,7 @@ class CalibratedPress(QuantisingPress):
     @property
     def source(self) -> Path:
         """The calibration file."""
-        return calibration.shipped(self.shipped_as) if self.calibration is None else Path(self.calibration)
+        return calibration.given_or_shipped(self.calibration, self.shipped_as)
 
     def found(self) -> Calibration:
         """Read the calibration file."""

@@ -65,7 +65,7 @@ class LeanKPress(BasePress):
     @property
     def source(self) -> Path:
         """The calibration file."""
-        return calibration.shipped(METHOD) if self.calibration is None else Path(self.calibration)
+        return calibration.given_or_shipped(self.calibration, METHOD)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if not self.ratio:

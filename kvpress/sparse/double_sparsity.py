@@ -76,7 +76,7 @@ class DoubleSparsityPress(SelectorPress):
     @property
     def source(self) -> Path:
         """The calibration file."""
-        return calibration.shipped("double-sparsity") if self.calibration is None else Path(self.calibration)
+        return calibration.given_or_shipped(self.calibration, "double-sparsity")
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         choose = self.selector_at

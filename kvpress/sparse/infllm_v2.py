@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpress.cache import attention
-from kvpress.cache.chosen import Selection, for_tokens
+from kvpress.cache.chosen import for_tokens
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
-from kvpress.cache.layout import Layout, spans
+from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment, read_keys
-from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
-from kvpress.core.selector import RESIDUAL, Budget, Selector, split_ranks
+from kvpress.core.selector import RESIDUAL, Budget
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.blocks import ranks_in
+from kvpress.sparse.blocks import BlockSelector, behind, pairs_of
 
 
 @register(
@@ -84,7 +83,7 @@ class MeanKeys:
     @classmethod
     def build(cls, segments: Sequence[Segment], kernel: int, stride: int, known: MeanKeys | None = None) -> MeanKeys:
         """Index all pairs of some segments, of which the first ones may be `known`."""
-        pairs = Layout(map(sum, zip(*(segment.layout.lengths for segment in segments), strict=True)))
+        pairs = pairs_of(segments)
         layout = Layout(max(0, (length - kernel) // stride + 1) for length in pairs.lengths)
         kept = torch.zeros(pairs.streams, dtype=torch.int64) if known is None else known.layout.lengths_tensor
         fresh = Layout((layout.lengths_tensor - kept).tolist())
@@ -100,9 +99,7 @@ class MeanKeys:
             at = (fresh.starts_tensor[live, None] + places)[exists].to(means.device)
             means[at] = keys.unflatten(1, (-1, kernel)).float().mean(dim=2).to(means.dtype)[exists.to(keys.device)]
         if known is not None:
-            starts = torch.stack([known.layout.starts_tensor, fresh.starts_tensor + known.layout.total], dim=1)
-            order = spans(starts.flatten(), torch.stack([kept, fresh.lengths_tensor], dim=1).flatten())
-            means = torch.cat([known.means, means])[order.to(means.device)]
+            means = torch.cat([known.means, means])[behind(known.layout, kept, fresh).to(means.device)]
         return cls(means, layout, pairs)
 
     def tensors(self) -> list[Tensor]:
@@ -110,34 +107,26 @@ class MeanKeys:
         return [self.means]
 
 
-class InfLLMv2Selector(Selector):
+class InfLLMv2Selector(BlockSelector):
     """Selects blocks by their mean keys; see `InfLLMv2Press`."""
 
     def __init__(self, budget: Budget, block: int, kernel: int, stride: int) -> None:
-        self.budget, self.kernel, self.stride = budget, kernel, stride
-        self.unit = self.block = block
+        self.budget, self.unit, self.kernel, self.stride = budget, block, kernel, stride
         self.sealing = DenseCodec(group=block, residual=RESIDUAL)
         self.score_bytes = 32 + 16 * block // stride * 4
+
+    @property
+    def name(self) -> str:
+        return f"means {self.kernel} {self.stride}"
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return max(0, (pairs - self.kernel) // self.stride + 1) * dim * dtype.itemsize
 
-    def prepare(self, store: KVStore) -> None:
-        if store.segments:
-            self._index(store)
+    def build(self, segments: Sequence[Segment], known: MeanKeys | None) -> MeanKeys:
+        return MeanKeys.build(segments, self.kernel, self.stride, known)
 
-    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
-        del first
-        index = self._index(call.store)
-        blocks = Layout(-(-length // self.block) for length in index.pairs.lengths)
-        best = self.budget.best([self._scores(call, queries, index, blocks)], [blocks], self.block)
-        if best is None:
-            return None
-        ranks = ranks_in(best[0], blocks, index.pairs, self.block)
-        return [split_ranks(*ranks, [segment.layout for segment in call.store.segments])]
-
-    def _scores(self, call: LayerCall, queries: Tensor, index: MeanKeys, blocks: Layout) -> Tensor:
-        """Return the scores `[q * N, most blocks]` of blocks, -inf past the end of a stream."""
+    def worth(self, call: LayerCall, queries: Tensor, index: MeanKeys) -> tuple[Tensor, Layout]:
+        blocks = Layout(-(-length // self.unit) for length in index.pairs.lengths)
         tokens, device = len(queries) // blocks.streams, queries.device
         starts, held = (part[:, None] for part in index.layout.on(device))
         place = torch.arange(index.layout.longest, device=device)
@@ -145,15 +134,8 @@ class InfLLMv2Selector(Selector):
         unseen = for_tokens(place >= held, tokens)[:, None]
         logits = call.logits(queries, for_tokens(means, tokens)).masked_fill(unseen, -torch.inf)
         shares = logits.softmax(dim=2).nan_to_num(0.0).sum(dim=1)
-        before, width = self.kernel // self.stride - 1, self.block // self.stride
+        before, width = self.kernel // self.stride - 1, self.unit // self.stride
         padded = pad(shares, (before, max(0, blocks.longest * width - shares.shape[1])))
         scores = padded.unfold(1, before + width, width)[:, : blocks.longest].amax(dim=2)
         lengths = for_tokens(blocks.lengths_tensor.to(device), tokens)[:, None]
-        return scores.masked_fill(torch.arange(blocks.longest, device=device) >= lengths, -torch.inf)
-
-    def _index(self, store: KVStore) -> MeanKeys:
-        key = f"means {self.kernel} {self.stride}"
-        index: MeanKeys | None = store.index.get(key)
-        if index is None or index.pairs.total != sum(segment.layout.total for segment in store.segments):
-            index = store.index[key] = MeanKeys.build(store.segments, self.kernel, self.stride, index)
-        return index
+        return scores.masked_fill(torch.arange(blocks.longest, device=device) >= lengths, -torch.inf), blocks

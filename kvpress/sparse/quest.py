@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from kvpress.cache import attention
-from kvpress.cache.chosen import Selection
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
-from kvpress.cache.layout import Layout, spans
+from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment, read_keys
-from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
-from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
+from kvpress.core.selector import Budget, spans_of
 from kvpress.kernels import Ranges, page_bounds
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.blocks import ranks_in
+from kvpress.sparse.blocks import BlockSelector, behind, pairs_of
 
 
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024")
@@ -74,14 +72,13 @@ class PageIndex:
     @classmethod
     def build(cls, segments: Sequence[Segment], size: int, known: PageIndex | None = None) -> PageIndex:
         """Index all pairs of some segments, of which the full pages of the first ones may be `known`."""
-        pairs = Layout(map(sum, zip(*(segment.layout.lengths for segment in segments), strict=True)))
+        pairs = pairs_of(segments)
         layout = Layout(-(-length // size) for length in pairs.lengths)
         kept = torch.zeros(pairs.streams, dtype=torch.int64) if known is None else known.pairs.lengths_tensor // size
         fresh = Layout((layout.lengths_tensor - kept).tolist())
         low, high = _bounds(segments, pairs, kept * size, fresh, size)
         if known is not None:
-            starts = torch.stack([known.layout.starts_tensor, fresh.starts_tensor + known.layout.total], dim=1)
-            order = spans(starts.flatten(), torch.stack([kept, fresh.lengths_tensor], dim=1).flatten()).to(low.device)
+            order = behind(known.layout, kept, fresh).to(low.device)
             low, high = torch.cat([known.low, low])[order], torch.cat([known.high, high])[order]
         return cls(low, high, layout, pairs)
 
@@ -118,33 +115,22 @@ def _bounds(
     return low, high
 
 
-class QuestSelector(Selector):
+class QuestSelector(BlockSelector):
     """Selects pages; see `QuestPress`."""
 
     def __init__(self, budget: Budget, page_size: int) -> None:
-        self.budget = budget
-        self.unit = self.page_size = page_size
+        self.budget, self.unit = budget, page_size
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
 
+    @property
+    def name(self) -> str:
+        return f"pages{self.unit}"
+
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
-        return -(-pairs // self.page_size) * 2 * dim * dtype.itemsize
+        return -(-pairs // self.unit) * 2 * dim * dtype.itemsize
 
-    def prepare(self, store: KVStore) -> None:
-        if store.segments:
-            self._index(store)
+    def build(self, segments: Sequence[Segment], known: PageIndex | None) -> PageIndex:
+        return PageIndex.build(segments, self.unit, known)
 
-    def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
-        del first
-        index = self._index(call.store)
-        best = self.budget.best([index.bounds(queries)], [index.layout], self.page_size)
-        if best is None:
-            return None
-        ranks = ranks_in(best[0], index.layout, index.pairs, self.page_size)
-        return [split_ranks(*ranks, [segment.layout for segment in call.store.segments])]
-
-    def _index(self, store: KVStore) -> PageIndex:
-        key = f"pages{self.page_size}"
-        index: PageIndex | None = store.index.get(key)
-        if index is None or index.pairs.total != sum(segment.layout.total for segment in store.segments):
-            index = store.index[key] = PageIndex.build(store.segments, self.page_size, index)
-        return index
+    def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
+        return index.bounds(queries), index.layout

@@ -130,12 +130,12 @@ class Loop:
         if verify is not None and not isinstance(verify, PartialVerification):
             raise TypeError(f"verify must be kvpress.PartialVerification(...), got {type(verify).__name__}")
         self.own = draft.model is None or draft.model is model
-        self.press, self.proposing = pressed(press), pressed(draft.press)
+        self.press, self.proposing = get_press(press), get_press(draft.press)
         if isinstance(self.retrieve, RetrievedChunks):
             self.proposing = self.proposing + ChunkPress(self.retrieve.chunk)
         if self.own and not isinstance(self.retrieve, RetrievedPassages):
             self.proposing = drafted(self.press, self.proposing)
-        self.verifying = None if verify is None else drafted(self.press, pressed(verify.press))
+        self.verifying = None if verify is None else drafted(self.press, get_press(verify.press))
         check_models(model, draft.model)
         check_draft(self.press, self.proposing, self.own, self.retrieve)
         if self.verifying is not None:
@@ -301,8 +301,3 @@ class Loop:
         report.target_bytes = memory_report(report.cache).total_bytes
         report.draft_bytes = memory_report(report.cache, *caches).total_bytes - report.target_bytes
         return report
-
-
-def pressed(press: BasePress | str) -> BasePress:
-    """Return a press that may be given as a spec."""
-    return get_press(press) if isinstance(press, str) else press

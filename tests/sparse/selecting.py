@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
+from kvpress_eval.fidelity.layers import watching
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -70,6 +73,31 @@ def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, i
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=at)
     return model, cache, mask
+
+
+def read_at_a_step(press: Any) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    """Read a token of a padded batch and yield, for every layer and kv head, what is sealed and what was read of it.
+
+    That is the keys `[n, D]`, the queries `[G, D]` that asked, and the ranks of the pairs that were read, as they come.
+    """
+    model, cache, mask = prefilled(press, padded=True)
+    before, seen = copy.deepcopy(cache), {}
+
+    def see(call: Any, output: Tensor) -> None:
+        seen[call.layer] = call.queries, call.read
+
+    grown = grow(mask, 1)
+    with kvpress.reading(model, press) as session, watching(session, see):
+        model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
+    for index, layer in enumerate(before.layers):
+        asked, (chosen,) = seen[index]
+        for n in range(layer.store.batch * layer.store.heads):
+            keys = torch.cat([segment.read(segment.layout.rows(n))[0] for segment in layer.store.segments])
+            base, found = 0, []
+            for segment, part in zip(layer.store.segments, chosen, strict=True):
+                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
+                base += segment.layout.lengths[n]
+            yield keys, asked.flatten(0, 1).unflatten(0, (-1, asked.shape[1] // layer.store.heads))[n, :, 0], found
 
 
 def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | None = None) -> Tensor:

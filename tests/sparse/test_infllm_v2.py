@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
-from kvpress_eval.fidelity.layers import watching
 from torch import Tensor
 
 import kvpress
 from kvpress.sparse.infllm_v2 import MeanKeys
-from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
-from tests.sparse.selecting import build, prefilled, step
+from tests.models import grow, padded_batch, tiny_model, tokens
+from tests.sparse.selecting import build, prefilled, read_at_a_step, step
 
 SPEC = "infllm_v2:budget={budget},block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16"
 
@@ -38,25 +34,8 @@ def blocks_read(keys: Tensor, queries: Tensor, budget: int) -> list[int]:
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
 def test_the_blocks_whose_mean_keys_get_most_are_read(storage: str) -> None:
     press = build(SPEC, 64, storage)
-    model, cache, mask = prefilled(press, padded=True)
-    before, asked, read = copy.deepcopy(cache), {}, {}
-
-    def see(call: Any, output: Tensor) -> None:
-        asked[call.layer], read[call.layer] = call.queries, call.read
-
-    grown = grow(mask, 1)
-    with kvpress.reading(model, press) as session, watching(session, see):
-        model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
-    for index, layer in enumerate(before.layers):
-        (chosen,) = read[index]
-        segments = layer.store.segments
-        for n in range(4):
-            keys = torch.cat([segment.read(segment.layout.rows(n))[0] for segment in segments])
-            base, found = 0, []
-            for segment, part in zip(segments, chosen, strict=True):
-                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
-                base += segment.layout.lengths[n]
-            assert found == blocks_read(keys, asked[index].flatten(0, 1)[2 * n : 2 * n + 2, 0], 64)
+    for keys, queries, found in read_at_a_step(press):
+        assert found == blocks_read(keys, queries, 64)
 
 
 def test_means_that_grow_are_those_that_are_built_at_once() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvpress_eval.fidelity.layers import watching
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -17,8 +16,8 @@ import kvpress
 from kvpress.calibrate import KeyDirectionSettings, calibrate
 from kvpress.calibrate import file as calibration
 from kvpress.sparse.loki import KeyBasis
-from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
-from tests.sparse.selecting import build, prefilled
+from tests.models import padded_batch, tiny_model, tokens
+from tests.sparse.selecting import build, read_at_a_step
 
 SPEC = "loki:budget=20,channels=8,label_bits=16"
 
@@ -35,27 +34,10 @@ def stored(layer: Any, n: int) -> Tensor:
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
 def test_the_pairs_that_agree_best_along_the_main_directions_are_read(storage: str) -> None:
     press = build(SPEC, 20, storage)
-    model, cache, mask = prefilled(press, padded=True)
-    before, asked, read = copy.deepcopy(cache), {}, {}
-
-    def see(call: Any, output: Tensor) -> None:
-        asked[call.layer], read[call.layer] = call.queries, call.read
-
-    grown = grow(mask, 1)
-    with kvpress.reading(model, press) as session, watching(session, see):
-        model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
-    for index, layer in enumerate(before.layers):
-        (chosen,) = read[index]
-        for n in range(4):
-            keys = stored(layer, n).double()
-            queries = asked[index].flatten(0, 1)[2 * n : 2 * n + 2, 0].double()
-            basis = directions(keys, 8)
-            scores = ((queries @ basis) @ (keys @ basis).T).amax(dim=0)
-            base, found = 0, []
-            for segment, part in zip(layer.store.segments, chosen, strict=True):
-                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
-                base += segment.layout.lengths[n]
-            assert found == scores.topk(20).indices.sort().values.tolist()
+    for keys, queries, found in read_at_a_step(press):
+        basis = directions(keys, 8)
+        scores = ((queries.double() @ basis) @ (keys.double() @ basis).T).amax(dim=0)
+        assert found == scores.topk(20).indices.sort().values.tolist()
 
 
 def test_directions_stay_those_of_the_first_sealed_pairs_of_a_row() -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 from kvpress.core.registry import entries
 from kvpress_eval.common.errors import ClusterError, ConfigError, EvalError
-from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.store import Row
 from kvpress_eval.run.cluster import connected, need_of, places
 from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tasks.source import Source
+from kvpress_eval.tuning.items import Split
 from kvpress_eval.tuning.scoring import Contexts, Examiner
+from kvpress_eval.tuning.search import Examined
 
 _RETRIES = 3
 """Times that work is given out again when its worker is lost."""
@@ -131,3 +134,20 @@ def hired(
         finally:
             for worker in workers:
                 ray.kill(worker)
+
+
+@contextmanager
+def helpers(
+    config: RunConfig, engine: Engine, examiner: Examiner, split: Split, progress: RunProgress
+) -> Iterator[Examined | None]:
+    """Yield what examines presses on a cluster for a search; None where this process does that alone."""
+    if config.engine != RAY:
+        yield None
+        return
+    sources = [part.source for part in split.searched if part.source is not None]
+    with hired(config, engine, examiner, sources, sum(len(part.contexts) for part in split.searched)) as crew:
+        several = len(crew) > 1
+        progress.note(
+            f"{len(crew)} worker{'s' if several else ''} of the cluster examine{'' if several else 's'} presses"
+        )
+        yield crew.examined

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
 from kvpress_eval.tasks.local import PREFIX
 from kvpress_eval.tuning import result
-from kvpress_eval.tuning.crew import hired
+from kvpress_eval.tuning.crew import helpers
 from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner
-from kvpress_eval.tuning.search import Examined, Search, Standing, rungs, work
+from kvpress_eval.tuning.search import Search, Standing, rungs, work
 from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
@@ -210,7 +209,10 @@ class _Tuning:
             "halved again and again"
         )
         until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
-        with RunProgress(self.console, total) as progress, self._crew(examiner, progress) as helped:
+        with (
+            RunProgress(self.console, total) as progress,
+            helpers(self.config, self.engine, examiner, self.split, progress) as helped,
+        ):
             search = Search(
                 examiner,
                 self.space,
@@ -233,20 +235,6 @@ class _Tuning:
             sized = self._other_sizes(search, best[0])
         picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
         return {one.press: one for one in (*best, *sized)}, picked.press
-
-    @contextmanager
-    def _crew(self, examiner: Examiner, progress: RunProgress) -> Iterator[Examined | None]:
-        """Yield what examines presses on a cluster, None where this process does."""
-        if self.config.engine != RAY:
-            yield None
-            return
-        sources = [part.source for part in self.split.searched if part.source is not None]
-        most = sum(len(part.contexts) for part in self.split.searched)
-        with hired(self.config, self.engine, examiner, sources, most) as crew:
-            progress.note(
-                f"{len(crew)} worker{'s' if len(crew) > 1 else ''} of the cluster examine{'' if len(crew) > 1 else 's'} presses"
-            )
-            yield crew.examined
 
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
         """Return where the best composition stands at other sizes, on the same contexts."""
