@@ -31,8 +31,15 @@ def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | N
     what seals the pairs of a layer afterwards.
     """
     apart = step.allocator.scope == "cache"
-    cuts = [Cut(call, step, mean, apart, free) for call in calls]
-    for groups in zip(*(cut.groups for cut in cuts), strict=True):
+    cuts = [Cut(call, step, apart, free) for call in calls]
+    for found in zip(*(cut.views for cut in cuts), strict=True):
+        groups = [Group(views, mean, step, free) for views in found]
+        if len({len(group.views) for group in groups}) > 1:
+            # Layers that share pairs are compared view by view, so a view must stand for as many heads in all of them.
+            heads = [[head for view in views for head in view.per_head()] for views in found]
+            groups = [Group(views, mean, step, free) for views in heads]
+        for cut, group in zip(cuts, groups, strict=True):
+            cut.hold(group)
         _share_out(cuts, groups, step)
     for cut in cuts:
         cut.apply(codec)
@@ -135,22 +142,26 @@ def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | Non
 class Cut:
     """What one layer keeps in an eviction under way: a mask for each of its streams."""
 
-    def __init__(self, call: LayerCall, step: Eviction, mean: Mean, apart: bool, free: Free | None) -> None:
+    def __init__(self, call: LayerCall, step: Eviction, apart: bool, free: Free | None) -> None:
         self.call, self.store, self.step = call, call.store, step
         window = self.store.window
         check_finite(window.filled_keys, window.filled_values, call.layer)
         whole = not self.store.sealed and call.mask is None
         self.opened = None if whole else self.store.open_segment(call.mask)
         apart = apart or (free is not None and self.store.batch > 1)  # rows may have other spans
-        self.groups = [Group(views, mean, step, free) for views in view_groups(call, self.opened, apart)]
+        self.views = view_groups(call, self.opened, apart)
+        self.groups: list[Group] = []
         self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
         self.refitted: dict[int, Target] = {}
         self.everything = True
         self.targets = [0] * self.store.batch
-        for group in self.groups:
-            for row in group.views[0].rows:
-                self.targets[row] = group.views[0].target
+
+    def hold(self, group: Group) -> None:
+        """Note a group whose pairs are to be cut, and to how many."""
+        self.groups.append(group)
+        for row in group.views[0].rows:
+            self.targets[row] = group.views[0].target
 
     def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
         """Choose the pairs of a view that stay, `counts` of the older ones, and what takes their place; None keeps all."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvpress
 from kvpress import CAKEPress
@@ -160,6 +161,20 @@ def test_while_tokens_are_generated_the_target_is_the_mean_of_the_layers() -> No
     found = lengths("decoding(cake:window_size=4):compression_interval=4,target_size=16", new=9)
     assert [sum(found[layer][row][0] for layer in range(3)) for row in range(3)] == [3 * 16] * 3
     assert len({found[layer][0][0] for layer in range(3)}) > 1
+
+
+@pytest.mark.parametrize("wrapper", ["adakv", "critical_adakv"])
+def test_layers_whose_heads_differ_count_head_by_head_beside_those_whose_heads_do_not(wrapper: str) -> None:
+    """Heads that compete differ in length in some layers and, now and then, not in others."""
+    model = tiny_model("llama")
+    press = kvpress.get_press(f"decoding({wrapper}(cake:window_size=8)):compression_interval=1,target_size=14")
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        model(tokens(2, 70), past_key_values=cache)
+        for seed in range(24):
+            model(tokens(2, 1, seed=seed), past_key_values=cache)
+            held = torch.tensor([layer.store.stored() for layer in cache.layers]).unflatten(1, (2, 2))
+            assert held.sum(dim=(0, 2)).tolist() == [3 * 2 * 14] * 2
 
 
 def test_a_budget_below_the_window_keeps_the_newest() -> None:
