@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,15 +13,19 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import kvpress
-from kvpress.calibrate import CoupledSettings, calibrate, coupled
+from kvpress.calibrate import CoupledSettings, calibrate, coupled, methods
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.corpus import documents, pack
 from kvpress.calibrate.pairs import PairRecorder, balance
 from kvpress.calibrate.run import collect
-from kvpress.cli import app
+from kvpress.cli import app, calibrate_command
 from tests.models import tiny_model, tokens
 
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)
+
+
+def test_the_command_offers_every_method() -> None:
+    assert set(get_args(get_type_hints(calibrate_command)["method"])) == set(methods())
 
 
 def watched(model: Any, ids: torch.Tensor, layers: list[int], settings: CoupledSettings) -> dict[int, PairRecorder]:

@@ -209,6 +209,7 @@ def test_a_press_is_its_own_spec() -> None:
         ("snapkv:half", TypeError, ["compression_ratio", "'half'"]),
         ("snapkv:1.5", ValueError, ["must be in [0, 1), got 1.5"]),
         ("snapkv:__import__('os')", TypeError, ["compression_ratio must be a number"]),
+        ("per_layer_compression(knorm):compression_ratios=0.5", TypeError, ["one ratio per layer, got 0.5"]),
         (7, TypeError, ["text such as 'snapkv:0.5'", "int"]),
     ],
     ids=str,

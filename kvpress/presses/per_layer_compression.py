@@ -42,6 +42,11 @@ class PerLayerCompressionPress(Wrapping):
     compression_ratios: Sequence[float]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.compression_ratios, Sequence):
+            raise TypeError(
+                f"compression_ratios must be a list of one ratio per layer, got {self.compression_ratios!r}; "
+                "for one ratio in all layers give compression_ratio to the press itself"
+            )
         self.compression_ratios = tuple(self.compression_ratios)
         super().__post_init__()
 
