@@ -20,9 +20,8 @@ FOLDER = Path(__file__).parent
 VOLATILE = "volatile"
 
 
-def execute(path: Path, folder: Path) -> NotebookNode:
-    """Return the notebook with fresh outputs; what its cells write goes to `folder`. A cell that fails raises."""
-    notebook = nbformat.read(path, as_version=4)
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Give the notebook fresh outputs; what its cells write goes to `folder`. A cell that fails raises."""
     resources = {"metadata": {"path": str(folder)}}
     return NotebookClient(
         notebook, resources=resources, timeout=300, record_timing=False, coalesce_streams=True
@@ -44,7 +43,8 @@ def main(names: list[str]) -> None:
     """Execute the named notebooks, or all, and store their outputs."""
     for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
-            nbformat.write(cleaned(execute(path, Path(folder))), path)
+            notebook = nbformat.read(path, as_version=4)
+            nbformat.write(cleaned(execute(notebook, Path(folder))), path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every notebook runs in a fresh kernel on the reference model, and stores what it then shows."""
+"""Every notebook runs on the reference model, and stores what it then shows."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -30,15 +31,26 @@ def words(cell: NotebookNode) -> list[str]:
     return re.findall(r"[A-Za-z_]{2,}", text_of(cell))
 
 
+def in_one_kernel(notebooks: Iterable[NotebookNode], folder: Path) -> None:
+    """Run notebooks behind each other, each without the names of those before; a kernel for each starts for long."""
+    cells = [cell for each in notebooks for cell in (nbformat.v4.new_code_cell("%reset -f"), *each.cells)]
+    execute(nbformat.v4.new_notebook(cells=cells), folder)
+
+
 @pytest.mark.slow
-@each
-def test_runs_and_shows_what_is_stored(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_run_and_show_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    stored, fresh = nbformat.read(path, as_version=4), cleaned(execute(path, tmp_path))
-    for before, now in zip(code_cells(stored), code_cells(fresh), strict=True):
-        alike = SequenceMatcher(None, words(before), words(now), autojunk=False).ratio()
-        assert alike > 0.8, f"run notebooks/run.py: {before.id} shows\n{text_of(now)}\nand stores\n{text_of(before)}"
+    stored, fresh = ([nbformat.read(path, as_version=4) for path in NOTEBOOKS] for _ in range(2))
+    for notebook in fresh:
+        for cell in code_cells(notebook):
+            cell.outputs = []
+    in_one_kernel(fresh, tmp_path)
+    for path, before, now in zip(NOTEBOOKS, stored, map(cleaned, fresh), strict=True):
+        for old, new in zip(code_cells(before), code_cells(now), strict=True):
+            alike = SequenceMatcher(None, words(old), words(new), autojunk=False).ratio()
+            shown = f"{text_of(new)}\nand stores\n{text_of(old)}"
+            assert alike > 0.8, f"run notebooks/run.py: {old.id} of {path.name} shows\n{shown}"
 
 
 @each

@@ -58,12 +58,12 @@ def embedder_of(model: Any, decoder: nn.Module) -> nn.Module | None:
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    names = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-    return (
-        any(isinstance(getattr(module, place, None), int) for place in PLACES)
-        and ("Attention" in type(module).__name__ or hasattr(module, "expand_kv"))
-        and not any(part in names for part in CROSS)
-    )
+    kind = type(module)
+    if "Attention" not in kind.__name__ and not hasattr(kind, "expand_kv"):
+        return False
+    names = f"{name.rpartition('.')[2]} {kind.__name__}".lower()
+    knows_its_place = any(isinstance(getattr(module, place, None), int) for place in PLACES)
+    return knows_its_place and not any(part in names for part in CROSS)
 
 
 def cache_place(module: nn.Module) -> int:
@@ -161,10 +161,10 @@ def _layer_type(module: nn.Module) -> Any:
     return None if kinds is None else kinds[cache_place(module)]
 
 
-def facts_of(model: PreTrainedModel) -> ModelFacts:
-    """Return what methods may know of a loaded model."""
+def facts_of(model: PreTrainedModel, modules: Sequence[nn.Module] | None = None) -> ModelFacts:
+    """Return what methods may know of a loaded model; who knows its attention `modules` saves the search for them."""
     decoder = decoder_of(model)
-    modules = attention_modules(model)
+    modules = attention_modules(model) if modules is None else modules
     known = cached_layers(model, modules)
     layers = []
     for index, module in enumerate(modules):

@@ -120,7 +120,7 @@ class Session:
         if not check_model(self.model, outline.is_identity, self.modules):
             self.modules = []
             return
-        facts = facts_of(self.model)
+        facts = facts_of(self.model, self.modules)
         if self.tokenizer is not None:
             facts = replace(facts, tokenizer=lambda: self.tokenizer)
         self.press.post_init_from_model(self.model)
