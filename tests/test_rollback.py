@@ -69,18 +69,20 @@ class Conversation:
 
     def read(self, ids: Tensor, prompt: bool = False) -> Tensor:
         """Read tokens in one pass; returns their logits."""
-        if not prompt:
-            self.mask = grow(self.mask, ids.shape[1])
-        with self.press(self.model), torch.no_grad():
-            output = self.model(
-                ids, attention_mask=self.mask, past_key_values=self.cache,
-                position_ids=position_ids(self.mask, ids.shape[1]),
-            )  # fmt: skip
-        return output.logits
+        with self.press(self.model):
+            return self._pass(ids, prompt)
 
     def steps(self, ids: Tensor) -> Tensor:
         """Read tokens one by one."""
-        return torch.cat([self.read(ids[:, i : i + 1]) for i in range(ids.shape[1])], dim=1)
+        with self.press(self.model):
+            return torch.cat([self._pass(ids[:, i : i + 1]) for i in range(ids.shape[1])], dim=1)
+
+    def _pass(self, ids: Tensor, prompt: bool = False) -> Tensor:
+        if not prompt:
+            self.mask = grow(self.mask, ids.shape[1])
+        at = position_ids(self.mask, ids.shape[1])
+        with torch.no_grad():
+            return self.model(ids, attention_mask=self.mask, past_key_values=self.cache, position_ids=at).logits
 
     def copy(self) -> Conversation:
         """Return a conversation that goes on from here."""
