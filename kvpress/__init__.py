@@ -22,6 +22,7 @@ _EXPORTS = {
     "kvpress.hf.runahead": ["parallel_prefill"],
     "kvpress.hf.session": ["reading"],
     "kvpress.hf.sharing": ["Prefill", "prefill"],
+    "kvpress.speculation.eagle": ["EagleHead"],
     "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
     "kvpress.speculation.loop": ["Speculation", "speculate"],
 }
@@ -62,5 +63,6 @@ if TYPE_CHECKING:
     from kvpress.hf.runahead import parallel_prefill
     from kvpress.hf.session import reading
     from kvpress.hf.sharing import Prefill, prefill
+    from kvpress.speculation.eagle import EagleHead
     from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
     from kvpress.speculation.loop import Speculation, speculate

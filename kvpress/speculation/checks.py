@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpress.core.press import BasePress
 from kvpress.hf.checks import check_cache_kind, check_ids, check_mask, check_padding, setting
 from kvpress.hf.models import attention_modules, cached_layers, facts_of
+from kvpress.speculation.eagle import EagleHead
 from kvpress.speculation.forms import RetrievedPassages
 from kvpress.speculation.prompt import reads_alike, selects_only
 
@@ -140,6 +141,28 @@ def check_draft(press: BasePress, proposing: BasePress, own: bool, retrieve: Any
         raise ValueError(
             "the draft reads what the target reads, so it would propose what takes as long to propose as to generate; give it "
             "a press that keeps or reads less, such as draft='streaming_llm:0.9' or 'quest:budget=256', or another model"
+        )
+
+
+def check_head(model: Any, press: BasePress, head: EagleHead) -> None:
+    """Refuse heads of another target, and presses under which the target does not read the prompt in one pass."""
+    lm_head = model.get_output_embeddings()
+    words, width = lm_head.weight.shape
+    if head.width != width:
+        raise ValueError(
+            f"the head reads hidden states of {head.width} channels, and those of {type(model).__name__} have {width}: use "
+            "a head that was trained for this model"
+        )
+    own = head.weights.get("embed_tokens.weight")
+    if own is not None and tuple(own.shape) != (words, width):
+        raise ValueError(
+            f"embed_tokens.weight of the head is {tuple(own.shape)}, and the model has {words} tokens of {width} channels: "
+            "use a head that was trained for this model"
+        )
+    if not press.recipe().shares_prefill:
+        raise NotImplementedError(
+            f"{type(press).__name__} reads a prompt in its own way, and a head needs the hidden states of one plain reading: "
+            "use another draft, such as 'streaming_llm:0.9'"
         )
 
 

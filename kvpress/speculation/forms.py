@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpress.core.checks import Count, NotNegative, Positive, Share, Size, check_fields
 from kvpress.core.press import BasePress
+from kvpress.speculation.eagle import EagleHead
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,15 @@ class Draft:
     """What proposes tokens.
 
     `press` is what it reads its cache under, as a press or its spec; without a `model` it is the target itself. `tokens` are
-    proposed in every round. `retrieve` says which part of its cache it reads, or which part of the prompt.
+    proposed in every round. `retrieve` says which part of its cache it reads, or which part of the prompt. A `head` stands
+    in the place of all of these: it proposes from the target's hidden states.
     """
 
     press: BasePress | str = "none"
     model: Any = None
     tokens: Count = 4
     retrieve: RetrievedChunks | RetrievedPassages | None = None
+    head: EagleHead | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +88,14 @@ class Draft:
             raise TypeError(
                 "retrieve must be kvpress.RetrievedChunks(...) or kvpress.RetrievedPassages(...), got "
                 f"{type(self.retrieve).__name__}"
+            )
+        if self.head is None:
+            return
+        if not isinstance(self.head, EagleHead):
+            raise TypeError(f"head must be a kvpress.EagleHead, EagleHead.load(folder), got {type(self.head).__name__}")
+        if self.press != "none" or self.model is not None or self.retrieve is not None:
+            raise ValueError(
+                "a head proposes by itself: leave out press, model and retrieve, Draft(head=head, tokens=4)"
             )
 
     @classmethod

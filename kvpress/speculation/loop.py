@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,19 @@ from kvpress.hf.clock import now
 from kvpress.hf.layer import stop_recording
 from kvpress.hf.models import new_cache
 from kvpress.speculation.accept import accept, draw, pulled
-from kvpress.speculation.checks import check_cache, check_draft, check_models, check_partial, check_settings, inputs_of
+from kvpress.speculation.checks import (
+    check_cache,
+    check_draft,
+    check_head,
+    check_models,
+    check_partial,
+    check_settings,
+    inputs_of,
+)
 from kvpress.speculation.chunks import ChunkPress, choose
+from kvpress.speculation.eagle import EagleHead
 from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+from kvpress.speculation.headed import HeadReader
 from kvpress.speculation.passages import shortened
 from kvpress.speculation.prompt import drafted, read_prompt
 from kvpress.speculation.reader import Reader
@@ -89,7 +99,8 @@ def speculate(
         model: the target.
         inputs: the prompt: token ids `[B, n]`, or what a tokenizer returns, with the `attention_mask` where rows are padded
             on the left. Rows go on together: each round accepts what all unfinished rows accept.
-        draft: a press or its spec, under which the target itself proposes; another model; or a `Draft` that says more.
+        draft: a press or its spec, under which the target itself proposes; another model; an
+            `EagleHead`; or a `Draft` that says more.
         press: what the target reads and verifies under.
         verify: verify by a part of the cache in most rounds; not lossless.
         **kwargs: those of `generate`: `max_new_tokens`, `do_sample`, `temperature`, `stopping_criteria`, `streamer`, ...
@@ -116,6 +127,8 @@ def as_draft(draft: Any) -> Draft:
     """Return what a draft was given as."""
     if isinstance(draft, Draft):
         return draft
+    if isinstance(draft, EagleHead):
+        return Draft(head=draft)
     return Draft(draft) if isinstance(draft, (str, BasePress)) else Draft(model=draft)
 
 
@@ -137,7 +150,10 @@ class Loop:
             self.proposing = drafted(self.press, self.proposing)
         self.verifying = None if verify is None else drafted(self.press, get_press(verify.press))
         check_models(model, draft.model)
-        check_draft(self.press, self.proposing, self.own, self.retrieve)
+        if draft.head is None:
+            check_draft(self.press, self.proposing, self.own, self.retrieve)
+        else:
+            check_head(model, self.press, draft.head)
         if self.verifying is not None:
             check_partial(self.press, self.verifying)
 
@@ -175,22 +191,30 @@ class Loop:
     def _read_prompt(self, mask: Tensor) -> None:
         """Read the prompt for all caches, and generate the token that follows it."""
         self.target = Reader(self.model, self.press, self.report.cache, mask)
-        self.drafter = Reader(self.model if self.own else self.draft.model, self.proposing, None, mask)
+        self.drafter: Reader | HeadReader
+        if self.draft.head is None:
+            self.drafter = Reader(self.model if self.own else self.draft.model, self.proposing, None, mask)
+        else:
+            self.drafter = HeadReader(self.model, self.draft.head, mask)
         self.partial = None if self.verifying is None else Reader(self.model, self.verifying, None, mask)
         self.others = [reader for reader in (self.drafter, self.partial) if reader is not None]
+        readers = [reader for reader in self.others if isinstance(reader, Reader)]
         if isinstance(self.retrieve, RetrievedChunks) and self.target.session.reads_itself:
             raise NotImplementedError(
                 f"{type(self.model).__name__} computes attention by itself, so that its queries are not known and cannot "
                 "choose chunks; use a press as the draft"
             )
         short = self.retrieve if isinstance(self.retrieve, RetrievedPassages) else None
-        together = [reader for reader in self.others if reader is self.partial or (self.own and short is None)]
-        logits = read_prompt(self.target, together, self.ids)
-        if self.drafter not in together:
+        together = [reader for reader in readers if reader is self.partial or (self.own and short is None)]
+        with self._heard_of(self.target):
+            logits = read_prompt(self.target, together, self.ids)
+        if isinstance(self.drafter, HeadReader):
+            self.drafter.read_prompt(self.ids)
+        elif self.drafter not in together:
             ids, self.drafter.mask = (self.ids, mask) if short is None else shortened(short, self.ids, mask)
             self.drafter.cache = new_cache(self.drafter.model)
             read_prompt(self.drafter, [], ids)
-        if isinstance(self.retrieve, RetrievedChunks):
+        if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, Reader):
             choose(self.retrieve, mask).put(self.drafter.cache)
             self.target.session.asked = []
         for reader in (self.target, *self.others):
@@ -199,11 +223,15 @@ class Loop:
         self.behind = self.drafter.seen - self.prompt
         self._append(draw(self._distribution(self.ids, logits[:, 0]))[:, None])
 
+    def _heard_of(self, reader: Reader) -> AbstractContextManager[None]:
+        """Hand a head the hidden states of what a reader of the target reads in a block."""
+        return self.drafter.listening(reader) if isinstance(self.drafter, HeadReader) else nullcontext()
+
     @contextmanager
     def _opened(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.target.opened())
-            if not self.own:
+            if not self.own and isinstance(self.drafter, Reader):
                 stack.enter_context(self.drafter.opened())
             try:
                 yield
@@ -246,7 +274,8 @@ class Loop:
     def _verify(self, reader: Reader, proposed: Tensor) -> Tensor:
         """Return the distributions of the target at the proposed tokens and after them, `[B, k + 1, V]`."""
         ids = torch.cat([self.ids, proposed], dim=1)
-        logits = reader.read(ids[:, reader.seen :], proposed.shape[1] + 1)
+        with self._heard_of(reader):
+            logits = reader.read(ids[:, reader.seen :], proposed.shape[1] + 1)
         known = self.ids.shape[1]
         return torch.stack(
             [self._distribution(ids[:, : known + i], each) for i, each in enumerate(logits.unbind(1))], 1
@@ -279,7 +308,7 @@ class Loop:
 
     def _refresh(self, rounds: int) -> None:
         """Choose anew what the draft and a partial verification read, after a round that the whole cache verified."""
-        if isinstance(self.retrieve, RetrievedChunks) and rounds >= self.due:
+        if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, Reader) and rounds >= self.due:
             self.due = rounds + self.retrieve.every
             attention = self.target.newest_attention()
             choose(self.retrieve, self.target.mask, attention).put(self.drafter.cache)
@@ -293,11 +322,13 @@ class Loop:
             self.target.read(behind)
 
     def _reported(self) -> Speculation:
-        report, caches = self.report, [reader.cache for reader in self.others]
+        report, caches = self.report, [reader.cache for reader in self.others if isinstance(reader, Reader)]
         report.sequences = self.ids
         readers = [reader for reader in (self.target, self.partial) if reader is not None]
         report.target_passes = sum(reader.passes for reader in readers)
         report.draft_passes = self.drafter.passes
         report.target_bytes = memory_report(report.cache).total_bytes
         report.draft_bytes = memory_report(report.cache, *caches).total_bytes - report.target_bytes
+        if isinstance(self.drafter, HeadReader):
+            report.draft_bytes += self.drafter.bytes
         return report

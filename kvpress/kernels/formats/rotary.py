@@ -21,9 +21,9 @@ def per_pair(angles: Tensor) -> Tensor:
 
 
 def rotate_halves(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels i and i + rotary / 2 of keys [S, D] as pairs by angles [S, rotary / 2]; the other channels stay."""
+    """Rotate channels i and i + rotary / 2 of keys [..., D] as pairs by angles [..., rotary / 2]; the other channels stay."""
     half = cos.shape[-1]
-    low, high, rest = keys[:, :half], keys[:, half : 2 * half], keys[:, 2 * half :]
+    low, high, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
 
 
