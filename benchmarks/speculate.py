@@ -2,17 +2,21 @@
 """Speculation on a partial cache: tokens a round, time per token against plain decoding, and memory.
 
 python benchmarks/speculate.py --out benchmarks/results/speculate.json
-python benchmarks/speculate.py --random --length 32768 --layers 8 --out benchmarks/results/speculate_32k.json
+python benchmarks/speculate.py --random --length 32768 --layers 8 --rounds 1 --tokens 16 --threads 2 \
+    --drafts streaming_llm:0.9 "quest, 1/16" --out benchmarks/results/speculate_32k.json
 
 The first is the reference model, which recalls codes from its context. With --random it is a random Llama in bfloat16: its text
 means nothing, so that a draft is accepted only as far as what it reads gives the same tokens, and what is measured is mostly
-what rounds and memory cost. Plain decoding is timed under the same press, the prompt left out, in turns with speculation.
+what rounds and memory cost. Plain decoding is timed under the same press, the prompt left out, in turns with speculation; with
+--rounds 1 once for all drafts. Every timing reads the prompt again, which is most of the time at such a length: of the second
+command, three readings.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +76,34 @@ def prompt(tokenizer: Any, length: int) -> Tensor:
     return tokenizer(text, return_tensors="pt")["input_ids"]
 
 
-def measured(model: Any, ids: Tensor, press: str, tokens: int, rounds: int, proposed: int) -> list[dict[str, Any]]:
-    """Return a row for every draft, plain decoding timed beside each."""
+def measured(
+    model: Any, ids: Tensor, press: str, tokens: int, rounds: int, proposed: int, only: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return a row for every draft, or those of `only`, plain decoding timed beside each; once in all with one round.
+
+    Raises:
+        ValueError: there is no draft of such a name.
+    """
     rows = []
     named: list[tuple[str, Any, PartialVerification | None]] = [
         (name, d, None) for name, d in drafts(ids.shape[1]).items()
     ]
     selector = f"quest:budget={max(32, ids.shape[1] // 8)},skip_layers=0"
     named.append(("partial verification", "streaming_llm:0.9", PartialVerification(selector, refresh=4)))
+    unknown = set(only) - {name for name, *_ in named}
+    if unknown:
+        raise ValueError(
+            f"drafts must be some of {', '.join(repr(name) for name, *_ in named)}, got {', '.join(map(repr, sorted(unknown)))}"
+        )
+    once = plain(model, ids, press, tokens) if rounds == 1 else None
     for name, given, verify in named:
+        if only and name not in only:
+            continue
         draft = given if isinstance(given, Draft) else Draft(given)
         draft = Draft(draft.press, draft.model, proposed, draft.retrieve)
         took: list[list[float]] = [[], []]
         for _ in range(rounds):
-            expected, seconds = plain(model, ids, press, tokens)
+            expected, seconds = once or plain(model, ids, press, tokens)
             took[0].append(seconds)
             found = kvpress.speculate(
                 model, ids, draft=draft, press=press, verify=verify, max_new_tokens=tokens, do_sample=False
@@ -119,6 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--proposed", type=int, default=4, help="tokens of the draft in every round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--drafts", nargs="+", default=(), metavar="NAME", help="those to measure, such as snapkv:0.9; all"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
@@ -129,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         model, tokenizer = kvpress.load_model("reference")
         ids = prompt(tokenizer, args.length)
-    rows = measured(model, ids, args.press, args.tokens, args.rounds, args.proposed)
+    rows = measured(model, ids, args.press, args.tokens, args.rounds, args.proposed, args.drafts)
     if args.out:
         write_rows(args.out, rows)
 
