@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import DynamicCache
 
+import kvpress
 from kvpress import Draft, EagleHead, PartialVerification
 from kvpress.speculation.eagle import Pairs
 from tests.speculation.test_accept import CRITICAL, WORDS, chi_square, sampled, small
-from tests.speculation.test_speculate import NEW, PARTIAL, model_and_prompt, plain, run
+from tests.speculation.test_speculate import NEW, PARTIAL, Heard, model_and_prompt, plain, run
 
 
 def weights_for(width: int, vocabulary: int | None = None, seed: int = 0, scale: float = 0.1) -> dict[str, Tensor]:
@@ -148,6 +150,38 @@ def test_a_head_that_guesses_right_is_always_accepted() -> None:
     assert found.accepted == found.proposed
     assert found.tokens == NEW
     assert len(set(found.sequences[0, 70:].tolist())) > 1
+
+
+@pytest.mark.parametrize("stage", ["propose", "verify"])
+def test_an_interrupted_round_leaves_the_cache_of_accepted_tokens(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = model_and_prompt(lengths=(70,))
+    expected, heard, cache = plain(model, inputs), Heard(), DynamicCache(config=model.config)
+    calls = 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        # The prompt is read once by each of them; then a head reads four times in a round, and the target once.
+        if calls == (1 + 4 + 2 if stage == "propose" else 1 + 1 + 1):
+            raise KeyboardInterrupt
+
+    inner, hooks = EagleHead.guess, len(model.get_decoder()._forward_hooks)
+    if stage == "propose":
+        monkeypatch.setattr(EagleHead, "guess", lambda *args: interrupted() or inner(*args))
+        hook = None
+    else:
+        hook = model.model.layers[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, inputs, head_for(64), past_key_values=cache, streamer=heard)
+    if hook is not None:
+        hook.remove()
+    told = torch.cat(heard.tokens)
+    assert torch.equal(told, expected[0, : len(told)])
+    assert cache.get_seq_length() == len(told) - 1 >= 71
+    assert len(model.get_decoder()._forward_hooks) == hooks
+    with kvpress.reading(model):
+        rest = model.generate(told[None], past_key_values=cache, max_new_tokens=82 - len(told), do_sample=False)
+    assert torch.equal(rest, expected)
 
 
 def test_sampling_keeps_the_distribution_of_the_model() -> None:
