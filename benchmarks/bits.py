@@ -20,7 +20,9 @@ import torch
 import kvpress
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.store import KVStore
+from kvpress.quant.aquakv import PredictingCodec
 from kvpress.quant.coupled import CoupledCodec
+from kvpress.quant.kvquant import LevelCodec
 
 HEADS, DIM = 8, 128
 LENGTHS = (2048, 8192, 32768)
@@ -88,6 +90,44 @@ def books(channels: int, bits: int, window: int, sinks: int) -> CoupledCodec:
     )
 
 
+def kvquant(bits: int, outliers: float, sinks: int) -> Formula:
+    """B, a 16-bit scale per token of values, outliers of 16 + 8 bits and their numbers per token, and levels of key channels.
+
+    Values have one list of levels a head.
+    """
+
+    def formula(t: int) -> float:
+        sparse = (16 + 8) * round(outliers * 32 * DIM) / (32 * DIM) + 8 / DIM if outliers else 0.0
+        once = 16 * 2**bits * (DIM + 1) / (2 * DIM * t)
+        return mixed(t, tiles(t, 32, sinks), bits + 16 / (2 * DIM) + sparse) + once
+
+    return formula
+
+
+def aquakv(keys: int, values: int, sinks: int) -> Formula:
+    """B, a 16-bit scale per token of values, and once all levels and D + 1 weights a channel of values."""
+
+    def formula(t: int) -> float:
+        once = 16 * (2**keys * DIM + 2**values + DIM * (DIM + 1)) / (2 * DIM * t)
+        return mixed(t, tiles(t, 32, sinks), (keys + values) / 2 + 16 / (2 * DIM)) + once
+
+    return formula
+
+
+def levels(bits: int, outliers: float, sinks: int) -> LevelCodec:
+    """A codec with even levels."""
+    even = torch.linspace(-1, 1, 2**bits)
+    reach = torch.ones(HEADS, DIM)
+    return LevelCodec(0 * reach, 3 * reach, even, even, (bits, bits), outliers, 0, sinks)
+
+
+def predictors(keys: int, values: int, sinks: int) -> PredictingCodec:
+    """A codec with even levels that predicts nothing."""
+    even = torch.linspace(-3, 3, 2**keys).half().expand(HEADS, DIM, -1)[..., None].contiguous()
+    weight, offset = torch.zeros(HEADS, DIM, DIM).half(), torch.zeros(HEADS, DIM).half()
+    return PredictingCodec(even, weight, offset, (keys, values), 0, sinks)
+
+
 def methods() -> dict[str, tuple[Codec | None, Formula]]:
     """Every codec and its formula."""
     found: dict[str, tuple[Codec | None, Formula]] = {}
@@ -107,6 +147,11 @@ def methods() -> dict[str, tuple[Codec | None, Formula]]:
     for channels, bits in ((2, 8), (4, 8), (8, 8), (8, 10)):
         name = f"cq:coupled={channels},bits={bits}"
         found[name] = books(channels, bits, 128, 4), coupled(channels, bits, 128, 4)
+    for bits, outliers in ((3, 0.01), (2, 0.01), (3, 0.0)):
+        name = f"kvquant:bits={bits},outliers={outliers}"
+        found[name] = levels(bits, outliers, 4), kvquant(bits, outliers, 4)
+    for keys, values in ((3, 3), (3, 2)):
+        found[f"aquakv:bits=({keys},{values})"] = predictors(keys, values, 4), aquakv(keys, values, 4)
     return found
 
 

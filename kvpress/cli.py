@@ -155,6 +155,7 @@ def calibrate_command(
     out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
     method: Annotated[
         Literal[
+            "aquakv",
             "cq",
             "double_sparsity",
             "duo_attention",
@@ -167,9 +168,9 @@ def calibrate_command(
             "triattention",
         ],
         typer.Option(
-            help="What to fit: books for coupled quantisation, levels for kvquant, channels for double_sparsity, directions of "
-            "keys for loki, scales of channels for leank, statistics of queries for expected_attention_stats, triattention or "
-            "qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
+            help="What to fit: books for coupled quantisation, levels for kvquant, predictors of values for aquakv, channels "
+            "for double_sparsity, directions of keys for loki, scales of channels for leank, statistics of queries for "
+            "expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
@@ -177,8 +178,10 @@ def calibrate_command(
     fisher: Annotated[
         bool | None, typer.Option("--fisher/--no-fisher", help="cq, kvquant: weigh by squared gradients (yes).")
     ] = None,
-    iterations: Annotated[int | None, typer.Option(help="cq, kvquant: most rounds of k-means (100, 50).")] = None,
-    seed: Annotated[int | None, typer.Option(help="cq, kvquant, tables: of what is drawn (0).")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="cq, kvquant, aquakv: most rounds of k-means (100, 50, 50).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="cq, kvquant, aquakv, tables: of what is drawn (0).")] = None,
     outliers: Annotated[
         float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
     ] = None,

@@ -21,6 +21,7 @@ from kvpress.calibrate import (
     FilterSettings,
     KeyDirectionSettings,
     LevelSettings,
+    PredictorSettings,
     QuerySettings,
     calibrate,
 )
@@ -31,6 +32,7 @@ from kvpress.plan import Geometry, plan
 from tests.models import tiny_model, tokens
 
 SETTINGS = {
+    "aquakv": PredictorSettings(iterations=2),
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
@@ -39,6 +41,7 @@ SETTINGS = {
     "qfilter": FilterSettings(),
 }
 SPECS = {
+    "aquakv": "aquakv:bits=2,calibration='{}'",
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
@@ -47,6 +50,7 @@ SPECS = {
     "qfilter": "qfilter:0.5,filters='{}'",
 }
 TENSOR = {
+    "aquakv": "2.weight.2",
     "cq": "2.keys",
     "double_sparsity": "2.qk",
     "expected_attention": "2.covariance",
@@ -200,7 +204,7 @@ def test_a_damaged_layer_of_a_stopped_run_is_fitted_again(tmp_path: Path) -> Non
     assert [again.has(layer) for layer in (0, 1)] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention", "kvquant"])
+@pytest.mark.parametrize("name", ["aquakv", "cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention", "kvquant"])
 def test_files_that_ship_carry_their_digest(name: str) -> None:
     assert calibration.read(calibration.shipped(name)).provenance["model"]["name"] == "reference"
 

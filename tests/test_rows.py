@@ -25,6 +25,7 @@ CODECS = {
     "gear": "gear:bits=8,group_size=8,buffer_length=8,residual_length=4,rank=2",
     "gear, one chunk": "gear:bits=8,backbone=kcvt,buffer_length=8,residual_length=4,rank=2",
     "cq": "cq:bits=4,coupled=2,calibration={books},residual_length=4",
+    "aquakv": "aquakv:bits=(4,2),calibration={predictors},residual_length=4",
     "turboquant": "turboquant:bits=8,residual_length=8",
     "rotated": "rotated:bits=8,residual_length=8",
 }

@@ -108,6 +108,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "table": ("heads.tsv", _table),
     "books": ("books.safetensors", _calibration("cq", coupled=(2, 2), bits=(4, 4), fisher=False, iterations=3)),
     "levels": ("levels.safetensors", _calibration("kvquant", iterations=3)),
+    "predictors": ("predictors.safetensors", _calibration("aquakv", iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
     "filters": ("filters.safetensors", _calibration("qfilter")),
     "gates": ("gates.pt", _gates),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpress.calibrate import CoupledSettings, LevelSettings, calibrate
+from kvpress.calibrate import CoupledSettings, LevelSettings, PredictorSettings, calibrate
 from tests.models import tiny_model, tokens
 
 
@@ -32,4 +32,15 @@ def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[family] = folder / f"{family}.safetensors"
         settings = LevelSettings(fisher=family == "llama", iterations=5)
         calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
+    return made
+
+
+@pytest.fixture(scope="session")
+def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration files by model family: predictors for `aquakv`."""
+    folder = tmp_path_factory.mktemp("predictors")
+    made = {}
+    for family in ("llama", "qwen3", "phi3"):
+        made[family] = folder / f"{family}.safetensors"
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), PredictorSettings(iterations=5), made[family])
     return made

@@ -38,8 +38,9 @@ CODECS = {
     "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
     "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{cq}'",
     "kvquant": "kvquant:bits=3,outliers=0.02,residual_length=8,calibration='{kvquant}'",
+    "aquakv": "aquakv:bits=3,residual_length=8,calibration='{aquakv}'",
 }
-SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq", "kvquant")
+SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq", "kvquant", "aquakv")
 """Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
 FAMILIES = ["llama", "qwen3", "phi3"]
 Fitted = dict[str, dict[str, Path]]
@@ -47,8 +48,9 @@ Fitted = dict[str, dict[str, Path]]
 
 
 @pytest.fixture(scope="module")
-def fitted(books: dict[str, Path], levels: dict[str, Path]) -> Fitted:
-    return {family: {"cq": books[family], "kvquant": levels[family]} for family in FAMILIES}
+def fitted(books: dict[str, Path], levels: dict[str, Path], predictors: dict[str, Path]) -> Fitted:
+    made = {"cq": books, "kvquant": levels, "aquakv": predictors}
+    return {family: {name: files[family] for name, files in made.items()} for family in FAMILIES}
 
 
 def coding() -> set[str]:

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AQUA-KV within a layer: values are predicted from the decoded keys, and only what is left of them is coded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.held import per_layer
+from kvpress.cache.layout import row_numbers
+from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, Segment, options_of
+from kvpress.core.checks import Size
+from kvpress.core.model import LayerFacts
+from kvpress.core.registry import Refusal, register
+from kvpress.quant.bits import Bits
+from kvpress.quant.calibrated import CalibratedPress
+from kvpress.quant.codebook import CodedRows, CodedSegment, angle_bytes
+from kvpress.quant.coupled import rotation_of
+from kvpress.quant.hadamard import hadamard
+from kvpress.quant.turboquant import encode, levels
+
+METHOD = "aquakv"
+FITTED_BITS = (2, 3, 4)
+
+
+@register(
+    "aquakv",
+    "quantise",
+    "Shutova et al., 2025, arXiv:2501.19392",
+    example="aquakv:bits=3",
+    needs="predictors of the model: `kvpress calibrate --method aquakv` (`calibration`)",
+    refuses=(
+        Refusal("aquakv:bits=3", "without a file of its own, a model other than the bundled reference model"),
+        Refusal("aquakv:bits=8", "predictors are fitted for keys of 2, 3 and 4 bits"),
+    ),
+)
+@dataclass
+class AquaKVPress(CalibratedPress):
+    """Predict values from the keys as they are decoded, and store only what the prediction misses.
+
+        keys      k' = level[d, code],                      nearest of `2**bits` levels fitted to channel d of the head
+        values    v' = k' W + c + a * level[code] H^T,      codes of (v - k' W - c) H, a restores its norm
+
+    Keys are those before their rotary embedding, and are rotated when they are read. W `[D, D]` and c `[D]` of each head come
+    from a ridge regression on decoded keys, so they make up for part of the error of keys. H is a Hadamard matrix; its levels
+    are those of a Gaussian. Nothing is decoded to be read: the attention-weighted mean of k' goes through W once for a query,
+    at the price of a second run through the codes of keys. `calibration` is a file made by `kvpress calibrate --method
+    aquakv`, which serves all widths; the bundled reference model's is found without it. `bits` is 2, 3 or 4, a pair (keys,
+    values), or a list with either for every layer; pairs are coded 32 at a time, of which the newest `residual_length` and
+    the first `sinks` stay dense; `skip_layers` are left dense.
+
+    Paper: Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
+    arXiv:2501.19392.
+    Differs from the paper: nothing is predicted from the layer before, neither keys nor values, because layers and heads may
+    keep different pairs, and a layer would have to be decoded for the next; values are predicted from the keys of their own
+    head, where the paper takes those of all heads; the rest is coded by levels of single channels, not by a grid of vectors;
+    keys, which nothing predicts, by levels fitted to the model; all layers have the same bits unless `bits` lists them.
+    """
+
+    bits: Bits = 4
+    calibration: str | None = None
+    residual_length: Size = 0
+    skip_layers: tuple[int, ...] = ()
+    sinks: Size = 4
+
+    allowed_bits: ClassVar[tuple[int, ...]] = FITTED_BITS
+    method: ClassVar[str] = METHOD
+    tables: ClassVar[str] = "predictors"
+
+    @property
+    def shipped_as(self) -> str:
+        return METHOD
+
+    def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+        heads, dim = layer.kv_heads, layer.head_dim
+        return {
+            name: shape
+            for b in FITTED_BITS
+            for name, shape in (
+                (f"keys.{b}", (heads, dim, 2**b, 1)),
+                (f"weight.{b}", (heads, dim, dim)),
+                (f"offset.{b}", (heads, dim)),
+            )
+        }
+
+    def check_shape(self, layer: LayerFacts) -> None:
+        super().check_shape(layer)
+        if layer.value_dim is not None:
+            raise NotImplementedError("the model caches latents, which hold no values that keys could predict")
+
+    def layer_codec(self, layer: int) -> PredictingCodec:
+        bits, tensors = self.layer_bits().at(layer), self.found().tensors
+        levels, weight, offset = (tensors[f"{layer}.{name}.{bits[0]}"].half() for name in ("keys", "weight", "offset"))
+        return PredictingCodec(levels, weight, offset, bits, self.residual_length, self.sinks)
+
+
+@dataclass
+class PredictingCodec(Codec):
+    """Codes keys by `levels [H, D, E, 1]`, and what values differ by from ``keys @ weight [H, D, D] + offset [H, D]``."""
+
+    levels: Tensor
+    weight: Tensor
+    offset: Tensor
+    bits: tuple[int, int]
+    residual: int
+    sinks: int = 0
+    group: int = 32
+
+    slot_bytes: ClassVar[int] = 4
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        layout, device = segment.layout, segment.device
+        book, rest_book, weight, offset = self._tables(sealing, device)
+        rotation = rotation_of(sealing, layout.streams, device)
+        exact = segment.keys if rotation is None else rotation.unrotate(segment)
+        keys = CodedRows.encode(exact, book, self.bits[0], layout)
+        rest = torch.empty(segment.values.shape, device=device)
+        head = layout.stream_of_row.to(device) % len(book)
+        for rows in torch.arange(layout.total, device=device).split(BLOCK_ROWS):
+            rest[rows] = segment.values[rows].float() - predicted(
+                keys.read(rows, head[rows]), head[rows], weight, offset
+            )
+        values = replace(encode(rest, hadamard(rest.shape[1], device), self.bits[1]), book=rest_book)
+        return PredictedSegment(keys, values, layout, segment.keys.dtype, rotation, weight=weight, offset=offset)
+
+    def _tables(self, sealing: Sealing, device: torch.device) -> tuple[Tensor, ...]:
+        """Levels of keys and of rests `[H, 1, E, 1]`, weights and offsets, the same objects for all pairs of a layer."""
+        for earlier in sealing.earlier:
+            if isinstance(earlier, PredictedSegment):
+                return earlier.keys.book, earlier.values.book, earlier.weight, earlier.offset
+        rest = levels(self.bits[1], device).expand(len(self.levels), -1, -1, -1).half().contiguous()
+        return self.levels.to(device), rest, self.weight.to(device), self.offset.to(device)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        return dim * sum(self.bits) / 8 + 2
+
+    def table_bytes(self, dim: int) -> int:
+        return self.levels.nbytes + self.weight.nbytes + self.offset.nbytes + 2 * len(self.levels) * 2 ** self.bits[1]
+
+    def shared_bytes(self, tokens: int, dim: int) -> int:
+        return angle_bytes(tokens, dim)
+
+
+@dataclass(eq=False, repr=False)
+class PredictedSegment(CodedSegment):
+    """Coded keys, and coded rests of values behind a Hadamard matrix; `weight` and `offset` are those of `PredictingCodec`."""
+
+    weight: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
+    offset: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        rows = row_numbers(rows, self.layout.total, self.device)
+        streams = self.layout.streams_of(rows)
+        head = streams % len(self.weight)
+        keys = self.keys.read(rows, head)
+        rest = self.values.read(rows, head) @ hadamard(self.weight.shape[2], self.device)
+        values = predicted(keys, head, self.weight, self.offset) + rest
+        rotary = self._rotary()
+        keys = keys if rotary is None else rotary.rotate(keys, rotary.at(streams, rows))
+        return keys.to(self.dtype), values.to(self.dtype)
+
+    def operand(self) -> kernels.Rows:
+        """Keys as they are read, and the rests of values."""
+        basis = kernels.Basis(rotation=hadamard(self.weight.shape[2], self.device))
+        return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, None, basis)
+
+    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        rest = super().attend(queries, logits, hidden)
+        if hidden is not None or not self.serves(queries, logits):
+            return rest
+        streams = torch.arange(len(queries), device=queries.device)
+        return self._complete(rest, queries, self._ranges(queries), logits, streams)
+
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        rest = super().attend_rows(queries, logits, rows, counts, streams)
+        if not self.serves(queries, logits):
+            return rest
+        if streams is None:
+            streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
+        return self._complete(rest, queries, kernels.Listed(rows, counts, streams), logits, streams)
+
+    def _complete(
+        self, rest: Partial, queries: Tensor, where: kernels.Where, logits: Logits, streams: Tensor
+    ) -> Partial:
+        """Add what the means of the decoded keys predict to the means of what is left of values."""
+        keys = kernels.Rows(self.keys.operand(self._rotary()), self.keys.operand(), self.log_weight)
+        means = kernels.decode(queries, keys, where, options_of(logits))[0]
+        head = streams % len(self.weight)
+        return rest[0] + torch.baddbmm(self.offset[head, None].float(), means, self.weight[head].float()), rest[1]
+
+
+def predicted(keys: Tensor, head: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """Values, float32 [R, D], that decoded `keys [R, D]` of a `head [R]` predict."""
+    found = torch.empty(len(keys), weight.shape[2], device=keys.device)
+    for h in head.unique().tolist():
+        found[head == h] = torch.addmm(offset[h].float(), keys[head == h].float(), weight[h].float())
+    return found
