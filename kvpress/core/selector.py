@@ -102,7 +102,8 @@ class Selector(ABC):
         A selector that estimates what the pairs that are not read would add appends it here as one more part.
         """
         segments = call.store.segments
-        call.store.fetched += fetched_bytes(segments, selection)
+        if fetched := fetched_bytes(segments, selection):
+            call.store.fetched += fetched
         if selection is None:
             return [segment.attend(queries, call.logits) for segment in segments]
         if len(selection) == 1:
