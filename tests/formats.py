@@ -12,6 +12,7 @@ from kvpress.cache.codec import Codec, DenseCodec, Rotation, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.tier import FileTier
 from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
@@ -37,6 +38,8 @@ CODECS: dict[str, Codec] = {
     "floats in blocks": FloatCodec("nvfp4", 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
 }
+CODECS["in a file"] = UniformCodec(4, 2, (4, 1), (1, 8), 4, 3)
+CODECS["in a file"].tier = FileTier()
 every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])
 LENGTHS = [20, 0, 12, 28]
 
@@ -65,6 +68,8 @@ def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segme
     else:
         found = CODECS[name.removesuffix(" and rotated")].encode(dense, sealing(name, pads=[3, 0]))
     found.describe(dense, without=("saliency", "probes"))
+    if name == "in a file":
+        found.put(FileTier())
     return found
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpress
-from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, prefill, selection
+from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, prefill, selection, tiers
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
@@ -281,3 +281,17 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     together = prefill.measure(prefill.SHARED, 200, 2)
     assert together["presses"] > 1
     assert together["cache_mib"] > full["cache_mib"]
+
+
+def test_pairs_of_files_are_fetched_and_forgotten(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(tiers.os, "sync", lambda: synced.append(1))
+    monkeypatch.setattr(tiers, "SPECS", {"quest": "quest:budget=32"})
+    rows = tiers.measure(context=512, rounds=1, folder=str(tmp_path))
+    assert len(synced) == tiers.STEPS + 1
+    pair = 2 * 64 * 2 / 2**20
+    for kind in ("file", "file, cold"):
+        row = rows[f"quest, {kind}"]
+        assert row["fetched_mib_per_token"] == pytest.approx(6 * 4 * 32 * pair)
+        assert row["memory_mib"] + row["file_mib"] == pytest.approx(rows["quest, memory"]["memory_mib"])
+    assert rows["quest, memory"]["file_mib"] == 0

@@ -106,6 +106,7 @@ SEALING = {
     "infllm_v2": "infllm_v2:budget=48,block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16",
     "loki": "loki:budget=32",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
+    "offload": "offload(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",
     "double_sparsity": "double_sparsity:budget=32,skip_layers=0,calibration='{channels}'",
 }

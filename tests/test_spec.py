@@ -75,6 +75,7 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.DoubleSparsityPress(
         0.25, channels=8, label_bits=16, skip_layers=1, calibration="c.json", statistic="k", reduce="sum", offload=True
     ),
+    kvpress.OffloadPress(QuestPress(64), to="host"),
     kvpress.TidalDecodePress(128, skip_layers=1, reselect_layer=9, heads="query", correction=16, n_sink=4),
     ComposedPress([KnormPress(0.5), KIVIPress(4), QuestPress(128)]),
     kvpress.PrefillDecodingPress(

@@ -81,6 +81,21 @@ def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Cho
     return torch.cat(outs), torch.cat(lses)
 
 
+def fetched_bytes(segments: Sequence[Segment], selection: Selection) -> int:
+    """Bytes of the pairs that a selection reads of segments which lie in host memory or in files, each time that it does."""
+    total = 0.0
+    for i, segment in enumerate(segments):
+        if size := segment.away():
+            parts = None if selection is None else [heads[i] for heads in selection]
+            total += size * (segment.layout.total if parts is None else sum(_read(part) for part in parts))
+    return round(total)
+
+
+def _read(part: Chosen) -> int:
+    # What is sent to another device is sent at full width, and nothing waits for the counts.
+    return int(part.counts.sum()) if part.counts.device.type == "cpu" else part.rows.numel()
+
+
 def _tokens_at_once(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> int:
     """How many tokens `attend_rows` takes together: all where an operator reads the rows in place, else as many as fit."""
     streams, dim = segment.layout.streams, queries.shape[2]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpress.cache.memory import for_scattered_reads
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
+from kvpress.cache.tier import FileTier
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Codec(ABC):
     """Bytes that the place of an encoded pair takes, where a stream has gaps."""
     reads_side: ClassVar[tuple[str, ...]] = ()
     """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
+    tier: FileTier | None = None
+    """Where encoded pairs are kept, None for the memory that they are made in."""
 
     def tiles(self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = ()) -> tuple[list[int], list[int]]:
         """Return between which ranks of its dense pairs every stream is encoded: begins and ends.

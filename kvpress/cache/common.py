@@ -68,6 +68,9 @@ class CommonSegment(Segment):
     def own(self) -> Segment:
         return self.take(torch.arange(self.layout.total), self.layout)
 
+    def away(self) -> float:
+        return self.base.away()
+
     def known(self) -> Segment:
         layout = Layout(min(1, length) for length in self.layout.lengths)
         rows = self.layout.starts_tensor[self.layout.lengths_tensor > 0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpress.cache.held import Held
 from kvpress.cache.layout import Layout
 from kvpress.cache.store import KVStore
+from kvpress.cache.tier import FileTier
 from kvpress.cache.window import Window
 from kvpress.kernels import Dense, Packed
 
@@ -43,7 +44,7 @@ def keep_whole(kind: ClassT) -> ClassT:
     return kind
 
 
-for _kind in (KVStore, Window, Dense, Packed):
+for _kind in (KVStore, Window, Dense, Packed, FileTier):
     keep_whole(_kind)
 
 

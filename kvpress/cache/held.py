@@ -127,6 +127,10 @@ class Held:
                 return value.device
         raise ValueError(f"{type(self).__name__} holds no tensors")
 
+    def stored_names(self) -> list[str]:
+        """Return the names of the fields that hold the pairs themselves, not what is known of them."""
+        return list(self.declared())
+
     def _twin(self: HeldT) -> HeldT:
         twin = object.__new__(type(self))  # several times faster than copy.copy
         vars(twin).update(vars(self))

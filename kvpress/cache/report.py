@@ -20,7 +20,10 @@ from kvpress.cache.store import KVStore
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Bytes of one layer. `kept` pairs and `seen` tokens are sums over batch rows and kv heads."""
+    """Bytes of one layer. `kept` pairs and `seen` tokens are sums over batch rows and kv heads.
+
+    `fetched_bytes` are those of pairs that selectors read from host memory or a file since the cache began, each time.
+    """
 
     layer: int
     components: dict[str, int]
@@ -28,6 +31,7 @@ class LayerReport:
     kept: int
     seen: int
     compressible: bool
+    fetched_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -65,6 +69,26 @@ class MemoryReport:
     def seen(self) -> int:
         """Pairs that the uncompressed cache would hold."""
         return sum(layer.seen for layer in self.layers)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that lie in files (`offload(x):to=file`); the others lie in memory."""
+        return self.components.get("file", 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pairs that lie in host memory on purpose (`offload(x):to=host`)."""
+        return self.components.get("host", 0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes in the memory of the device that the model runs on, without those of the two others."""
+        return self.total_bytes - self.file_bytes - self.host_bytes
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of pairs that selectors read from host memory or files since the cache began, each time that they did."""
+        return sum(layer.fetched_bytes for layer in self.layers)
 
     @property
     def compression_factor(self) -> float:
@@ -105,7 +129,8 @@ class MemoryReport:
         with console.capture() as captured:
             console.print(table)
         factor = f"{self.compression_factor:.2f} times smaller, {self.bits_per_value:.2f} bits per value"
-        return captured.get() + factor
+        fetched = f"\n{format_bytes(self.fetched_bytes)} of pairs fetched so far" if self.fetched_bytes else ""
+        return captured.get() + factor + fetched
 
 
 def memory_report(cache: Any, *others: Any) -> MemoryReport:
@@ -142,6 +167,7 @@ def _added(one: MemoryReport, two: MemoryReport) -> MemoryReport:
                 ours.kept + theirs.kept,
                 ours.seen + theirs.seen,
                 ours.compressible or theirs.compressible,
+                ours.fetched_bytes + theirs.fetched_bytes,
             )
         )
     return MemoryReport(layers, two.value_bytes)
@@ -178,7 +204,8 @@ def _measure(index: int, store: KVStore, counted: set[int]) -> LayerReport:
     window = store.window
     pair_bytes = (window.keys.shape[-1] + window.values.shape[-1]) * window.keys.element_size()
     seen = streams * store.seen
-    return LayerReport(index, components, seen * pair_bytes, sum(store.stored()), seen, compressible=True)
+    kept = sum(store.stored())
+    return LayerReport(index, components, seen * pair_bytes, kept, seen, True, store.fetched)
 
 
 def storage_bytes(tensors: list[Tensor], counted: set[int] | None = None) -> int:

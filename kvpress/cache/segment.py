@@ -25,6 +25,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
 from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
 from kvpress.cache.layout import Layout, interleave, spans
+from kvpress.cache.tier import FileTier, in_file
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
 OfStreams = Annotated[Layout, own("offsets")]
@@ -59,11 +60,12 @@ class Segment(Held, _Streams, ABC):
 
     Every stream begins at slot `first[n]`; `positions` are None where it goes on without gaps. `side` holds further per-pair
     arrays `[total]`, such as the attention mass that heavy hitters accumulate. `index` caches what a selector derived from the
-    pairs.
+    pairs. With a `tier`, the pairs lie in files, and so do those of all segments that are made of this one.
     """
 
     first: Annotated[Sequence[int], own()] = field(default=(), kw_only=True)
     side: Annotated[dict[str, Tensor], per_pair_or_zero("scores")] = field(default_factory=dict, kw_only=True)
+    tier: FileTier | None = field(default=None, init=False)
     index: Annotated[dict[str, Any], derived("indexes")] = field(default_factory=dict, init=False)
     _held_slots: Annotated[Tensor | None, own("indexes")] = field(default=None, init=False)
     _log_weight: Annotated[Tensor | None, per_pair_or_zero("weights")] = field(default=None, init=False)
@@ -76,6 +78,24 @@ class Segment(Held, _Streams, ABC):
     @abstractmethod
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
+
+    def _place(self) -> None:
+        if self.tier is not None:
+            self.tier.place(self)
+
+    def put(self, tier: FileTier) -> None:
+        """Put the pairs into files; tensors that others share stay what they are.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self.tier = tier
+        self._place()
+
+    def away(self) -> float:
+        """Bytes per pair that lie elsewhere than in the memory of the device, and are fetched where a pair is read."""
+        stored = [tensor for tensors in self.storage().values() for tensor in tensors if in_file(tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in stored) / max(1, self.layout.total)
 
     @property
     def log_weight(self) -> Tensor | None:
@@ -313,7 +333,20 @@ class Segment(Held, _Streams, ABC):
 
     def storage(self) -> dict[str, list[Tensor]]:
         """Tensors that hold the pairs, by component."""
-        return self.tensors([name for name in self.declared() if name not in Segment.declared() and name != "layout"])
+        return self.tensors(self.stored_names())
+
+    def stored_names(self) -> list[str]:
+        return [name for name in self.declared() if name not in Segment.declared() and name != "layout"]
+
+    def tensors(self, names: Sequence[str] | None = None, component: str = "") -> dict[str, list[Tensor]]:
+        found = super().tensors(names, component)
+        if self.tier is None:
+            return found
+        apart: dict[str, list[Tensor]] = {}
+        for within, tensors in found.items():
+            for tensor in tensors:
+                apart.setdefault("file" if in_file(tensor) else within, []).append(tensor)
+        return apart
 
     @property
     def value_dim(self) -> int:

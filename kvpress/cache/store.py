@@ -48,8 +48,12 @@ class KVStore(Rollback):
     encoded pairs; it is forgotten when these change in any other way than by further ones. `observers` watch the layer, as
     `kvpress.observe.observer` says.
 
+    `fetched` counts the bytes of pairs that selectors read of segments which lie in host memory or in files.
+
     `Rollback` says which of the newest tokens can be taken back.
     """
+
+    fetched: int = 0
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.batch, self.heads = keys.shape[:2]
@@ -297,13 +301,21 @@ class KVStore(Rollback):
             return
         self.save()
         first, old, rest = opened.cut(sinks, ends)
+        before = list(self.segments)
         self.seal(rest, sealing.mask)
-        if first.layout.total:
-            self._prepend(first)
-        earlier = tuple(part.known() for part in self.segments)
-        own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-        segment = codec.encode(old, own)
-        segment.describe(old, without=codec.reads_side)
+        try:
+            if first.layout.total:
+                self._prepend(first)
+            earlier = tuple(part.known() for part in self.segments)
+            own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
+            segment = codec.encode(old, own)
+            segment.describe(old, without=codec.reads_side)
+            if codec.tier is not None:
+                segment.put(codec.tier)
+        except OSError:  # no room where pairs are kept: all of them stay in memory
+            self.segments = before
+            self.seal(opened, sealing.mask)
+            raise
         self.segments.append(segment)
         self._join_tail()
 

@@ -398,8 +398,8 @@ class Recipe:
     """A press as data: evictions in order, one codec for what stays, one selector for what is read, one pattern for prompts.
 
     `codec`, `selector` and `pattern` give those of an attention layer, None for none. `observers` are watched at all times.
-    `offloads` says that pairs are kept in host memory. Pairs in `protected` spans are taken by no eviction; amounts count them.
-    With `dropping`, layers behind some are handed only a part of the tokens of a first prompt.
+    `offloads` says that pairs are kept in host memory or in files. Pairs in `protected` spans are taken by no eviction; amounts
+    count them. With `dropping`, layers behind some are handed only a part of the tokens of a first prompt.
     """
 
     evictions: tuple[Eviction, ...] = ()

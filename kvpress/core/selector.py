@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kvpress.cache import attention
 from kvpress.cache.attention import Partial
-from kvpress.cache.chosen import Chosen, Selection, attend_chosen, by_stream, by_token, for_tokens, joined
+from kvpress.cache.chosen import (
+    Chosen,
+    Selection,
+    attend_chosen,
+    by_stream,
+    by_token,
+    fetched_bytes,
+    for_tokens,
+    joined,
+)
 from kvpress.cache.codec import Codec, DenseCodec
 from kvpress.cache.layout import Layout
 from kvpress.cache.store import KVStore
@@ -93,6 +102,8 @@ class Selector(ABC):
         A selector that estimates what the pairs that are not read would add appends it here as one more part.
         """
         segments = call.store.segments
+        if fetched := fetched_bytes(segments, selection):
+            call.store.fetched += fetched
         if selection is None:
             return [segment.attend(queries, call.logits) for segment in segments]
         if len(selection) == 1:

@@ -157,7 +157,7 @@ def check_capture(session: Running) -> None:
         raise ValueError(f"{name} reads its cache by itself, so no step of it can be replayed; use capture=False")
     if session.recipe.offloads:
         raise ValueError(
-            f"{press} fetches pairs from host memory for every token, which a replayed step cannot; use capture=False"
+            f"{press} fetches pairs from host memory or a file for every token, which a replayed step cannot; use capture=False"
         )
     if session.executor.watched["decode"]:
         raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Partial
+from kvpress.cache.chosen import fetched_bytes
 from kvpress.cache.codec import Codec
 from kvpress.cache.store import KVStore
 from kvpress.calibrate import file as calibration
@@ -145,6 +146,7 @@ class DoubleSparsitySelector(LabelSelector):
         if not ours or not fetched or call.queries.shape[2] > 1:
             return super().attend(call, queries)
         call.read = [[part.chosen for part in fetched]]
+        call.store.fetched += fetched_bytes(call.store.segments, call.read)
         return [part.attend(queries, call.logits) for part in fetched]
 
     def _channels(self, streams: int, device: torch.device) -> Tensor:

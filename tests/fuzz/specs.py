@@ -138,6 +138,11 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
         {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
         {"name": "sparq", "budget": 0.5, "channels": 4, "mean_value": False},
     ),
+    ("offload", "press"): (
+        {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
+        {"name": "loki", "budget": 0.25, "channels": 4, "skip_layers": 0},
+    ),
+    ("offload", "to"): ("file",),
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),

@@ -39,6 +39,7 @@ ALONE = {
     "prefill_decoding": "prefill_decoding(knorm:0.5)",
     "composed": "knorm:0.5 + tova:0.5",
     "twilight": "twilight(quest:budget=16,page_size=4,skip_layers=0):p=0.5",
+    "offload": "offload(quest:budget=16,page_size=4,skip_layers=0)",
 }
 
 

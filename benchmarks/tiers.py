@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per generated token and where pairs lie: memory against files that are mapped into it.
+
+    python benchmarks/tiers.py [--context 8192] [--rounds 7] [--threads 1] [--folder /on/a/disk]
+                               [--out benchmarks/results/tiers.json]
+
+The random Llama of `benchmarks/decode.py` decodes behind caches of random pairs, from which Quest and Double Sparsity choose;
+runs of all caches are interleaved and medians are compared. `file` reads pages that the system still has in memory. `file,
+cold` lets the system write out and forget all of them before each token (`MADV_PAGEOUT`, Linux), so that chosen ones are read
+from the disk that `--folder` is on. A folder in memory (tmpfs) says nothing about disks. Bytes fetched are those of chosen
+pairs; the system reads whole pages. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpress
+from benchmarks.decode import build_model, ours, press_of
+from benchmarks.kernels_cpu import cpu_model
+from kvpress.cache.tier import in_file
+
+SPECS = {
+    "quest 1024": "quest:budget=1024",
+    "double sparsity 1/16": "double_sparsity:budget=0.0625",
+}
+MADV_PAGEOUT = 21
+STEPS = 4
+
+
+def forget(cache: Any) -> None:
+    """Let the system forget the pages of all files of a cache."""
+    os.sync()  # pages that are not written yet are not forgotten
+    libc = ctypes.CDLL(None, use_errno=True)
+    for layer in cache.layers:
+        for segment in layer.store.segments:
+            for tensor in (t for tensors in segment.storage().values() for t in tensors):
+                size = tensor.numel() * tensor.element_size()
+                if in_file(tensor) and libc.madvise(
+                    ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), MADV_PAGEOUT
+                ):
+                    raise OSError(ctypes.get_errno(), "this system cannot be told to forget pages (MADV_PAGEOUT)")
+
+
+@torch.no_grad()
+def time_token(model: Any, cache: Any, press: Any, cold: bool) -> float:
+    """Milliseconds per token over a few steps, of which the first is not counted."""
+    token, taken = torch.tensor([[5]]), []
+    with kvpress.reading(model, press):
+        for _ in range(STEPS + 1):
+            if cold:
+                forget(cache)
+            start = time.perf_counter()
+            model(token, past_key_values=cache, use_cache=True)
+            taken.append((time.perf_counter() - start) * 1e3)
+    return sum(taken[1:]) / STEPS
+
+
+def measure(context: int, rounds: int, folder: str | None) -> dict[str, dict[str, float]]:
+    """Interleave all contenders; return milliseconds, what is held where, and what a token fetches."""
+    model, table = build_model(), {}
+    for name, spec in SPECS.items():
+        press = press_of(spec)
+        table[f"{name}, memory"] = press, False, ours(model, press, context)
+        for kind, cold in (("file", False), ("file, cold", True)):
+            moved = kvpress.OffloadPress(press, folder=folder)
+            table[f"{name}, {kind}"] = moved, cold, ours(model, moved, context)
+    times: dict[str, list[float]] = {name: [] for name in table}
+    for _ in range(rounds):
+        for name, (press, cold, cache) in table.items():
+            times[name].append(time_token(model, cache, press, cold))
+    rows = {}
+    for name, (_, _, cache) in table.items():
+        report = kvpress.memory_report(cache)
+        rows[name] = {
+            "median_ms": statistics.median(times[name]),
+            "min_ms": min(times[name]),
+            "memory_mib": report.device_bytes / 2**20,
+            "file_mib": report.file_bytes / 2**20,
+            "fetched_mib_per_token": report.fetched_bytes / (rounds * (STEPS + 1)) / 2**20,
+        }
+        print(f"{name:36s} " + "  ".join(f"{key} {value:8.2f}" for key, value in rows[name].items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", help="where files are made; the folder for temporary files by default")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    record = {
+        "date": date.today().isoformat(),
+        "machine": cpu_model(),
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "context": options.context,
+        "rounds": options.rounds,
+        "folder": options.folder or tempfile.gettempdir(),
+        "rows": measure(options.context, options.rounds, options.folder),
+    }
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
