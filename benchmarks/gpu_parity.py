@@ -24,6 +24,7 @@ from benchmarks.problems import Corrected, Coupled, Dense, Partial, Streams, Uni
 from kvpress import kernels
 from kvpress.kernels import BITS, CODE_BITS
 from kvpress.kernels.mass import reference as mass_reference
+from kvpress.kernels.prefill import reference as prefill_reference
 from kvpress.kernels.quantisation import reference as quantise_reference
 from kvpress.kernels.scores import reference as scores_reference
 
@@ -228,6 +229,38 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
                 yield case(name, dtype, 128, statistic, 0, given)
 
 
+def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Sparse causal attention of the newest tokens of two prompts, one of which begins with pads."""
+    total = sizes.lengths[-1]
+    queries, pads = total - total // 3, total // 5
+
+    def case(name: str, dtype: torch.dtype, dim: int, block: int, columns: bool, softcap: float | None) -> Case:
+        def run() -> tuple[Partial, Partial]:
+            seeded = generator(device)
+
+            def random(*shape: int) -> Tensor:
+                return torch.randn(*shape, generator=seeded, device=device)
+
+            q, keys, values = (
+                random(2, heads, n, dim).to(dtype) for heads, n in ((8, queries), (2, total), (2, total))
+            )
+            chosen = random(2, 8, -(-queries // block), -(-total // block)) > 1
+            tiles = kernels.Tiles(chosen, block, random(2, 8, total) > 2 if columns else None)
+            real = torch.arange(total, device=device) >= torch.tensor([[0], [pads]], device=device)
+            found = kernels.block_prefill(q, keys, values, tiles, scale=0.1, softcap=softcap, real=real)
+            lists = tiles.lists(queries, total)
+            return found, prefill_reference.attend(q, keys, values, lists, real, 0.1, softcap)
+
+        return Case(name, LIMITS[dtype], run)
+
+    for dtype in FLOATS:
+        for dim in sizes.dims:
+            yield case(f"{named(dtype)} D{dim}", dtype, dim, 64, False, None)
+        yield case(f"{named(dtype)} columns", dtype, 128, 64, True, None)
+    for block in (16, 100, 128):
+        yield case(f"blocks of {block}", torch.bfloat16, 128, block, True, 5.0)
+
+
 def page_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     def bounds(dtype: torch.dtype, dim: int) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
         def run() -> tuple[list[Tensor], list[Tensor]]:
@@ -317,6 +350,7 @@ CHECKS: dict[str, Callable[[Sizes, str], Iterator[Case]]] = {
     "corrections": correction_cases,
     "lookup": lookup_cases,
     "columns": column_cases,
+    "prefill": prefill_cases,
     "pages": page_cases,
     "quantise": quantise_cases,
     "generation": generation_cases,

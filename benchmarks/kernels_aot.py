@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from kvpress.kernels.attention.triton import coded, dense, merge, packed  # noqa: E402
 from kvpress.kernels.formats.packed import NARROW as NARROW_SCALES  # noqa: E402
 from kvpress.kernels.mass import triton as mass  # noqa: E402
+from kvpress.kernels.prefill import triton as prefill  # noqa: E402
 from kvpress.kernels.quantisation import triton as pack  # noqa: E402
 from kvpress.kernels.scores import triton as scores  # noqa: E402
 from kvpress.kernels.scores.contract import LABEL_BITS  # noqa: E402
@@ -231,6 +232,29 @@ def _scores(
     )
 
 
+def prefill_variant(dtype: str, D: int, block: int, *, columns: bool = False) -> Variant:
+    """Sparse causal attention of query blocks of that many tokens."""
+    padded = grid.padded(D)
+    keys = prefill.key_rows(block, 2 * padded, TYPES[dtype])
+    pointers = {"Q": dtype, "KEYS": dtype, "VALUES": dtype, "ENDS": "i64", "TILES": "i32", "OUT": "fp32", "LSE": "fp32"}
+    pointers |= {"COLUMN_ENDS": "i64", "COLUMNS": "i32", "REAL": "u8"} if columns else {}
+    constants = {"D": D, "DV": D, "DP": padded, "DVP": padded, "BN": keys}
+    constants["BM"] = prefill.query_rows(block, TYPES[dtype])
+    names = [f"{side}_{stride}" for side in ("key", "value") for stride in ("row", "head", "stride")]
+    sizes = ("queries", "length", "heads", "group", "halvings")
+    return Variant(
+        f"prefill {dtype} D{D} block {block}{' columns padded' if columns else ''}",
+        prefill._kernel,
+        pointers,
+        constants,
+        keys * 2 * D * TYPES[dtype],
+        {**dict.fromkeys([*names, "block"], "aligned"), **dict.fromkeys(sizes, "any")},
+        warps=prefill.warps(2 * padded * TYPES[dtype], columns),
+        stages=prefill.STAGES,
+        streams=not columns,
+    )
+
+
 def other_variants() -> Iterator[Variant]:
     """Merging, statistics of weights, and quantise-and-pack."""
     floats = {"PARTS": "fp32", "PART_LSE": "fp32", "OUT": "fp32", "LSE": "fp32"}
@@ -343,6 +367,12 @@ def variants() -> Iterator[Variant]:
         yield scores_variant(dtype, D, 16, labels=True)
     for bits in LABEL_BITS:
         yield coded_labels_variant(bits, 128 if bits == 1 else 32, 16)
+    for dtype, D in (("bf16", 64), ("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp16", 128), ("fp32", 128)):
+        yield prefill_variant(dtype, D, 64)
+    yield prefill_variant("fp32", 64, 64)
+    yield prefill_variant("bf16", 128, 128)
+    yield prefill_variant("bf16", 128, 16)
+    yield prefill_variant("bf16", 128, 64, columns=True)
     yield from other_variants()
 
 
@@ -369,7 +399,7 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in ("M", "R", "width", "splits", "books"):
+        elif name in ("M", "R", "width", "splits", "books", *variant.scalars):
             signature[name] = "i32"
         else:  # an option that is not used
             signature[name], constants[name] = "constexpr", None

@@ -125,6 +125,11 @@ def block_prefill(
     if launch.available(keys):
         count("block_prefill")
         out, lse = prefill_cpu.attend(*args)
+    elif device.available(keys):
+        from kvpress.kernels.prefill import triton as prefill_triton
+
+        count("block_prefill")
+        out, lse = prefill_triton.attend(*args)
     else:
         out, lse = prefill_reference.attend(*args)
     return attention.with_sinks(out, lse, None if sinks is None else sinks.float().view(-1, 1).expand_as(lse))

@@ -167,6 +167,7 @@ KEEP_ALL: dict[str, Any] = {
     "compression_ratio": 0.0,
     "ratio": 0.0,
     "head_compression_ratio": 0.0,
+    "key_channel_compression_ratio": 0.0,
     "compression_ratios": 0.0,
     "budget": EVERYTHING,
     "target_size": EVERYTHING,

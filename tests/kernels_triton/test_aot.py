@@ -36,6 +36,8 @@ REPRESENTATIVE = [
     ("coded-select 4c8b D128 M4", 120),
     ("coded 1c4b D128 M4 scaled weighted", 90),
     ("mass bf16 D128 weighted", 90),
+    ("prefill bf16 D128 block 64", 90),
+    ("prefill bf16 D128 block 64 columns padded", 80),
     ("bounds bf16 D128 M16", 90),
     ("labels bf16 D16 M16", 80),
 ]
