@@ -32,11 +32,6 @@ class Geometry(ModelFacts):
         """Layers that grow with the context."""
         return self.growing
 
-    @property
-    def sliding(self) -> tuple[LayerFacts, ...]:
-        """Layers that stop growing at `window` tokens."""
-        return tuple(layer for layer in self.layers if "sliding" in layer.kind or "chunked" in layer.kind)
-
     def pair_bytes(self, layer: LayerFacts) -> int:
         """Bytes of one uncompressed pair of a layer."""
         return layer.pair_dim * self.dtype.itemsize
@@ -85,7 +80,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared = 0
     for layer in model.growing:
-        stream = _stream(recipe, model, layer)
+        stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
         if stream.codec is not None and stream.segments:
             total += stream.codec.table_bytes(layer.head_dim)
@@ -134,15 +129,15 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
     # Layers are compressed one after the other, each while those before it hold what they keep.
     held, peak = 0.0, 0.0
     for layer, size in zip(model.growing, whole, strict=True):
-        stream = _stream(recipe, model, layer)
+        stream = _stream(recipe, model, layer, context)
         stream.read(context, recipe.kept(context))
         peak = max(peak, held + size)
         held += layer.kv_heads * batch * stream.bytes
     return round(max(peak, held)), sum(whole)
 
 
-def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream:
-    """Return the empty stream of a kv head of a layer."""
+def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) -> PlannedStream:
+    """Return the empty stream of a kv head of a layer, for a prompt of `context` tokens."""
     codec, selector = recipe.codec_at(layer.index), recipe.selector_at(layer.index)
     if layer.value_dim is not None and codec is not None:
         raise NotImplementedError(
@@ -155,7 +150,9 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream
     def index_bytes(pairs: float) -> float:
         return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
 
-    weight = WEIGHT if any(step.weighs for step in recipe.evictions) else 0
+    codec = None if codec is None else codec.at(context)
+    cut = recipe.kept(context) < context
+    weight = WEIGHT if any(step.weighs and (cut or not step.acts_in("prefill")) for step in recipe.evictions) else 0
     sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
     return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 
