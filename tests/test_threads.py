@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("busy")
 
 @every_spec
 def test_threads_in_one_block(spec: str) -> None:
-    requests = 30 if spec in (SPECS["knorm"], SPECS["adakv-kivi"]) else 10
+    requests = 15 if spec in (SPECS["knorm"], SPECS["adakv-kivi"]) else 6
     model, press = small_model(), kvpress.get_press(spec)
     before, expected = fingerprint(model), expected_of(model, press)
 
