@@ -42,7 +42,8 @@ class Plan:
     """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since.
 
     `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
-    chunks: without `bounded(x)`, nothing is evicted before the last of them.
+    chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
+    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none.
     """
 
     total_bytes: int
@@ -50,6 +51,7 @@ class Plan:
     pairs_per_head: int
     peak_bytes: int = 0
     chunked_peak_bytes: int = 0
+    tail_bytes: int = 0
 
     @property
     def factor(self) -> float:
@@ -78,7 +80,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     recipe = press.recipe(model)
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
-    shared = 0
+    shared, tails = 0, 0.0
     for layer in model.growing:
         stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
@@ -87,13 +89,15 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
             total += layer.kv_heads * batch * stream.codec.observed_bytes(layer.head_dim)
             shared = max(shared, stream.codec.shared_bytes(tokens, layer.head_dim))
         total += layer.kv_heads * batch * stream.bytes
+        tails += layer.kv_heads * batch * stream.tail_bytes
         uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes
         pairs.append(stream.pairs)
     peaks = _peaks(recipe, model, context, batch)
     windows = batch * min(tokens, model.window)
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean, *(peak + rest for peak in peaks))
+    at_once, in_chunks = (peak + rest for peak in peaks)
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails))
 
 
 def longest_context(press: BasePress, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
