@@ -45,6 +45,8 @@ PLANNED = (
 
 _WIDE = 100
 """Columns of a terminal from which on a table has lines."""
+_TAIL = 0.05
+"""The part of a cache from which on a plan says that it is for pairs that fill no tile."""
 _PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
 
 
@@ -121,6 +123,12 @@ def plan_command(
         fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
         table.add_row(Name(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
     console.print(table)
+    for spec, planned in rows:
+        share = planned.tail_bytes / planned.total_bytes
+        if share >= _TAIL:
+            said = f"{spec}: {share:.0%} of the cache is for pairs that stay dense as they fill no tile of the codec; "
+            said += "a budget of a few pairs more may hold less"
+            console.print(Text(said), soft_wrap=True)
     if room is not None:
         left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
         console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)

@@ -32,11 +32,6 @@ class Geometry(ModelFacts):
         """Layers that grow with the context."""
         return self.growing
 
-    @property
-    def sliding(self) -> tuple[LayerFacts, ...]:
-        """Layers that stop growing at `window` tokens."""
-        return tuple(layer for layer in self.layers if "sliding" in layer.kind or "chunked" in layer.kind)
-
     def pair_bytes(self, layer: LayerFacts) -> int:
         """Bytes of one uncompressed pair of a layer."""
         return layer.pair_dim * self.dtype.itemsize
@@ -47,7 +42,8 @@ class Plan:
     """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since.
 
     `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
-    chunks: without `bounded(x)`, nothing is evicted before the last of them.
+    chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
+    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none.
     """
 
     total_bytes: int
@@ -55,6 +51,7 @@ class Plan:
     pairs_per_head: int
     peak_bytes: int = 0
     chunked_peak_bytes: int = 0
+    tail_bytes: int = 0
 
     @property
     def factor(self) -> float:
@@ -83,22 +80,24 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     recipe = press.recipe(model)
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
-    shared = 0
+    shared, tails = 0, 0.0
     for layer in model.growing:
-        stream = _stream(recipe, model, layer)
+        stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
         if stream.codec is not None and stream.segments:
             total += stream.codec.table_bytes(layer.head_dim)
             total += layer.kv_heads * batch * stream.codec.observed_bytes(layer.head_dim)
             shared = max(shared, stream.codec.shared_bytes(tokens, layer.head_dim))
         total += layer.kv_heads * batch * stream.bytes
+        tails += layer.kv_heads * batch * stream.tail_bytes
         uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes
         pairs.append(stream.pairs)
     peaks = _peaks(recipe, model, context, batch)
     windows = batch * min(tokens, model.window)
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean, *(peak + rest for peak in peaks))
+    at_once, in_chunks = (peak + rest for peak in peaks)
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails))
 
 
 def longest_context(press: BasePress, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
@@ -134,15 +133,15 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
     # Layers are compressed one after the other, each while those before it hold what they keep.
     held, peak = 0.0, 0.0
     for layer, size in zip(model.growing, whole, strict=True):
-        stream = _stream(recipe, model, layer)
+        stream = _stream(recipe, model, layer, context)
         stream.read(context, recipe.kept(context))
         peak = max(peak, held + size)
         held += layer.kv_heads * batch * stream.bytes
     return round(max(peak, held)), sum(whole)
 
 
-def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream:
-    """Return the empty stream of a kv head of a layer."""
+def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) -> PlannedStream:
+    """Return the empty stream of a kv head of a layer, for a prompt of `context` tokens."""
     codec, selector = recipe.codec_at(layer.index), recipe.selector_at(layer.index)
     if layer.value_dim is not None and codec is not None:
         raise NotImplementedError(
@@ -155,7 +154,9 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts) -> PlannedStream
     def index_bytes(pairs: float) -> float:
         return 0.0 if selector is None else selector.index_bytes(round(pairs), layer.head_dim, model.dtype)
 
-    weight = WEIGHT if any(step.weighs for step in recipe.evictions) else 0
+    codec = None if codec is None else codec.at(context)
+    cut = recipe.kept(context) < context
+    weight = WEIGHT if any(step.weighs and (cut or not step.acts_in("prefill")) for step in recipe.evictions) else 0
     sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
     return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 

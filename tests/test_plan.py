@@ -164,6 +164,40 @@ def test_what_generated_tokens_add_is_planned(spec: str) -> None:
     assert planned.total_bytes == pytest.approx(walked, rel=0.02)
 
 
+TILED = (
+    *("kivi:bits=3,residual_length=0", "kivi:bits=2", "adaquant", "gear:bits=2", "gear_l:bits=2", "squat:bits=2"),
+    *("turboquant:bits=3", "kvarn:bits=(4,4)", "zipcache", "rotated:bits=3", "nvfp4", "saw_int4", "think:0.5"),
+)
+
+
+@pytest.mark.parametrize("codec", TILED)
+def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
+    """447 pairs leave a tail of up to 31 dense ones where 448 are whole tiles; what it costs is that much or more."""
+    model = Geometry.of(reference().config)
+    for tiles in (192, 448, 896):
+        few, whole, more = (
+            plan(kvpress.get_press(f"keydiff:budget={kept} + {codec}"), model, 1024)
+            for kept in (tiles - 1, tiles, tiles + 1)
+        )
+        assert few.total_bytes - few.tail_bytes <= 1.02 * (whole.total_bytes - whole.tail_bytes)
+        assert more.total_bytes - more.tail_bytes <= 1.02 * (whole.total_bytes - whole.tail_bytes)
+
+
+def test_a_plan_says_what_a_tail_costs() -> None:
+    """It is what 447 pairs hold beyond 447 of 448 parts of what 448 do, and is printed where it is much."""
+    spec = "keydiff:budget={} + kivi:bits=3,residual_length=0"
+    given = ["plan", "--model", "reference", "--context", "1024"]
+    given += [part for budget in (447, 448) for part in ("--press", spec.format(budget))]
+    printed = " ".join(runner.invoke(app, given).output.split())
+    few, whole = (
+        plan(kvpress.get_press(spec.format(kept)), Geometry.of(reference().config), 1024) for kept in (447, 448)
+    )
+    share = 1 - whole.total_bytes * 447 / 448 / few.total_bytes
+    assert f"{spec.format(447)}: {share:.0%} of the cache is for pairs that stay dense" in printed
+    assert f"{spec.format(448)}: " not in printed
+    assert whole.tail_bytes == 0
+
+
 def test_bytes_grow_with_the_batch_and_fall_with_the_ratio() -> None:
     geometry = Geometry.of(reference().config)
     one, four = (plan(kvpress.KnormPress(0.5), geometry, 4096, batch) for batch in (1, 4))
@@ -322,4 +356,4 @@ def test_brackets_of_errors_and_names_are_printed_as_they_are(name: str, tmp_pat
     given = ["plan", "--model", str(folder), "--context", "300", "--press", "none"]
     printed = runner.invoke(app, given)
     assert printed.exit_code == 0, printed.output
-    assert folder.name in printed.output.replace("\n", "")
+    assert folder.name in "".join(printed.output.split())  # a long path is broken, and its lines are centred

@@ -47,6 +47,7 @@ EVICTING = {
     "by layer": "pyramidkv:0.3,window_size=4,beta=4 + {kivi} + tidal_decode:budget=8,skip_layers=0",
     "part by part": "bounded(compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8,sketch_dimension=8):chunk=7",
     "of a size": "frontier:smaller=2",
+    "of bytes, in two widths": "frontier:bytes=15000",
     "labels of codes": "adakv(snapkv:0.3,window_size=4) + {turboquant} + {labels}",
 }
 SPECS = {

@@ -93,6 +93,11 @@ class Codec(ABC):
         """Of how many pairs of a row the number is a multiple that is encoded, `first` of all or later."""
         return 1 if first and self.whole else self.group
 
+    def at(self, tokens: int) -> Codec:
+        """Return the codec of a row whose prompt has so many tokens; another one where its format follows from that."""
+        del tokens
+        return self
+
     @abstractmethod
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         """Return the encoded pairs of `segment`, same rows, same order.

@@ -56,6 +56,14 @@ class PlannedStream:
         return sum(part.pairs for part in self.segments) + self.dense + self.window
 
     @property
+    def tail_bytes(self) -> float:
+        """What pairs that are dense only because they fill no tile take more than they would encoded."""
+        if self.codec is None:
+            return 0.0
+        pairs = max(0.0, self.dense + self.window - self.codec.residual - self._sinks())
+        return pairs * max(0.0, self.pair_bytes - self.codec.pair_bytes(self.dim, self.dtype))
+
+    @property
     def bytes(self) -> float:
         """Bytes held."""
         open_bytes, sealed_bytes = self.side_bytes

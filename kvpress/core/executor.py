@@ -194,7 +194,7 @@ class Executor:
         if phase == "prefill":
             unread = max(0, view.call.prompt_end - store.seen)
             tokens = view.call.left.get(view.rows[0], view.seen + unread)
-            return step.amount.at(depth).of(tokens), tokens
+            return step.amount.at(depth).beside(view).of(tokens), tokens
         amount = step.amount.at(depth)
         if step.schedule.target is not None:
             target = max(1, step.schedule.target.of(view.seen))

@@ -80,3 +80,8 @@ class ModelFacts:
     def growing(self) -> tuple[LayerFacts, ...]:
         """Layers whose cache grows with the context: those that this library stores."""
         return tuple(layer for layer in self.layers if layer.grows)
+
+    @property
+    def sliding(self) -> tuple[LayerFacts, ...]:
+        """Layers that stop growing at `window` tokens."""
+        return tuple(layer for layer in self.layers if "sliding" in layer.kind or "chunked" in layer.kind)

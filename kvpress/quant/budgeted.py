@@ -11,27 +11,23 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvpress.cache.segment import SLOT, WEIGHT
+from kvpress.cache.report import parse_bytes
 from kvpress.core.checks import Range
-from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
-from kvpress.core.recipe import Allocator, Amount, Eviction, Recipe, Scored
+from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
 from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.presses.cake import share_out
 from kvpress.presses.leverage_score import LeverageScorePress
 from kvpress.presses.sample import SamplePress
-from kvpress.quant.rotated import CentredCodec
+from kvpress.quant.widths import FittingCodec, Room, Sized, of_width
 
 QUERIES = Wanted(RecentQueries, 64)
 """The newest tokens, whose attention stands for that of tokens to come."""
-OFFSETS = 24
-"""Bytes of the place and length of a stream."""
-LEAST = 16
-"""Pairs of a head that stay whatever the size."""
-WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
-"""Bits of a channel, and from how many bits a number may take on average they are used."""
+SMALLER = 10.0
+"""How many times smaller a cache gets where no size is given."""
 ROUNDING = 1e-6
 """Relative squared errors below this tell layers apart by their rounding."""
 MOST = 2.0
@@ -47,45 +43,47 @@ Smaller = Annotated[float, Range(1, above=True)]
 
 
 class OfSize(Wrapping):
-    """What follows from how many times `smaller` a cache shall be; see `BudgetedPress`."""
+    """What follows from how many times `smaller` a cache shall be, or how many `bytes`; see `BudgetedPress`."""
 
-    smaller: Smaller
+    smaller: Smaller | None
+    bytes: str | int | None
 
-    def codec(self, model: ModelFacts | None) -> CentredCodec:
-        """Return how pairs are stored."""
-        room = 8 * (2 if model is None else model.dtype.itemsize) / self.smaller
-        bits = next((bits for bits, least in WIDTHS.items() if room >= least), min(WIDTHS))
-        return CentredCodec((bits, bits), 0)
+    def validate(self) -> None:
+        super().validate()
+        if self.bytes is None:
+            return
+        if self.smaller is not None:
+            raise ValueError(
+                f"smaller={self.smaller} and bytes={self.bytes} both say the size of the cache: leave out one of them"
+            )
+        if isinstance(self.bytes, bool) or not isinstance(self.bytes, (str, int)):
+            raise TypeError(f"bytes must be a size such as 4GB, 512MiB or 300000, got {self.bytes!r}")
+        if parse_bytes(str(self.bytes), "bytes") < 1:
+            raise ValueError(f"bytes must be >= 1, got {self.bytes}")
+
+    def room(self, model: ModelFacts | None, weighs: bool = False) -> Room:
+        """Return what the cache may hold."""
+        if self.bytes is None:
+            return Room(model, smaller=SMALLER if self.smaller is None else self.smaller, weighs=weighs)
+        return Room(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        codec = self.codec(model)
+        room = self.room(model)
+        # A factor is the same at every length, so that its width is known before any.
+        codec = FittingCodec(room) if room.smaller is None else of_width(room.bits(1))
         return replace(super().recipe(model), codec=lambda layer: codec)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         name, inner = type(self.inner).__name__, step.allocator
         if not step.amount.keeps_all:
-            raise ValueError(
-                f"smaller={self.smaller} says how many pairs stay: leave out the ratio or budget of {name}"
-            )
+            size = f"smaller={self.room(model).smaller}" if self.bytes is None else f"bytes={self.bytes}"
+            raise ValueError(f"{size} says how many pairs stay: leave out the ratio or budget of {name}")
         if inner.scope == "cache" or inner.by_layer or inner.decides or not step.schedule.prompt:
             raise TypeError(
                 f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} decides about them itself"
             )
-        allocator = ByError(inner, scope="cache")
-        return replace(
-            step, amount=self.sized(model, step.weighs), allocator=allocator, watches=(*step.watches, QUERIES)
-        )
-
-    def sized(self, model: ModelFacts | None, weighs: bool) -> Sized:
-        """Return how many pairs stay, of a model with heads of 128 numbers in 16 bits where none is given."""
-        layers = [LayerFacts(0, 0, "full_attention", 1, 1, 128)] if model is None else list(model.growing)
-        size = 2 if model is None else model.dtype.itemsize
-        streams = sum(layer.kv_heads for layer in layers)
-        codec = self.codec(model)
-        pair = sum(layer.kv_heads * codec.pair_bytes(layer.head_dim, torch.float16) for layer in layers) / streams
-        once = sum(layer.kv_heads * codec.fixed_bytes(layer.head_dim) for layer in layers) / streams
-        full = sum(layer.kv_heads * layer.pair_dim * size for layer in layers) / streams
-        return Sized(full=full / self.smaller, pair=pair + SLOT + WEIGHT * weighs, once=once + OFFSETS)
+        amount, allocator = Sized(room=self.room(model, step.weighs)), ByError(inner, scope="cache")
+        return replace(step, amount=amount, allocator=allocator, watches=(*step.watches, QUERIES))
 
 
 @register(
@@ -102,7 +100,7 @@ class OfSize(Wrapping):
 )
 @dataclass
 class BudgetedPress(OfSize):
-    """Make the cache of a prompt `smaller` times smaller: another press scores, all else follows from the size.
+    """Make the cache of a prompt `smaller` times smaller, or no larger than `bytes`: another press scores, the rest follows.
 
         bits   by the room r that is left for a number, 16 / smaller in a model of 16 bits:
                8 where r >= 8.6, 4 where r >= 2.6, 3 where r >= 0.53, 2 below
@@ -115,55 +113,47 @@ class BudgetedPress(OfSize):
     twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; tokens that follow
     the prompt stay dense until 32 of them are encoded together. A prompt keeps 16 pairs a head at least.
 
+    `smaller` is 10 where no size is given. `bytes`, such as 512MiB, 4GB or 300000, are those of all layers of one row of a
+    batch, sliding windows among them, after its prompt: a row is compressed as it would be alone, so that B rows take B times
+    as much. The bits are chosen once the prompt's length is known, for each row by itself; a prompt that fits as it is stays
+    so. What is held is at most that, and less by 1% or a pair of every head; by more where all pairs fit into some bits and
+    not into the next more, or where layers keep all their pairs, which need no places then. Bytes that do not hold 16 pairs a
+    head in 2 bits are refused. Generated tokens come on top, in the bits of the prompt; a further turn is cut to the same
+    bytes together with all before it, less those of the 31 tokens that may wait to be encoded.
+
     Paper: none.
     Differs from the paper: nothing.
     """
 
     press: BasePress
-    smaller: Smaller = 10.0
+    smaller: Smaller | None = None
+    bytes: str | int | None = None
 
     @property
     def inner(self) -> BasePress:
         return self.press
 
 
-@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:smaller=20",), exempt=ENCODES)
+@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:bytes=40KB",), exempt=ENCODES)
 @dataclass
 class FrontierPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller by what was found to lose least; nothing else to set.
 
     `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the pairs are those whose keys the
     others cannot stand in for, and the first four tokens; one quarter is drawn from the rest and weighed. Layers share pairs
-    by what losing them costs, and what stays takes 2, 3 or 4 bits a channel.
+    by what losing them costs, and what stays takes 2, 3 or 4 bits a channel. `bytes` say the size instead, such as 512MiB; see
+    `BudgetedPress`.
 
     Paper: none; those of the parts are named by `LeverageScorePress`, `SamplePress` and `RotatedPress`.
     Differs from the paper: nothing.
     """
 
-    smaller: Smaller = 10.0
+    smaller: Smaller | None = None
+    bytes: str | int | None = None
 
     @property
     def inner(self) -> BasePress:
         return SamplePress(LeverageScorePress(sketch_dimension=1024, ridge=0.1, n_sink=4))
-
-
-@dataclass(frozen=True)
-class Sized(Amount):
-    """As many pairs of `pair` bytes as fit in `full` bytes a token, after `once` bytes for the head."""
-
-    full: float = field(default=0.0, kw_only=True)
-    pair: float = field(default=1.0, kw_only=True)
-    once: float = field(default=0.0, kw_only=True)
-
-    @property
-    def keeps_all(self) -> bool:
-        return False
-
-    def of(self, tokens: int) -> int:
-        return min(tokens, max(LEAST, int((tokens * self.full - self.once) / self.pair)))
-
-    def check(self, tokens: int) -> None:
-        del tokens
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import kvpress
+from kvpress.cache.report import parse_bytes
 from kvpress.core.recipe import Scored
 from kvpress.plan import Geometry, plan
 from kvpress.quant.budgeted import QUERIES, ByError, error
+from kvpress.quant.rotated import RotatedSegment
+from kvpress.quant.widths import Room, leaves
 from tests.models import full_layers, tiny_model, tokens
 
 
@@ -32,6 +36,121 @@ def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
     assert 0.99 * smaller <= report.uncompressed_bytes / report.total_bytes <= 1.04 * smaller
     planned = plan(press, Geometry.of(reference.config), 2048)
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
+
+
+@pytest.mark.parametrize("spec", ["frontier", "budgeted(adakv(snapkv))"])
+@pytest.mark.parametrize("size", ["30KB", "100KB", "0.19MiB", "300000"])
+def test_bytes_are_met(spec: str, size: str, reference: Any) -> None:
+    ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(0))
+    press = kvpress.get_press(f"{spec}:bytes={size}")
+    with press(reference) as session:
+        reference.generate(ids, max_new_tokens=1, do_sample=False)
+    held = kvpress.memory_report(session.cache).total_bytes
+    # Of 30 KB, one pair of each of the 32 heads is 4%; layers that keep all pairs need no places.
+    assert 0.98 * parse_bytes(size) <= held <= parse_bytes(size)
+    assert plan(press, Geometry.of(reference.config), 1024).total_bytes == pytest.approx(held, rel=0.04)
+
+
+def test_a_factor_and_its_bytes_are_the_same_cache(reference: Any) -> None:
+    """1024 tokens take 2 MiB, so that 20 times smaller is a twentieth of it: the same bits, pairs and answers."""
+    ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(1))
+    held = []
+    for size in ("smaller=20", f"bytes={2**21 // 20}"):
+        with kvpress.get_press(f"frontier:{size}")(reference) as session:
+            torch.manual_seed(0)
+            reference.generate(ids, max_new_tokens=1, do_sample=False)
+        held.append([store.sealed[0] for store in (layer.store for layer in session.cache.layers)])
+    for one, other in zip(*held, strict=True):
+        assert one.layout.lengths == other.layout.lengths
+        assert one.keys.bits == other.keys.bits == 3
+        assert torch.equal(one.keys.codes, other.keys.codes)
+        assert torch.equal(one.values.codes, other.values.codes)
+
+
+def test_windows_count_among_the_bytes() -> None:
+    """Gemma 3 has layers of both kinds: what windows hold is left to the others, and bytes they fill alone are refused."""
+    model = tiny_model("gemma3_text")
+    geometry = Geometry.of(model.config)
+    windows = Room(geometry, bytes=1).beside(300)
+    assert windows > 0
+    size = windows + 12_000
+    with kvpress.FrontierPress(bytes=size)(model) as session:
+        model.generate(tokens(1, 300), max_new_tokens=2, do_sample=False)  # transformers cuts windows at the next token
+    held = kvpress.memory_report(session.cache).total_bytes - 4 * 2 * 32 * 4  # a pair of each head that was generated
+    assert 0.98 * size <= held <= 1.01 * size
+    with (
+        pytest.raises(ValueError, match=rf"layers with a sliding window take {windows} bytes"),
+        kvpress.FrontierPress(bytes=windows)(model),
+    ):
+        model.generate(tokens(1, 300), max_new_tokens=1, do_sample=False)
+
+
+def test_bytes_that_hold_sixteen_pairs_are_the_least() -> None:
+    """The error names a size; that size works, and one byte less does not."""
+    model, ids = tiny_model("llama"), tokens(1, 300)
+    with pytest.raises(ValueError, match="16 pairs of each of 6 heads stay, in 2 bits") as refused:
+        plan(kvpress.FrontierPress(bytes=1), Geometry.of(model.config), 300)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])  # type: ignore[index]
+    with kvpress.FrontierPress(bytes=least)(model) as session:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert kvpress.memory_report(session.cache).total_bytes <= least
+    with pytest.raises(ValueError, match="too small"), kvpress.FrontierPress(bytes=least - 2)(model) as session:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert session.cache is None
+
+
+def test_a_prompt_that_fits_stays_as_it_is() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 90)
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    with kvpress.FrontierPress(bytes="1MB")(model) as session:
+        held = model.generate(ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    torch.testing.assert_close(torch.stack(held.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+    report = kvpress.memory_report(session.cache)
+    assert report.kept == report.seen
+    assert all(not isinstance(part, RotatedSegment) for layer in session.cache.layers for part in layer.store.sealed)
+
+
+def test_rows_of_a_batch_have_bits_of_their_own() -> None:
+    """Rows of 300, 60 and 9 tokens: 3 bits, 4 bits and as they are, and the same logits as each alone, 40 tokens on."""
+    model, lengths, longest = tiny_model("llama"), (300, 60, 9), 300
+    ids, mask = tokens(3, longest), torch.ones(3, longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, : longest - length] = 0
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    press = kvpress.get_press("budgeted(knorm):bytes=20000")
+    with press(model) as session:
+        both = model.generate(ids, attention_mask=mask, **options)
+    stores = [layer.store for layer in session.cache.layers]
+    kinds = [
+        {getattr(getattr(leaf, "keys", None), "bits", 16) for leaf in leaves(store.segments[:1])} for store in stores
+    ]
+    assert kinds == [{3, 4, 16}] * 3
+    assert all(len(store.segments) <= 2 for store in stores)  # tiles that follow join
+    for row, length in enumerate(lengths):
+        with press(model) as own:
+            alone = model.generate(ids[row : row + 1, longest - length :], **options)
+        assert alone.sequences[0, length:].tolist() == both.sequences[row, longest:].tolist()
+        torch.testing.assert_close(alone.logits[0][0], both.logits[0][row], rtol=1e-4, atol=1e-4)
+        assert lengths_held(stores, row) == lengths_held([layer.store for layer in own.cache.layers], 0)
+
+
+def lengths_held(stores: list[Any], row: int) -> list[list[int]]:
+    """Pairs of every head of a row, by layer."""
+    return [store.stored()[2 * row : 2 * row + 2] for store in stores]
+
+
+@pytest.mark.parametrize(("size", "bits"), [("80KB", 4), ("115KB", 4)])
+def test_later_turns_are_cut_to_the_same_bytes(size: str, bits: int) -> None:
+    """In the bits of the first prompt, which all pairs keep: turns of 300 tokens, of which the first fits whole or not."""
+    model, ids = tiny_model("llama"), tokens(1, 900)
+    with kvpress.FrontierPress(bytes=size)(model) as session:
+        cache = model(ids[:, :300], use_cache=True).past_key_values
+        for end in (600, 900):
+            model(ids[:, end - 300 : end], past_key_values=cache)
+            held = kvpress.memory_report(session.cache).total_bytes
+            assert held <= parse_bytes(size)
+    assert {part.keys.bits for layer in cache.layers for part in layer.store.segments} == {bits}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "glm4"])
@@ -110,6 +229,13 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
         ("budgeted(pyramidkv):smaller=10", "shares out the pairs"),
         ("budgeted(cake):smaller=10", "decides about them itself"),
         ("frontier + kivi:bits=4", "codec"),
+        ("frontier:smaller=10,bytes=4GB", "leave out one of them"),
+        ("frontier:bytes=much", "such as 4GB, 512MiB or 300000"),
+        ("frontier:bytes=-3", "such as 4GB, 512MiB or 300000"),
+        ("frontier:bytes=0", "bytes must be >= 1"),
+        ("frontier:bytes=2.5", "such as 4GB, 512MiB or 300000"),
+        ("frontier:bytes=true", "such as 4GB, 512MiB or 300000"),
+        ("budgeted(knorm:0.5):bytes=4GB", "bytes=4GB says how many pairs stay: leave out the ratio"),
     ],
 )
 def test_what_the_size_decides_is_said_once(spec: str, words: str) -> None:

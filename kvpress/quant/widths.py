@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache of a size may hold of a prompt, and a codec whose width follows from the prompt's length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.codec import Codec, DenseCodec, Sealing
+from kvpress.cache.layout import Layout
+from kvpress.cache.mixed import Flags, MixedSegment
+from kvpress.cache.report import format_bytes
+from kvpress.cache.segment import SLOT, WEIGHT, DenseSegment, Segment
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.recipe import Amount
+from kvpress.observe.view import View
+from kvpress.quant.rotated import CentredCodec, RotatedSegment
+
+DENSE = 16
+"""Bits that stand for pairs as they are."""
+WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
+"""Bits of a channel, and from how many bits a number may take on average they are used."""
+GROUP = 32
+"""Tokens that follow a prompt and are encoded together."""
+OFFSETS = 24
+"""Bytes of the place and length of a stream."""
+LEAST = 16
+"""Pairs of a head that stay whatever the size."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the cache of one row may hold: `smaller` times less than uncompressed, or so many `bytes` in all layers.
+
+    Of bytes, what layers with a sliding window take comes first. `weighs` says that pairs have log-weights. `width` are the
+    bits that pairs are encoded in already, None before any are.
+    """
+
+    model: ModelFacts | None
+    smaller: float | None = None
+    bytes: int | None = None
+    weighs: bool = False
+    width: int | None = None
+
+    @property
+    def layers(self) -> Sequence[LayerFacts]:
+        """Those that grow; one with a head of 128 numbers where no model is given."""
+        return [LayerFacts(0, 0, "full_attention", 1, 1, 128)] if self.model is None else self.model.growing
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the model."""
+        return 2 if self.model is None else self.model.dtype.itemsize
+
+    def _of_stream(self, bytes_of: Callable[[LayerFacts], float]) -> float:
+        """Mean over all heads of all layers that grow."""
+        return sum(layer.kv_heads * bytes_of(layer) for layer in self.layers) / self.streams
+
+    @property
+    def streams(self) -> int:
+        """Heads of all layers that grow."""
+        return sum(layer.kv_heads for layer in self.layers)
+
+    @property
+    def full(self) -> float:
+        """Bytes of a pair as it is, of a mean head."""
+        return self._of_stream(lambda layer: layer.pair_dim * self.itemsize)
+
+    def beside(self, tokens: int) -> int:
+        """Return the bytes of layers that hold a window only."""
+        if self.model is None:
+            return 0
+        held = min(tokens, self.model.window)
+        return sum(layer.kv_heads * held * layer.pair_dim * self.itemsize for layer in self.model.sliding)
+
+    def allowed(self, tokens: int) -> float:
+        """Return the bytes that a mean head may hold of a prompt of so many tokens."""
+        if self.bytes is None:
+            return tokens * self.full / (self.smaller or 1.0)
+        return (self.bytes - self.beside(tokens)) / self.streams
+
+    def bits(self, tokens: int) -> int:
+        """Return the bits of a channel; `DENSE` where all fits as it is."""
+        if self.width is not None:
+            return self.width
+        allowed, whole = self.allowed(tokens), tokens * self.full
+        if allowed >= whole:
+            return DENSE
+        room = 8 * self.itemsize * max(0.0, allowed) / whole
+        return next(bits for bits, least in WIDTHS.items() if room >= least)
+
+    def held(self, pairs: float, bits: int) -> float:
+        """Return the bytes of so many pairs of a mean head, all that is held beside their codes counted."""
+        pair, once, codec = self.full, 0.0, of_width(bits)
+        if bits != DENSE:
+            pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, torch.float16))
+            once = self._of_stream(lambda layer: codec.fixed_bytes(layer.head_dim))
+        return once + OFFSETS + pairs * (pair + SLOT + WEIGHT * self.weighs)
+
+    def pairs(self, tokens: int) -> int:
+        """Return how many pairs of a head stay of so many tokens, on average."""
+        bits = self.bits(tokens)
+        if self.allowed(tokens) >= tokens * self.full:
+            return tokens
+        once, pair = self.held(0, bits), self.held(1, bits) - self.held(0, bits)
+        if self.width is not None:  # what follows the first prompt leaves a tile in the making
+            once += (GROUP - 1) * self.full
+        return min(tokens, max(LEAST, int((self.allowed(tokens) - once) / pair)))
+
+    def check(self, tokens: int) -> None:
+        """Refuse bytes that do not hold what stays of a prompt of so many tokens whatever the size.
+
+        Raises:
+            ValueError: they do not; says how many are needed.
+        """
+        bits = self.bits(tokens)
+        if self.bytes is None or bits == DENSE:
+            return
+        kept, beside = min(tokens, LEAST), self.beside(tokens)
+        least = beside + self.streams * self.held(kept, min(WIDTHS))
+        if self.bytes < least:
+            windows = f", and layers with a sliding window take {beside} bytes of it" if beside else ""
+            raise ValueError(
+                f"bytes={self.bytes} is too small for a prompt of {tokens} tokens: {kept} pairs of each of {self.streams} "
+                f"heads stay, in {min(WIDTHS)} bits{windows}, so give at least {int(least) + 1} "
+                f"({format_bytes(least)})"
+            )
+
+
+@dataclass(frozen=True)
+class Sized(Amount):
+    """As many pairs as the `room` has, of any number of tokens."""
+
+    room: Room = field(default_factory=lambda: Room(None), kw_only=True)
+
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    def beside(self, view: View) -> Sized:
+        if self.room.bytes is None:
+            return self
+        widths = widths_held(view.call.store.segments)
+        return replace(self, room=replace(self.room, width=widths.get(view.streams[0])))
+
+    def of(self, tokens: int) -> int:
+        return self.room.pairs(tokens)
+
+    def check(self, tokens: int) -> None:
+        self.room.check(tokens)
+
+
+class WholeDenseCodec(DenseCodec):
+    """Holds prompts as they are, to their last pair."""
+
+    whole: ClassVar[bool] = True
+
+
+@dataclass
+class FittingCodec(Codec):
+    """Encodes each row in the width that its prompt leaves room for; what follows the prompt, in the same one.
+
+    Rows of a batch are usually of one width. Where they are not, those of further widths are further parts of the segment.
+    """
+
+    room: Room
+    group: int = GROUP
+    residual: int = 0
+
+    whole: ClassVar[bool] = True
+
+    def at(self, tokens: int) -> Codec:
+        return of_width(self.room.bits(tokens))
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        widths = torch.tensor(self._widths(segment, sealing))
+        own, found = replace(sealing, earlier=tuple(leaves(sealing.earlier))), widths.unique().tolist()
+        stream = segment.layout.streams_of(torch.arange(segment.layout.total))
+        return _encode(segment, widths[stream], found, own)
+
+    def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
+        """Return the bits of every stream: those of its first pairs, if there are any."""
+        held, rows = widths_held(sealing.earlier), segment.layout.streams // sealing.heads
+        seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
+        return [held.get(n) or self.room.bits(int(seen[n // sealing.heads])) for n in range(segment.layout.streams)]
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        raise TypeError("the bytes of a pair follow from the length of a prompt: ask `at(tokens)`")
+
+
+def of_width(bits: int) -> Codec:
+    """Return the codec of so many bits a channel."""
+    return WholeDenseCodec(GROUP, 0) if bits == DENSE else CentredCodec((bits, bits), 0, group=GROUP)
+
+
+def widths_held(parts: Iterable[Segment]) -> dict[int, int]:
+    """Return the bits of every stream that holds encoded pairs."""
+    found: dict[int, int] = {}
+    for part in leaves(part.known() for part in parts):
+        bits = part.keys.bits if isinstance(part, RotatedSegment) else DENSE
+        found |= {n: bits for n, length in enumerate(part.layout.lengths) if length}
+    return found
+
+
+def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
+    """Yield the segments of one width that segments consist of."""
+    for part in parts:
+        if isinstance(part, MixedSegment):
+            yield from leaves(part.parts)
+        else:
+            yield part
+
+
+def _encode(segment: DenseSegment, bits: Tensor, widths: Sequence[int], sealing: Sealing) -> Segment:
+    """Encode every pair in the `bits [total]` that its stream takes, all widths being given in order."""
+    if len(widths) == 1:
+        return of_width(widths[0]).encode(segment, sealing)
+    second, parts = bits != widths[0], []
+    for mine, left in ((~second, widths[:1]), (second, widths[1:])):
+        rows = mine.nonzero().flatten()
+        counts = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
+        at = rows.to(segment.device)
+        pairs = DenseSegment(segment.keys[at], segment.values[at], Layout(counts.tolist()))
+        parts.append(_encode(pairs, bits[mine], left, sealing))
+    return MixedSegment(parts[0], parts[1], Flags.of(second.to(segment.device)), segment.layout)
