@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,16 @@ def test_a_finished_cell_is_a_line(terminal: bool) -> None:
     shown = console.file.getvalue()
     assert "none on vt at 128: 2 samples, 50.0%, answered in 0.5 s" in shown
     assert (" 25%" in shown) == terminal
+
+
+def test_the_rest_takes_no_longer_than_there_is_time() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with RunProgress(console, 10**6, until=time.monotonic() + 30) as progress:
+        time.sleep(0.01)
+        progress.advance(1)
+        progress.reached("a press in a million")
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"0:00:(30|2\d) left", console.file.getvalue())
 
 
 def test_help_waits_for_nothing_heavy() -> None:

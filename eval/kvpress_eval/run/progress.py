@@ -40,10 +40,10 @@ class JobProgress(Protocol):
 
 
 class RunProgress:
-    """Counts work, names the cell being worked on, and says how long the rest will take."""
+    """Counts work, names the cell being worked on, and says how long the rest will take: not longer than `until`."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, total: int, until: float | None = None) -> None:
+        self._console, self._until = console, until
         self._total, self._done, self._started = total, 0, time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -111,4 +111,6 @@ class RunProgress:
     def _left(self) -> str:
         done = max(1, self._done)
         seconds = (time.monotonic() - self._started) / done * (self._total - self._done)
+        if self._until is not None:
+            seconds = min(seconds, max(0.0, self._until - time.monotonic()))
         return str(timedelta(seconds=round(seconds)))

@@ -206,11 +206,13 @@ class _Tuning:
         total = work(self.wishes.candidates, len(self.split.searched), most, len(self.space.recipes()))
         self._say(
             f"searching {self.wishes.candidates} candidates on {most} contexts of each of {len(self.split.searched)} tasks, "
-            "halved again and again"
+            f"halved again and again{self._at_most()}; then the best are measured on samples that were held out"
         )
+        if examiner.known:
+            self._say(f"{examiner.known:,} scores of an earlier run are known, and are not asked for again")
         until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
         with (
-            RunProgress(self.console, total) as progress,
+            RunProgress(self.console, total, until) as progress,
             helpers(self.config, self.engine, examiner, self.split, progress) as helped,
         ):
             search = Search(
@@ -235,6 +237,9 @@ class _Tuning:
             sized = self._other_sizes(search, best[0])
         picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
         return {one.press: one for one in (*best, *sized)}, picked.press
+
+    def _at_most(self) -> str:
+        return "" if self.wishes.minutes is None else f", for at most {self.wishes.minutes:g} minutes"
 
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
         """Return where the best composition stands at other sizes, on the same contexts."""

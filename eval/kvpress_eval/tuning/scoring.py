@@ -43,13 +43,14 @@ _ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, FloatingPoi
 class Examiner:
     """Scores presses on items and remembers every score, so that nothing is asked twice: with a file `path` even after a kill.
 
-    `failed` says of presses that could not be scored why.
+    `failed` says of presses that could not be scored why; `known` counts the scores that the file held.
     """
 
     engine: Engine
     path: Path | None
     max_seconds: float | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    known: int = field(default=0, init=False)
     _known: dict[str, Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class Examiner:
         if bad or torn:
             replace_file(self.path, b"".join(map(encode_row, rows)))
         self._note(rows)
+        self.known = len(self._known)
 
     def score_of(self, press: str, item: Item) -> float:
         """Return the score of a press on an item that it was examined on."""

@@ -79,7 +79,8 @@ def test_the_file_is_the_press_with_what_it_was_tuned_on(whole: tuple[Tuned, str
 def test_what_is_said(whole: tuple[Tuned, str, Path]) -> None:
     tuned, printed, _ = whole
     assert "cache of 128 tokens with no press" in printed
-    assert "halved again and again" in printed
+    assert "halved again and again; then the best are measured" in printed
+    assert "are known" not in printed
     assert " left" in printed
     assert tuned.press in tuned.sentence
     assert "held-out samples" in tuned.sentence
@@ -101,7 +102,8 @@ def test_a_second_start_asks_nothing_again(
     tuned, _, out = whole
     shutil.copytree(out, tmp_path / "best")
     monkeypatch.setattr(scoring, "read_contexts", lambda *_: pytest.fail("a context was read again"))
-    again, _ = found(tmp_path / "best")
+    again, printed = found(tmp_path / "best")
+    assert f"{len((out / 'search.jsonl').read_text().splitlines())} scores of an earlier run are known" in printed
     assert (again.press, again.frontier, again.sentence) == (tuned.press, tuned.frontier, tuned.sentence)
 
 
