@@ -53,6 +53,7 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     # Groups as large as quanto's, so that both spend about as much on scales.
     "ours kivi 4 bit": ("kivi:bits=4,group_size=(128,64),residual_length=0", None),
     "ours kivi 4 bit, g 32": ("kivi:bits=4", None),
+    "ours kivi 3 bit, g 32": ("kivi:bits=3", None),
     "ours kivi 2 bit": ("kivi:bits=2,group_size=(128,64),residual_length=0", None),
     "ours kivi 2 bit, g 32": ("kivi:bits=2", None),
     "ours adaquant 4/2 bit": ("adaquant", None),
@@ -72,6 +73,7 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
 GOALS = {
     "ours kivi 4 bit": 1.0,
     "ours kivi 4 bit, g 32": 1.0,
+    "ours kivi 3 bit, g 32": 1.0,
     "ours kivi 2 bit": 1.0,
     "ours kivi 2 bit, g 32": 1.0,
     "ours adaquant 4/2 bit": 1.0,
