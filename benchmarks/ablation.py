@@ -37,7 +37,8 @@ from benchmarks.kernels_cpu import cpu_model
 from benchmarks.quality import held
 from benchmarks.quality_figures import COLOURS, MARKERS, write_figure
 from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Eviction, Scored
+from kvpress.core.recipe import Eviction
+from kvpress.core.scoring import Scored
 from kvpress.presses.sample import Sampling
 from kvpress.quant.budgeted import BudgetedPress
 

@@ -56,8 +56,8 @@ ALL_REFUSE = (
 BASES = {
     "Presses": ("core.press.BasePress", "core.press.ScorerPress", "core.press.WrapperPress"),
     "Recipes": (
-        "core.recipe.Recipe", "core.recipe.Eviction", "core.recipe.ByScore", "core.recipe.Scored", "core.recipe.Amount",
-        "core.recipe.Schedule", "core.recipe.Allocator", "core.recipe.Rewritten",
+        "core.recipe.Recipe", "core.recipe.Eviction", "core.scoring.ByScore", "core.scoring.Scored", "core.amount.Amount",
+        "core.amount.Schedule", "core.recipe.Allocator", "core.recipe.Rewritten",
     ),
     "What a method sees": (
         "observe.view.View", "observe.call.LayerCall", "observe.observer.Observer", "observe.observer.Wanted",

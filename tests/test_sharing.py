@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.core.recipe import Allocator, Eviction, Scored
+from kvpress.core.recipe import Allocator, Eviction
+from kvpress.core.scoring import Scored
 from kvpress.hf.models import new_cache
 from tests.caches import positions
 from tests.models import fingerprint, grow, padded_batch, position_ids, tiny_model

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import check_finite
-from kvpress.core.recipe import Eviction, Rewritten, Scored
+from kvpress.core.recipe import Eviction, Rewritten
 from kvpress.core.refit import CodecAt, Target, refit, targets
+from kvpress.core.scoring import Scored
 from kvpress.core.spared import warn
 from kvpress.observe.call import LayerCall
 from kvpress.observe.view import View, view_groups

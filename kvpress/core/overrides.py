@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.core.amount import Amount
 from kvpress.core.helpers import check_overrides
 from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe
+from kvpress.core.recipe import Allocator, Eviction, Recipe
+from kvpress.core.scoring import ByScore
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, score_arguments
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvpress.cache.report import memory_report
+from kvpress.core.amount import Amount, Schedule
 from kvpress.core.by_hand import compress, view_by_hand
 from kvpress.core.checks import Count, Ratio, check_fields
 from kvpress.core.compose import merge
@@ -29,8 +30,9 @@ from kvpress.core.overrides import (
     overrides_score,
     own_budget,
 )
-from kvpress.core.recipe import Allocator, Amount, ByScore, Eviction, Recipe, Schedule, Scored, Scorer
+from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import find
+from kvpress.core.scoring import ByScore, Scored, Scorer
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 

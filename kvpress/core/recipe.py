@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec
+from kvpress.core.amount import Amount, Schedule
 from kvpress.core.dropping import Dropping
 from kvpress.core.pattern import Pattern
+from kvpress.core.scoring import Scored, Scorer
 from kvpress.core.selector import Selector
 from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
@@ -26,175 +26,6 @@ from kvpress.observe.passes import Pass
 from kvpress.observe.queries import SampledQueries
 from kvpress.observe.spans import SPANS, Spans
 from kvpress.observe.view import LOG_WEIGHT, View
-
-HIDDEN_STATES = 256
-"""Newest hidden states that are kept while tokens are generated, for presses that read them."""
-
-
-def top(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Mark the `count` largest scores of the last axis; of equal ones the newest. NaN counts as smallest.
-
-    As a tensor, `count` has the shape of `scores` without the last axis.
-    """
-    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    length = scores.shape[-1]
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    first = torch.arange(length, device=scores.device) < (count if isinstance(count, int) else count[..., None])
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, first.expand_as(order))
-
-
-class Scorer(Protocol):
-    """What is each pair worth?"""
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        """Observers that the scores are read from."""
-
-    def scores(self, view: View) -> Tensor:
-        """Return the worth of every pair of a view, `[b, h, n]`; the largest are kept, infinite ones first."""
-
-    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        """Mark `counts` pairs of every head, a number or `[b, h]`, as a mask `[b, h, n]`."""
-
-    def without_values(self) -> Scorer:
-        """Return the scorer that leaves the size of values out, for wrappers that weigh them themselves."""
-
-    @property
-    def ranks(self) -> bool:
-        """Whether scores only order the pairs of a head, so that they can be neither weighed nor compared between heads."""
-
-    @property
-    def weighs(self) -> bool:
-        """Whether `choose` gives the pairs that stay logit weights."""
-
-
-@dataclass
-class Scored:
-    """A view, and what its pairs are worth, worked out when first asked for.
-
-    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs. Where the view shows
-    some pairs of another one, `among`, they are worth what they are there.
-    """
-
-    view: View
-    scorer: Scorer
-    log_weight: Tensor | None = None
-    among: View | None = None
-
-    @property
-    def whole(self) -> View:
-        """All pairs of the heads: what allocators measure."""
-        return self.view if self.among is None else self.among
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """Scores `[b, h, n]`, float32."""
-        scores = self.scorer.scores(self.whole)
-        if scores.shape != self.whole.shape:
-            name = type(self.scorer).__name__
-            raise ValueError(f"{name}.score returned {tuple(scores.shape)}, not {tuple(self.whole.shape)}")
-        return scores.float() if self.among is None else scores.float().gather(2, self._index)
-
-    def put(self, array: Tensor, whole: Tensor) -> Tensor:
-        """Set those of `whole [b, h, m]` that the view shows, the oldest ones or some `among` all, to `array [b, h, n]`."""
-        if self.among is None:
-            whole[..., : self.view.length] = array
-            return whole
-        return whole.scatter_(2, self._index, array)
-
-    @property
-    def _index(self) -> Tensor:
-        assert self.view.index is not None  # noqa: S101 - a view of some pairs
-        return self.view.index
-
-
-class ByScore:
-    """A scorer whose best pairs are kept; scorers derive from it and give `scores`."""
-
-    ranks: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
-
-    @property
-    def wants(self) -> tuple[Wanted, ...]:
-        """Observers that the scores are read from."""
-        return ()
-
-    def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        """Mark the pairs with the largest scores."""
-        return top(scored.scores, counts)
-
-    def without_values(self) -> Any:
-        """Return the scorer that leaves the size of values out: this one, where it does so anyway."""
-        return self
-
-
-@dataclass(frozen=True)
-class Amount:
-    """How many pairs a head keeps on average: all but the share `ratio`, or `budget` of them.
-
-    `protected` pairs are kept in any case, so that as many tokens or fewer stay whole. `ratios` gives every layer that grows a
-    ratio of its own.
-    """
-
-    ratio: float = 0.0
-    budget: int | None = None
-    protected: int = 0
-    ratios: tuple[float, ...] = ()
-
-    def at(self, depth: int) -> Amount:
-        """Return the amount of one of the layers that grow."""
-        return replace(self, ratio=self.ratios[depth], budget=None, ratios=()) if self.ratios else self
-
-    def beside(self, view: View) -> Amount:
-        """Return the amount for a view, where it depends on how the pairs of an earlier turn are stored."""
-        del view
-        return self
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is to be removed."""
-        return self.budget is None and not any(self.ratios or (self.ratio,))
-
-    def of(self, tokens: int) -> int:
-        """Return how many of `tokens` pairs stay; the mean of all layers where they differ."""
-        if self.ratios:
-            return round(sum(self.at(depth).of(tokens) for depth in range(len(self.ratios))) / len(self.ratios))
-        if self.budget is not None:
-            return min(tokens, self.budget)
-        return tokens if tokens <= max(1, self.protected) else int(tokens * (1 - self.ratio))
-
-    def check(self, tokens: int) -> None:
-        """Refuse a ratio that keeps none of `tokens`."""
-        for amount in [self.at(depth) for depth in range(len(self.ratios))] or [self]:
-            if amount.of(tokens) < 1:
-                most = int((1 - 1 / tokens) * 1e4) / 1e4
-                most -= 0.0001 if int(tokens * (1 - most)) < 1 else 0.0
-                raise ValueError(
-                    f"compression_ratio={amount.ratio} keeps 0 of {tokens} tokens; at least 1 must be kept, so use a "
-                    f"ratio of at most {most:.4f} or budget=1"
-                )
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When pairs are evicted: after a `prompt`, and after `every` so many generated tokens, None for never.
-
-    With a `chunk`, prompts are read in chunks of at most so many tokens, and evicted from after each of them. `closing` follows
-    every pass that closes a span instead, of a prompt or generated: see `Eviction.among`.
-    While tokens are generated, `target` says how many pairs stay; None keeps as many as stayed of the prompt. `hidden_states`
-    bounds those that are held for presses that read them.
-    """
-
-    prompt: bool = True
-    every: int | None = None
-    target: Amount | None = None
-    hidden_states: int = HIDDEN_STATES
-    chunk: int | None = None
-    closing: bool = False
-
-    def acts_in(self, phase: Phase) -> bool:
-        """Whether anything is evicted in a phase."""
-        return self.prompt if phase == "prefill" else self.every is not None or self.closing
 
 
 @dataclass(frozen=True)

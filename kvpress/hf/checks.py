@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
-from kvpress.hf.layer import check_adopted
+from kvpress.hf.adoption import check_adopted
 from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
 from kvpress.kernels.cpu import build
 from kvpress.observe.spans import SPANS

@@ -23,8 +23,9 @@ from transformers.modeling_utils import PreTrainedModel
 from kvpress.cache.container import Header, Place, Tensors, receive_block, receive_header, send_blocks
 from kvpress.cache.report import parse_bytes
 from kvpress.core.press import BasePress
+from kvpress.hf.adoption import ADOPTED
 from kvpress.hf.files import Arriving, as_it_is, check_model, check_tokenizer, written
-from kvpress.hf.layer import ADOPTED, PressLayer
+from kvpress.hf.layer import PressLayer
 
 
 def send(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +16,11 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
 from kvpress.cache.guard import between_passes
+from kvpress.cache.readout import dense_pairs, pairs_in_columns, why_unreadable
 from kvpress.cache.replaced import replace_all
 from kvpress.cache.store import KVStore
 from kvpress.observe.call import LayerCall
@@ -392,96 +392,3 @@ def check_others(layer: Any, index: int, tokens: int) -> None:
         raise NotImplementedError(
             f"no tokens can be taken back from layer {index} of this cache, because {reason}; {advice}"
         )
-
-
-ADOPTED: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-"""Stock layers that ours can take the place of; classes that derive from them may store pairs in another way."""
-
-
-def check_adopted(layer: Any, index: int) -> None:
-    """Refuse a cache layer that stores pairs in a way of its own, so that a press would not act on it."""
-    if isinstance(layer, PressLayer) or type(layer) in ADOPTED:
-        return
-    raise NotImplementedError(
-        f"layer {index} of the cache is a {type(layer).__name__}, which stores pairs in a way of its own, so a press would not "
-        "act on it; use the default dynamic cache: leave past_key_values out, or pass DynamicCache(config=model.config)"
-    )
-
-
-def adopt_layer(cache: Cache, index: int) -> PressLayer | None:
-    """Return our layer of the cache at `index`, put in place of a stock one; None where the layer is not one to replace."""
-    if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= index:
-            cache.layers.append(cache.layer_class_to_replicate())
-    layer: Any = cache.layers[index] if index < len(cache.layers) else None
-    if isinstance(layer, PressLayer):
-        layer.belong_to(cache)
-        return layer
-    if type(layer) not in ADOPTED:
-        return None
-    ours = PressLayer() if type(layer) is DynamicLayer else HybridPressLayer(layer)
-    if layer.is_initialized and layer.get_seq_length():
-        ours.update(layer.keys, layer.values)
-    ours.belong_to(cache)
-    cache.layers[index] = ours
-    return ours
-
-
-def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
-    """Return all keys `[B, H, n, D]` and values `[B, H, n, Dv]`: copies, unless nothing is sealed yet.
-
-    Raises:
-        ValueError: heads or rows hold different numbers of pairs.
-    """
-    window = store.window
-    if not store.sealed:
-        return window.filled_keys, window.filled_values
-    if not all(part.layout.uniform for part in store.sealed):
-        raise ValueError("heads hold different numbers of pairs: see kvpress.kept_positions and the layer's store")
-    shape = (store.batch, store.heads, -1)
-    keys, values = zip(*(part.read(slice(None)) for part in store.sealed), strict=True)
-    return (
-        torch.cat([*(part.unflatten(0, shape) for part in keys), window.filled_keys], dim=2),
-        torch.cat([*(part.unflatten(0, shape) for part in values), window.filled_values], dim=2),
-    )
-
-
-def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tensor]:
-    """Return keys `[B, H, seen, D]` and values `[B, H, seen, Dv]` with every stored pair in its column, evicted ones marked.
-
-    The mark is a key of NaN and a value of zero; the other way round where the first of both are latents.
-    """
-    window = store.window
-    if not store.sealed:
-        return window.filled_keys.contiguous(), window.filled_values.contiguous()
-    spread = []
-    for which, like in enumerate((window.keys, window.values)):
-        mark = float("nan") if which == int(latent) else 0.0
-        spread.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
-    for segment in store.sealed:
-        rows = torch.arange(segment.layout.total, device=segment.device)
-        at = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
-        for whole, stored in zip(spread, segment.read(slice(None)), strict=True):
-            whole.index_copy_(0, at, stored.to(whole.dtype))
-    keys, values = (whole.unflatten(0, (store.batch, store.heads, store.seen)) for whole in spread)
-    keys[:, :, window.first : window.first + window.length] = window.filled_keys
-    values[:, :, window.first : window.first + window.length] = window.filled_values
-    return keys, values
-
-
-def why_unreadable(stores: Sequence[KVStore]) -> str:
-    """Say why the layers of a cache cannot be read by a model without a press; nothing where they can.
-
-    Transformers makes one mask for all layers and rows, by the number of pairs in the first one.
-    """
-    for store in stores:
-        weighted = store.window.log_weight is not None or any(part.log_weight is not None for part in store.sealed)
-        if store.segments or weighted:
-            return "they are encoded, weighted or chosen from by a selector"
-        if len(set(store.stored())) > 1:
-            return "heads or rows hold different numbers of them"
-        if store.sealed and any(count != store.window.first for count in store.sealed_tokens or []):
-            return "rows were padded, and masks would be read in the wrong places"
-    if len({store.stored()[0] for store in stores}) > 1:
-        return "layers hold different numbers of them"
-    return ""

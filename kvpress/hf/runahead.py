@@ -26,8 +26,9 @@ from kvpress.calibrate.file import identify
 from kvpress.core.press import BasePress
 from kvpress.core.registry import entries
 from kvpress.core.spec import get_press, to_spec
+from kvpress.hf.adoption import adopt_layer
 from kvpress.hf.checks import check_ids, check_mask, check_padding
-from kvpress.hf.layer import PressLayer, adopt_layer
+from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import attention_modules, cache_place, cached_layers, facts_of, new_cache
 from kvpress.hf.requests import Request, here
 from kvpress.hf.session import session

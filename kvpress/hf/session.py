@@ -24,13 +24,14 @@ from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
 from kvpress.hf import dropping, own_attention
+from kvpress.hf.adoption import adopt_layer, check_adopted
 from kvpress.hf.attention import NAME, asked, rotates
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
-from kvpress.hf.layer import PressLayer, adopt_layer, check_adopted
+from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here

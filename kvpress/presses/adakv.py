@@ -13,8 +13,9 @@ from torch import Tensor
 from kvpress.core.checks import Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
-from kvpress.core.recipe import Allocator, Eviction, Scored, top
+from kvpress.core.recipe import Allocator, Eviction
 from kvpress.core.registry import Refusal, register
+from kvpress.core.scoring import Scored, top
 
 
 @register(

@@ -14,9 +14,10 @@ from kvpress.core.checks import Count, NotNegative
 from kvpress.core.design import Design
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
-from kvpress.core.recipe import Recipe, Refit, Scored, Weights, top
+from kvpress.core.recipe import Recipe, Refit, Weights
 from kvpress.core.refit import asked, refitting
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored, top
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import LOG_WEIGHT, View
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count, NotNegative, Positive
-from kvpress.core.recipe import Allocator, Scored
+from kvpress.core.recipe import Allocator
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 from kvpress.presses.snapkv import SnapKVPress
 

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from kvpress.core.checks import Count, NotNegative, Positive, Size
 from kvpress.core.press import ScorerPress
-from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
+from kvpress.core.scoring import ByScore
 from kvpress.observe.observer import Wanted
 from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvpress.core.amount import Amount
 from kvpress.core.checks import Count, Ratio
 from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Amount, Eviction
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
 from kvpress.presses.decoding import DecodingPress
 

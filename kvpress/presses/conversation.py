@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvpress.core.amount import Amount, Schedule
 from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
-from kvpress.core.recipe import Amount, Eviction, Schedule
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Exemption, Refusal, register
 
 

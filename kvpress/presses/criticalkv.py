@@ -17,8 +17,9 @@ from kvpress.core.helpers import helper, override_of
 from kvpress.core.model import ModelFacts
 from kvpress.core.overrides import ScoredByArguments
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
-from kvpress.core.recipe import Eviction, Scored, top
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
+from kvpress.core.scoring import Scored, top
 from kvpress.presses.adakv import AdaKVPress
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")

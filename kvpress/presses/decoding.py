@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from kvpress.core.amount import Amount, Schedule
 from kvpress.core.checks import Count, Ratio
 from kvpress.core.compose import protected_by
 from kvpress.core.helpers import helper
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
-from kvpress.core.recipe import Amount, Eviction, Recipe, Schedule
+from kvpress.core.recipe import Eviction, Recipe
 from kvpress.core.registry import Refusal, register
 
 

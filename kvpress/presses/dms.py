@@ -12,8 +12,9 @@ from torch import Tensor, inf
 from kvpress.core.checks import Count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress, removed
-from kvpress.core.recipe import Allocator, Eviction, Scored
+from kvpress.core.recipe import Allocator, Eviction
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.core.amount import Amount, Schedule
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
-from kvpress.core.recipe import Amount, ByScore, Eviction, Recipe, Schedule
+from kvpress.core.recipe import Eviction, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import ByScore
 from kvpress.observe.view import View
 from kvpress.presses.protect import between, vocabulary_of
 

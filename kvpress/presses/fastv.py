@@ -12,8 +12,9 @@ from kvpress.core.checks import Ratio, Size
 from kvpress.core.dropping import Dropping, Reached
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
-from kvpress.core.recipe import Recipe, top
+from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
+from kvpress.core.scoring import top
 from kvpress.presses.protect import ranges_in
 from kvpress.presses.vision import DROPS, pictures
 

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
+from kvpress.core.amount import Schedule
 from kvpress.core.checks import Count, Range, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
-from kvpress.core.recipe import Recipe, Schedule
+from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Exemption, register
 from kvpress.observe.mass import AttentionMass
 from kvpress.observe.observer import Wanted

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.recipe import Allocator, Scored
+from kvpress.core.recipe import Allocator
+from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 from kvpress.presses.cake import share_out
 

@@ -17,8 +17,9 @@ from kvpress.cache.streams import Stored
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
-from kvpress.core.recipe import Allocator, Eviction, PassHook, Recipe, Scored, top
+from kvpress.core.recipe import Allocator, Eviction, PassHook, Recipe
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored, top
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass

@@ -13,8 +13,9 @@ from torch.nn.functional import normalize
 from kvpress.core.checks import Count, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
-from kvpress.core.recipe import Recipe, Rewritten, top
+from kvpress.core.recipe import Recipe, Rewritten
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.core.scoring import top
 from kvpress.observe.view import View
 from kvpress.presses.clusters import pooled
 from kvpress.presses.window import NewestWindow

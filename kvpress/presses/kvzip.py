@@ -16,8 +16,9 @@ from kvpress.cache.streams import Stored
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
-from kvpress.core.recipe import ByScore, Eviction, PassHook, Recipe
+from kvpress.core.recipe import Eviction, PassHook, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import ByScore
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.passes import Pass, ReadRow

@@ -16,8 +16,9 @@ from torch import Tensor
 from kvpress.core.checks import Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
-from kvpress.core.recipe import Allocator, Eviction, Scored
+from kvpress.core.recipe import Allocator, Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.core.scoring import Scored
 from kvpress.presses.dms import BeforeWindow
 from kvpress.presses.expected_attention import ExpectedAttentionPress
 

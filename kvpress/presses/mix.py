@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from kvpress.core.checks import Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, Wrapping
-from kvpress.core.recipe import Eviction, Scored, Scorer
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
+from kvpress.core.scoring import Scored, Scorer
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 from kvpress.presses.chunkkv import ranks

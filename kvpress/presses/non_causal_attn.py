@@ -13,8 +13,8 @@ from torch.nn.functional import avg_pool1d
 from kvpress.cache import attention
 from kvpress.core.checks import Count, Positive
 from kvpress.core.press import ScorerPress
-from kvpress.core.recipe import ByScore
 from kvpress.core.registry import register
+from kvpress.core.scoring import ByScore
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.view import View

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kvpress.core.checks import Count
 from kvpress.core.helpers import helper, override_of
-from kvpress.core.recipe import Allocator, Scored
+from kvpress.core.recipe import Allocator
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored
 from kvpress.presses.snapkv import SnapKVPress
 
 

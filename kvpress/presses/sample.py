@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpress.core.checks import Share, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress
-from kvpress.core.recipe import Eviction, Scored, top
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
+from kvpress.core.scoring import Scored, top
 
 
 @register(

@@ -10,11 +10,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpress.core.amount import Schedule
 from kvpress.core.checks import Count, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
-from kvpress.core.recipe import Allocator, ByScore, Eviction, Recipe, Schedule, Scored
+from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import ByScore, Scored
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.queries import RecentQueries

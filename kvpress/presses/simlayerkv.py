@@ -14,8 +14,9 @@ from kvpress.core.helpers import arguments_of, helper, override_of
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, removed
-from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
+from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View

@@ -13,10 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.core.amount import Schedule
 from kvpress.core.checks import Count, Share, Size, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, removed
-from kvpress.core.recipe import Allocator, ByScore, Eviction, PassHook, Recipe, Schedule, Scored
+from kvpress.core.recipe import Allocator, Eviction, PassHook, Recipe
+from kvpress.core.scoring import ByScore, Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 from kvpress.presses.head_table import HeadTable, lowest, read_head_table

@@ -10,11 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.core.amount import Schedule
 from kvpress.core.checks import Count, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, removed
-from kvpress.core.recipe import Allocator, ByScore, Eviction, Recipe, Rewritten, Schedule, Scored, top
+from kvpress.core.recipe import Allocator, Eviction, Recipe, Rewritten
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import ByScore, Scored, top
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import LOG_WEIGHT, View

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvpress.core.amount import Schedule
 from kvpress.core.model import VISION, ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
-from kvpress.core.recipe import Eviction, Schedule
+from kvpress.core.recipe import Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.spans import Pictures, Ranges, Spans
 from kvpress.presses.protect import ranges_in

@@ -15,8 +15,9 @@ from kvpress.cache.report import parse_bytes
 from kvpress.core.checks import Range
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
-from kvpress.core.recipe import Allocator, Eviction, Recipe, Scored
+from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.scoring import Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.presses.cake import share_out

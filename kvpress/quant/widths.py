@@ -15,8 +15,8 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, WEIGHT, DenseSegment, Segment
+from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
-from kvpress.core.recipe import Amount
 from kvpress.observe.view import View
 from kvpress.quant.rotated import CentredCodec, RotatedSegment
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerAround, WrapperPress
-from kvpress.core.recipe import Eviction, Scored
+from kvpress.core.recipe import Eviction
+from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 
 Found = list[tuple[View, Tensor]]

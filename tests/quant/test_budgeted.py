@@ -11,7 +11,7 @@ import torch
 
 import kvpress
 from kvpress.cache.report import parse_bytes
-from kvpress.core.recipe import Scored
+from kvpress.core.scoring import Scored
 from kvpress.plan import Geometry, plan
 from kvpress.quant.budgeted import QUERIES, ByError, error
 from kvpress.quant.rotated import RotatedSegment

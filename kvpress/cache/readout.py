@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model without a press reads of a store: all pairs in dense tensors, where they can be read so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.store import KVStore
+
+
+def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
+    """Return all keys `[B, H, n, D]` and values `[B, H, n, Dv]`: copies, unless nothing is sealed yet.
+
+    Raises:
+        ValueError: heads or rows hold different numbers of pairs.
+    """
+    window = store.window
+    if not store.sealed:
+        return window.filled_keys, window.filled_values
+    if not all(part.layout.uniform for part in store.sealed):
+        raise ValueError("heads hold different numbers of pairs: see kvpress.kept_positions and the layer's store")
+    shape = (store.batch, store.heads, -1)
+    keys, values = zip(*(part.read(slice(None)) for part in store.sealed), strict=True)
+    return (
+        torch.cat([*(part.unflatten(0, shape) for part in keys), window.filled_keys], dim=2),
+        torch.cat([*(part.unflatten(0, shape) for part in values), window.filled_values], dim=2),
+    )
+
+
+def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tensor]:
+    """Return keys `[B, H, seen, D]` and values `[B, H, seen, Dv]` with every stored pair in its column, evicted ones marked.
+
+    The mark is a key of NaN and a value of zero; the other way round where the first of both are latents.
+    """
+    window = store.window
+    if not store.sealed:
+        return window.filled_keys.contiguous(), window.filled_values.contiguous()
+    spread = []
+    for which, like in enumerate((window.keys, window.values)):
+        mark = float("nan") if which == int(latent) else 0.0
+        spread.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
+    for segment in store.sealed:
+        rows = torch.arange(segment.layout.total, device=segment.device)
+        at = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
+        for whole, stored in zip(spread, segment.read(slice(None)), strict=True):
+            whole.index_copy_(0, at, stored.to(whole.dtype))
+    keys, values = (whole.unflatten(0, (store.batch, store.heads, store.seen)) for whole in spread)
+    keys[:, :, window.first : window.first + window.length] = window.filled_keys
+    values[:, :, window.first : window.first + window.length] = window.filled_values
+    return keys, values
+
+
+def why_unreadable(stores: Sequence[KVStore]) -> str:
+    """Say why the layers of a cache cannot be read by a model without a press; nothing where they can.
+
+    Transformers makes one mask for all layers and rows, by the number of pairs in the first one.
+    """
+    for store in stores:
+        weighted = store.window.log_weight is not None or any(part.log_weight is not None for part in store.sealed)
+        if store.segments or weighted:
+            return "they are encoded, weighted or chosen from by a selector"
+        if len(set(store.stored())) > 1:
+            return "heads or rows hold different numbers of them"
+        if store.sealed and any(count != store.window.first for count in store.sealed_tokens or []):
+            return "rows were padded, and masks would be read in the wrong places"
+    if len({store.stored()[0] for store in stores}) > 1:
+        return "layers hold different numbers of them"
+    return ""
