@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,37 +12,21 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 import kvpress
-from kvpress.cache.container import Block, Header, Tensors, Writing, open_file, read_header, write
+from kvpress.cache.container import Block, Header, Writing, open_file, read_header, write
 from kvpress.cache.files import Packer, Unpacker
 from kvpress.cache.guard import between_passes
-from kvpress.cache.held import moved
 from kvpress.cache.report import format_bytes, memory_report
-from kvpress.calibrate.file import SHAPES, identify
+from kvpress.calibrate.file import identify
 from kvpress.core.press import BasePress
-from kvpress.core.registry import entries
 from kvpress.core.spec import get_press, press_from_dict, press_to_dict, to_spec
-from kvpress.hf.layer import HybridPressLayer, PressLayer
+from kvpress.hf.arriving import OURS, STOCK, Arriving
+from kvpress.hf.layer import PressLayer
+from kvpress.hf.makers import check_model, check_tokenizer, configuration, digest_of_tokenizer
 from kvpress.hf.models import attention_modules, cache_place, facts_of, new_cache
-
-OURS: dict[str, type[PressLayer]] = {kind.__name__: kind for kind in (PressLayer, HybridPressLayer)}
-_STOCK = (
-    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
-)  # fmt: skip
-STOCK: dict[str, type[CacheLayerMixin]] = {
-    name: getattr(cache_utils, name) for name in _STOCK if hasattr(cache_utils, name)
-}
-"""Layers of transformers whose state is written; others store what is not known here."""
-_VOLATILE = (
-    "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "pad_token_id", "bos_token_id",
-    "eos_token_id", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
-)  # fmt: skip
-"""Settings of a model that do not change its cache."""
 
 
 @dataclass(frozen=True)
@@ -260,108 +242,6 @@ def written(
     return Writing(about, blocks, compress)
 
 
-class Arriving:
-    """A cache that is put together layer by layer: `cache` has its place for each, which `take` fills, in their order."""
-
-    def __init__(self, header: Header, tensors: Tensors, model: PreTrainedModel) -> None:
-        entries()  # presses define the classes that their caches hold
-        self.about, self.model = header.about, model
-        self.cache = new_cache(model)
-        self._template = list(self.cache.layers)
-        self.cache.layers = [None] * len(self.about["layers"])
-        self._places = _devices(model)
-        self._unpacker = Unpacker(tensors, model.device)
-        self._memo: dict[int, Any] = {}
-        shared = self._unpacker.unpack(self.about["shared"])
-        if shared:
-            self.cache.__dict__["_kvpress_shared"] = self._on(model.device, shared)
-
-    def kind(self, index: int) -> Any:
-        """Return the class of a layer.
-
-        Raises:
-            ValueError: it is not known here.
-        """
-        name = self.about["layers"][index]["kind"]
-        kind = OURS.get(name) or STOCK.get(name)
-        if kind is None:
-            raise ValueError(f"layer {index} of the cache is a {name}, which is not known here: upgrade kvpress")
-        return kind
-
-    def take(self, index: int) -> None:
-        """Put a layer into the cache, or its state into the one that stands there; all data up to its own are there."""
-        kind, device = self.kind(index), self._places.get(index, self.model.device)
-        self._unpacker.device = device
-        state = self._unpacker.unpack(self.about["layers"][index]["state"])
-        if kind in OURS.values():
-            state["call"] = None
-            if state["store"] is not None and device.type != "cpu":
-                state["store"].to(device, self._memo)
-        else:
-            known = self._template[index] if index < len(self._template) else None
-            state = {**(vars(known) if type(known) is kind else {}), **self._on(device, state)}
-        layer: Any = self.cache.layers[index]
-        layer = object.__new__(kind) if layer is None else layer
-        vars(layer).update({name: value for name, value in state.items() if name not in vars(layer)})
-        if isinstance(layer, PressLayer):
-            layer.belong_to(self.cache)
-        layer.__class__ = kind
-        self.cache.layers[index] = layer
-
-    def _on(self, device: torch.device, state: Any) -> Any:
-        """Bring what was read to a device; what is common to several layers stays so."""
-        return state if device.type == "cpu" else moved(state, device, self._memo)
-
-
-def configuration(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the settings of a model's decoder that its cache depends on, without those that have their usual value."""
-    found = model.config.get_text_config(decoder=True).to_diff_dict()
-    kept = {name: value for name, value in found.items() if name not in _VOLATILE and not name.startswith("_")}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str, sort_keys=True))
-    return plain
-
-
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return a digest of a tokenizer: of its whole rules where they are known, else of its vocabulary."""
-    rules = getattr(tokenizer, "backend_tokenizer", None)
-    text = json.dumps(tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_model(about: dict[str, Any], model: PreTrainedModel, source: str) -> None:
-    """Refuse a model that did not make a cache.
-
-    Raises:
-        ValueError: it differs in architecture, shapes, weights, configuration or dtype, which the message names.
-    """
-    here, made = identify(facts_of(model)), about["model"]
-    different = {
-        name: (made[name], here[name]) for name in ("architecture", *SHAPES, "weights") if made[name] != here[name]
-    }
-    settings = configuration(model)
-    if not different:
-        for name in sorted({*settings, *about["configuration"]}):
-            if (mine := settings.get(name)) != (theirs := about["configuration"].get(name)):
-                different[name] = (theirs, mine)
-    if different:
-        detail = ", ".join(f"{name} {theirs!r} (here {mine!r})" for name, (theirs, mine) in different.items())
-        raise ValueError(f"{source} was made by {made['name']}, which differs from this model in {detail}")
-    if (dtype := str(model.dtype).removeprefix("torch.")) != about["dtype"]:
-        raise ValueError(
-            f"{source} was made by a model in {about['dtype']}, and this one is in {dtype}: load it with "
-            f"dtype=torch.{about['dtype']}"
-        )
-
-
-def check_tokenizer(about: dict[str, Any], tokenizer: Any, source: str) -> None:
-    """Refuse a tokenizer other than the one that a file was made with, where both are known."""
-    made = about["tokenizer"]
-    if tokenizer is not None and made is not None and digest_of_tokenizer(tokenizer) != made:
-        raise ValueError(
-            f"{source} was made with another tokenizer: ids of its words differ, so that answers would too"
-        )
-
-
 def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
     """Refuse a cache that holds nothing, is not whole, or cannot be one of this model."""
     if not cache.get_seq_length():
@@ -443,13 +323,3 @@ def plain_press(press: BasePress) -> dict[str, Any]:
     if again != press:
         raise ValueError(f"{name} cannot be noted in a file: what is read back differs from it")
     return plain
-
-
-def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Device of every attention layer, by its place in the cache; they may differ."""
-    return {cache_place(module): next(_parameters(module, model)).device for module in attention_modules(model)}
-
-
-def _parameters(module: Any, model: PreTrainedModel) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from model.parameters()

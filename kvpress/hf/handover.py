@@ -24,8 +24,10 @@ from kvpress.cache.container import Header, Place, Tensors, receive_block, recei
 from kvpress.cache.report import parse_bytes
 from kvpress.core.press import BasePress
 from kvpress.hf.adoption import ADOPTED
-from kvpress.hf.files import Arriving, as_it_is, check_model, check_tokenizer, written
+from kvpress.hf.arriving import Arriving
+from kvpress.hf.files import as_it_is, written
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.makers import check_model, check_tokenizer
 
 
 def send(

@@ -25,7 +25,8 @@ from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.calibrate.file import identify
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, own_code
-from kvpress.hf.files import cache_info, configuration, load, plain_press, save
+from kvpress.hf.files import cache_info, load, plain_press, save
+from kvpress.hf.makers import configuration
 from kvpress.hf.models import facts_of, new_cache
 from kvpress.hf.prompts import read_prompt
 
