@@ -47,8 +47,8 @@ class TwilightPress(BasePress):
         w = softmax over the chosen pairs t of scale * q . k'_t,    read the largest w until their sum reaches p
 
     k' is a copy of the keys in `bits` bits, with a scale and zero for each, that is kept beside the pairs. So a head that looks
-    at one pair reads one, and one that looks everywhere reads all that the selector inside chose: give `press`, any selector, a
-    large budget. Every query head chooses for itself, and those of a group read what any of them chose. The oldest and newest
+    at one pair reads one, and one that looks everywhere reads all that the selector inside chose, as all do with p = 1: give
+    `press`, any selector, a large budget. Every query head chooses for itself, and those of a group read what any of them chose. The oldest and newest
     pairs that the selector inside always reads (`n_sink`, `n_recent`) stay, and pairs that are not sealed yet are read besides.
 
     Paper: Lin et al., Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning, 2025, arXiv:2502.02770.
@@ -121,6 +121,8 @@ class TwilightSelector(Selector):
         if not segments:
             return None
         found = self.inner.choose(call, queries, first)
+        if self.share >= 1:
+            return found  # sums of estimated weights come to 1 before the last of them, and what they estimate may be large
         sets = [[_everything(segment, queries) for segment in segments]] if found is None else found
         heads = queries.split(queries.shape[1] // len(sets), dim=1)
         return [self._prune(call, segments, asking, chosen) for asking, chosen in zip(heads, sets, strict=True)]

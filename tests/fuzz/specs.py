@@ -176,6 +176,7 @@ KEEP_ALL: dict[str, Any] = {
     "threshold": -1e9,
     "lazy_threshold": 1.0,
     "residual_length": EVERYTHING,
+    "p": 1.0,
 }
 """Settings, by field, with which a press keeps every pair as it is."""
 
@@ -321,7 +322,8 @@ def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> T
 
 def keeps_all(tree: Tree) -> Tree:
     """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
-    told = any("budget" in part for part in inside(tree))  # a threshold is given instead of a ratio or budget
+    evicting = [part for part in inside(tree) if methods()[part["name"]].place != "selector"]
+    told = any("budget" in part for part in evicting)  # a threshold is given instead of a ratio or budget
     return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
 
 
