@@ -359,10 +359,15 @@ class Wrapping(BasePress):
             )
 
     def check_even(self, step: Eviction) -> None:
-        """Refuse inner presses whose heads differ in length."""
+        """Refuse inner presses whose heads differ in length, or that need more than the scores of some pairs at a time."""
         if step.allocator.ragged:
             raise TypeError(
                 f"{type(self).__name__} keeps equally many pairs in every head, which {type(self.inner).__name__} does not"
+            )
+        if step.allocator.compares:
+            raise TypeError(
+                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} compares all pairs "
+                f"of all layers: use it without {type(self).__name__}"
             )
         if step.scorer.weighs:
             raise TypeError(

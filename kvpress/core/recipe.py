@@ -33,13 +33,14 @@ class Allocator:
     """Gives every head of a layer the same number of pairs; subclasses share them out in other ways.
 
     With `scope` "cache", `counts` is asked once for all layers of a row, after all of them were read, else layer by layer.
-    `ragged` says that heads may get different numbers, `by_layer` that layers do though each is asked alone, and `decides`
-    that the mean is not asked for.
+    `ragged` says that heads may get different numbers, `by_layer` that layers do though each is asked alone, `compares` that
+    scores of all pairs are compared between them, and `decides` that the mean is not asked for.
     """
 
     scope: str = field(default="layer", kw_only=True)
 
     ragged = False
+    compares = False
     decides = False
     by_layer = False
 

@@ -26,6 +26,9 @@ from kvpress.observe.view import View
     cases=("block(keydiff:0.5):block_size=3",),
     refuses=(
         Refusal("block(adakv(snapkv:0.5))", "it keeps equally many pairs in every head, and the inner press does not"),
+        Refusal(
+            "block(kvcompose:0.5)", "all pairs of all layers are compared, and there are scores of a block at a time"
+        ),
     ),
 )
 @dataclass

@@ -193,6 +193,8 @@ class Slots(Allocator):
     agg_head: str
     least: int
 
+    compares = True
+
     @property
     def ragged(self) -> bool:  # type: ignore[override]
         return not self.structured

@@ -47,9 +47,10 @@ class TwilightPress(BasePress):
         w = softmax over the chosen pairs t of scale * q . k'_t,    read the largest w until their sum reaches p
 
     k' is a copy of the keys in `bits` bits, with a scale and zero for each, that is kept beside the pairs. So a head that looks
-    at one pair reads one, and one that looks everywhere reads all that the selector inside chose, as all do with p = 1: give
-    `press`, any selector, a large budget. Every query head chooses for itself, and those of a group read what any of them chose. The oldest and newest
-    pairs that the selector inside always reads (`n_sink`, `n_recent`) stay, and pairs that are not sealed yet are read besides.
+    at one pair reads one, and one that looks everywhere reads all that the selector inside chose, as every head does with
+    p = 1: give `press`, any selector, a large budget. Every query head chooses for itself, and those of a group read what any
+    of them chose. The oldest and newest pairs that the selector inside always reads (`n_sink`, `n_recent`) stay, and pairs
+    that are not sealed yet are read besides.
 
     Paper: Lin et al., Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning, 2025, arXiv:2502.02770.
     Differs from the paper: pairs are sorted by their weights, where its kernel searches for a threshold; shares are those
