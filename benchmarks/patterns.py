@@ -9,7 +9,7 @@ estimates and lists included, beside torch's `scaled_dot_product_attention`. A r
 `max_density`. Error is the norm of the difference to full attention in units of its norm. Density counts the pairs that are
 read, of those that a causal mask allows. Below, what the patterns' own thresholds choose on the bundled reference model, for a
 plain text of that length, and its answers with 95% intervals: to its retrieval tasks at 1k, to two needle tasks at 2k.
-`docs/prefill.md` gets the tables.
+`docs/prefill.md` gets the tables and a figure.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from typing import Any
 
 import torch
 from kvpress_eval import evaluate
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from torch import Tensor
 
 import kvpress
 from benchmarks.accuracy import RETRIEVAL, ROOT, Score
 from benchmarks.kernels_cpu import cpu_model
+from benchmarks.quality_figures import write_figure
 from kvpress.cache.attention import Logits
 from kvpress.core.pattern import Prompt
 from kvpress.kernels import Tiles, block_prefill
@@ -41,7 +44,7 @@ CAPPED = (
     "flex_prefill:gamma=1.0",
 )
 """Patterns that would read everything, until `max_density` cuts them."""
-FIXED = ("tri_shape", "power_attention")
+FIXED = ("tri_shape", "power_attention", "critiprefill:budget=4096", "critiprefill:budget=1024")
 CHOOSING = (
     "tri_shape:sinks=64,local=256,last=64",
     "power_attention:sinks=64,window=128",
@@ -50,9 +53,13 @@ CHOOSING = (
     "flex_prefill:gamma=0.9,block=64,min_budget=128",
     "flex_prefill:gamma=0.95,block=64,min_budget=128",
     "minference:vertical=100,slash=300",
+    "critiprefill:budget=256,segment=64,dense=64",
 )
+DRAWN = {"xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^")}
+"""Colours that stay apart for colour-blind readers, and shapes for black and white."""
 BEGIN, END = "<!-- patterns -->", "<!-- end of patterns -->"
 DOCS = ROOT.parent / "docs" / "prefill.md"
+FIGURE = DOCS.parent / "prefill.png"
 
 
 def random_prompt(length: int) -> Prompt:
@@ -196,6 +203,39 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(record: dict[str, Any], figure: Figure) -> None:
+    """Draw time and error of attention against the share of pairs that is read, at the longest length."""
+    length = max(row["length"] for row in record["timed"])
+    rows = [row for row in record["timed"] if row["length"] == length]
+    panels = {"times": "times as fast as torch", "error": "error, in norms of the output"}
+    for axes, (name, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for press in dict.fromkeys(row["press"].split(":")[0] for row in rows):
+            mine = [row for row in rows if row["press"].split(":")[0] == press]
+            places = [100 * row["density"] for row in mine], [row[name] for row in mine]
+            colour, marker = DRAWN.get(press, ("#666666", "x"))
+            axes.plot(*places, color=colour, marker=marker, linestyle="-" if press in DRAWN else "", label=press)
+            if press not in DRAWN:
+                axes.annotate(
+                    press,
+                    (places[0][0], places[1][0]),
+                    (5, 4 if name == "times" else -11),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+        axes.set_xscale("log")
+        axes.set_yscale("log" if name == "times" else "linear")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("pairs read, %")
+        axes.set_ylabel(label)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(handles=figure.axes[0].lines[1:4], frameon=False)
+    figure.suptitle(f"Attention of one layer, {length:,} tokens, {record['threads']} threads", fontsize=10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
@@ -203,7 +243,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100, help="contexts of each task; 0 leaves answers out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
-    parser.add_argument("--out", type=Path, help="write figures here, and tables into docs/prefill.md")
+    parser.add_argument(
+        "--out", type=Path, help="write figures here, tables into docs/prefill.md, and the picture beside it"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     record = {
@@ -220,6 +262,7 @@ def main() -> None:
         text = DOCS.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+        write_figure(FIGURE, draw, record, 10)
 
 
 if __name__ == "__main__":
