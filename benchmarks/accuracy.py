@@ -2,13 +2,14 @@
 """Accuracy of every press on the reference model, beside NVIDIA kvpress's where both have the press.
 
     python -m benchmarks.accuracy [--samples 12] [--processes 2] [--out benchmarks/results/accuracy.json]
-                                  [--table docs/accuracy.md]
+                                  [--table docs/accuracy.md] [--only headkv kvzip]
 
 Exact match on contexts of 1024 tokens, mean over five retrieval tasks and on the common-word task, which goes the other way.
 Evicting presses compress the context before the question is known. Selectors evict nothing: they choose for every token of
 the answer, while the question is read with full attention. Intervals hold 95% of the mean over contexts. The peer's figures are
 those of `kvpress/data/reference/README.md` (12 contexts a task, so plus or minus 5 to 10 points); its expected attention
-was run with epsilon 0.01, the setting of its evaluation. Finished cells are kept in `--runs`.
+was run with epsilon 0.01, the setting of its evaluation. Finished cells are kept in `--runs`. With `--only`, presses whose
+specs begin with one of the names are measured, and the others are those of the file `--out`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -66,6 +67,7 @@ PEER: dict[str, tuple[int, ...] | None] = {
     "duo_attention:{},on_the_fly_scoring=true,sink_size=4,recent_size=64": None,
     "duo_attention:{},sink_size=4,recent_size=64": None,
     "rlkv:{},sink_size=4,recent_size=64": None,
+    "headkv:{}": None,
     "qfilter:{}": None,
     "lagkv:{}": None,
     "cur:{}": None,
@@ -113,10 +115,14 @@ class Score:
         return f"{self.mean:.0f} ± {self.half:.0f}"
 
 
-def specs() -> list[str]:
-    """All presses with their ratios and budgets, the full cache first."""
+def specs(only: Sequence[str] = ()) -> list[str]:
+    """All presses with their ratios and budgets, the full cache first; or those of them that begin with a name of `only`."""
     evicting = [press.format(ratio) for press in PEER for ratio in RATIOS]
-    return ["none", *evicting, *(press.format(fraction) for press in SELECTORS for fraction in FRACTIONS)]
+    known = ["none", *evicting, *(press.format(fraction) for press in SELECTORS for fraction in FRACTIONS)]
+    for name in only:
+        if not any(spec.startswith(name) for spec in known):
+            raise SystemExit(f"--only {name}: no press of this benchmark begins so")
+    return [spec for spec in known if not only or spec.startswith(tuple(only))]
 
 
 def measure(presses: list[str], samples: int, runs: Path) -> Any:
@@ -203,8 +209,22 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="a file whose part between two marks is replaced")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"))
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="beginnings of specs; needs --out, the file of the others"
+    )
     options = parser.parse_args()
-    parts = [specs()[part :: options.processes] for part in range(options.processes)]
+    before = {}
+    if options.only:
+        if not (options.out and options.out.is_file()):
+            parser.error("--only needs --out, a finished file whose other rows are kept")
+        record = json.loads(options.out.read_text())
+        if record["samples"] != options.samples:
+            parser.error(f"--samples must be {record['samples']}, that of {options.out}, got {options.samples}")
+        before = {
+            press: {group: Score(**score) for group, score in scores.items()}
+            for press, scores in record["table"].items()
+        }
+    parts = [specs(options.only)[part :: options.processes] for part in range(options.processes)]
     folders = [options.runs / f"{part}-of-{options.processes}" for part in range(options.processes)]
     if options.part is not None:
         measure(parts[options.part], options.samples, folders[options.part])
@@ -213,7 +233,7 @@ def main() -> None:
         share(sys.argv[1:], options.processes)
     # What the processes finished is found in their folders.
     rows = pandas.concat([measure(*part) for part in zip(parts, [options.samples] * len(parts), folders, strict=True)])
-    table = summarise(rows)
+    table = dict(sorted((before | summarise(rows)).items()))
     text = to_markdown(table)
     print(text)
     if options.out:
@@ -221,8 +241,8 @@ def main() -> None:
         record = {"date": date.today().isoformat(), "machine": cpu_model(), "samples": options.samples, "table": plain}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if options.table:
-        before, _, rest = options.table.read_text().partition(MARKS[0])
-        options.table.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        start, _, rest = options.table.read_text().partition(MARKS[0])
+        options.table.write_text(f"{start}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
 
 
 if __name__ == "__main__":

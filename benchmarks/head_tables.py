@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import kvpress
-from kvpress.calibrate import DuoAttentionSettings, RLKVSettings, calibrate
+from kvpress.calibrate import DuoAttentionSettings, KVzipHeadSettings, RLKVSettings, calibrate
 from kvpress.calibrate.corpus import documents, pack
 
 DATA = Path(kvpress.__file__).parent / "data" / "reference"
@@ -55,11 +55,15 @@ def accuracy(model: Any, tokenizer: Any, table: Path, ratio: float, count: int) 
 
 
 def compare(model: Any, tokenizer: Any, ratio: float, tables: int = 6, count: int = 40) -> None:
-    """Print what the shipped tables and random ones of the same sparsity leave right."""
+    """Print what the shipped tables, that of `kvzip_heads` and random ones of the same sparsity leave right."""
     for name in TABLES:
         print(name, accuracy(model, tokenizer, DATA / name, ratio, count))
     drawn = random.Random(1)  # noqa: S311 - no secret
     with tempfile.TemporaryDirectory() as folder:
+        measured = Path(folder) / "kvzip_heads.tsv"
+        ids = pack(tokenizer, documents(str(DATA / "calibration.jsonl")), 2000, 4)
+        calibrate(model, ids, KVzipHeadSettings(), measured, "calibration.jsonl")
+        print("kvzip_heads", accuracy(model, tokenizer, measured, ratio, count))
         found = []
         for number in range(tables):
             table = Path(folder) / f"{number}.tsv"

@@ -169,6 +169,7 @@ def calibrate_command(
             "duo_attention",
             "expected_attention",
             "kvquant",
+            "kvzip_heads",
             "leank",
             "loki",
             "qfilter",
@@ -178,7 +179,8 @@ def calibrate_command(
         typer.Option(
             help="What to fit: books for coupled quantisation, levels for kvquant, predictors of values for aquakv, channels "
             "for double_sparsity, directions of keys for loki, scales of channels for leank, statistics of queries for "
-            "expected_attention_stats, triattention or qfilter, or tables of heads for duo_attention and rlkv (a .tsv)."
+            "expected_attention_stats, triattention or qfilter, or tables of heads by duo_attention, rlkv or "
+            "kvzip_heads (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import kvpress
-from kvpress.calibrate import DuoAttentionSettings, RLKVSettings, calibrate
+from kvpress.calibrate import DuoAttentionSettings, KVzipHeadSettings, RLKVSettings, calibrate
 from kvpress.calibrate.gates import Gated, frozen
 from kvpress.cli import app
 from kvpress.core.host import Asked, host
@@ -208,3 +208,22 @@ def test_the_command_trains(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, *sizes])
     assert result.exit_code == 0, result.output
     assert read_head_table(str(out)).values.shape == (4, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_heads_by_kvzip_are_the_largest_weights_of_a_second_reading(family: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(family), tokens(2, 24)
+    found = calibrate(model, ids, KVzipHeadSettings(), tmp_path / "heads.tsv").tensors["gates"]
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = eager(ids.repeat(1, 2), output_attentions=True).attentions
+    full = full_layers(model)
+    for layer, row in enumerate(found):
+        if layer not in full:
+            assert row.tolist() == [1.0] * len(row)
+    expected = (
+        weights[full[0]][:, :, 24:, 4:24].amax(dim=(2, 3)).unflatten(1, (found.shape[1], -1)).amax(dim=2).mean(dim=0)
+    )
+    torch.testing.assert_close(found[full[0]], expected.float(), atol=1e-4, rtol=1e-3)
+    assert torch.allclose(read_head_table(str(tmp_path / "heads.tsv")).values, found.double(), atol=1e-4)

@@ -30,7 +30,28 @@ Held = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class GateSettings(Settings):
+class TableSettings(Settings):
+    """A method that writes a table of heads (`.tsv`), of the form that `duo_attention` and `rlkv` read."""
+
+    def check(self, model: ModelFacts) -> None:
+        check_fields(self)
+        if len({layer.kv_heads for layer in model.layers}) > 1:
+            raise ValueError(f"{self.method} needs layers of equally many kv heads, which {model.name} does not have")
+
+    def check_out(self, out: Path) -> None:
+        if out.suffix != ".tsv":
+            raise ValueError(f"{self.method} writes a table of heads: --out must end in .tsv, got {out}")
+
+    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
+        """Write the table, and beside it what it was made by: `<name>.json`."""
+        del model
+        rows = ("\t".join(f"{value:.4f}" for value in row) for row in found.tensors[TENSOR].tolist())
+        write_whole(out.with_suffix(".json"), json.dumps(found.provenance, sort_keys=True, indent=1).encode())
+        write_whole(out, ("\n".join(rows) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class GateSettings(TableSettings):
     """Gates `[L, H]` of all kv heads, trained by gradient descent (AdamW) from 1 and held in [0, 1].
 
     The last `answer` tokens of every sequence are what the tokens before them are the prompt of. `sink_size` and `recent_size`
@@ -50,22 +71,6 @@ class GateSettings(Settings):
     @property
     def shortest(self) -> int:
         return self.answer + self.sink_size + self.recent_size + 1
-
-    def check(self, model: ModelFacts) -> None:
-        check_fields(self)
-        if len({layer.kv_heads for layer in model.layers}) > 1:
-            raise ValueError(f"{self.method} needs layers of equally many kv heads, which {model.name} does not have")
-
-    def check_out(self, out: Path) -> None:
-        if out.suffix != ".tsv":
-            raise ValueError(f"{self.method} writes a table of heads: --out must end in .tsv, got {out}")
-
-    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
-        """Write the table, and beside it what it was made by: `<name>.json`."""
-        del model
-        rows = ("\t".join(f"{value:.4f}" for value in row) for row in found.tensors[TENSOR].tolist())
-        write_whole(out.with_suffix(".json"), json.dumps(found.provenance, sort_keys=True, indent=1).encode())
-        write_whole(out, ("\n".join(rows) + "\n").encode())
 
     def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
         del parts

@@ -18,12 +18,14 @@ from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.view import View
+from kvpress.presses.duo_attention import DuoAttentionPress
 from kvpress.presses.head_shares import HeadShares
 from kvpress.presses.head_table import read_head_table
 from kvpress.presses.snapkv import SnapKVPress
 from kvpress.presses.streaming_heads import TABLE
 
-BESIDE = "head_scores.json"
+BESIDE = ("head_scores.json", DuoAttentionPress.beside)
+"""Files in the folder of a model that are looked for, in this order."""
 
 
 @register(
@@ -46,8 +48,9 @@ class HeadKVPress(SnapKVPress):
     m is the mean budget, of which 1 / `beta` is shared out by the scores s of all L * H heads, and w = `window_size`; what a
     head cannot hold goes to the others. `power` above 1 favours the heads with the largest scores. `table` is the file of
     scores, or the folder that holds it: a `.json` of the authors' form, `{"layer-head": [numbers]}`, of which means count, or a
-    `.tsv` with a line per layer; None is `head_scores.json` in the folder of the model. It has a column for every kv head, or
-    for every query head, of which those of a group are added. `kernel_size` is as in SnapKV.
+    `.tsv` with a line per layer. None is `head_scores.json` in the folder of the model, else `full_attention_heads.tsv` there,
+    the table of `duo_attention`. It has a column for every kv head, or for every query head, of which those of a group are
+    added. `kernel_size` is as in SnapKV.
 
     Paper: Fu et al., Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning,
     2024, arXiv:2410.19258.
@@ -81,11 +84,12 @@ class HeadKVPress(SnapKVPress):
         """Return the scores of the kv heads of a model, `[L, H]`."""
         path = self.table
         if path is None:
-            found = Path(model.source) / BESIDE
-            if not (model.source and found.is_file()):
+            beside = [Path(model.source) / name for name in BESIDE] if model.source else []
+            found = next((file for file in beside if file.is_file()), None)
+            if found is None:
                 raise ValueError(
                     f"HeadKVPress needs to know how much the heads of {model.name} retrieve: give table=, a file of one score "
-                    f"per layer and head, or put {BESIDE} into the folder of the model"
+                    f"per layer and head, or put {' or '.join(BESIDE)} into the folder of the model"
                 )
             path = str(found)
         scores = read_scores(path)

@@ -84,3 +84,21 @@ def test_tables_of_kv_heads_do_as_well_and_others_are_refused(scores: Path, tmp_
         HeadKVPress(0.5, beta=0.5)
     with pytest.raises(ValueError, match="give table="):
         prefill(model, HeadKVPress(0.5), ids)
+
+
+def test_what_lies_beside_the_model_is_read(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authors' scores come first, then the table of `duo_attention`."""
+    model, ids = tiny_model("llama"), tokens(2, LENGTH)
+    duo = scores.with_name("full_attention_heads.tsv")
+    duo.write_text("0.9\t0.1\n0.2\t0.6\n0.1\t0.3\n")
+
+    def counts(table: Path | None) -> list[int]:
+        press = HeadKVPress(0.5, window_size=WINDOW, table=None if table is None else str(table))
+        return [len(head) for layer in positions(prefill(model, press, ids)) for head in layer[0]]
+
+    from_json, from_table = counts(scores), counts(duo)
+    assert from_json != from_table
+    monkeypatch.setattr(model.config, "_name_or_path", str(scores.parent))
+    assert counts(None) == from_json
+    scores.unlink()
+    assert counts(None) == from_table
