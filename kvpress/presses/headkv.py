@@ -104,22 +104,24 @@ class HeadKVPress(SnapKVPress):
 
 def read_scores(path: str) -> Tensor:
     """Read scores of heads `[L, heads]`, float64, from a `.json` of the authors' form or a table (`read_head_table`)."""
-    if not path.endswith(".json"):
-        return read_head_table(path).values
+    scores = _read_json(path) if path.endswith(".json") else read_head_table(path).values
+    if not bool((scores >= 0).all() and scores.isfinite().all() and scores.sum() > 0):
+        raise ValueError(f"{path} must hold finite scores >= 0, not all of them 0")
+    return scores
+
+
+def _read_json(path: str) -> Tensor:
     try:
         found = {
             tuple(map(int, name.split("-"))): numbers for name, numbers in json.loads(Path(path).read_text()).items()
         }
         layers, heads = (1 + max(place) for place in zip(*found, strict=True))
         rows = [[float(np.mean(found[layer, head])) for head in range(heads)] for layer in range(layers)]
-        scores = torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f'{path} must hold scores as {{"layer-head": [numbers]}}, for every layer and head: {error}'
         ) from None
-    if not bool((scores >= 0).all() and scores.isfinite().all() and scores.sum() > 0):
-        raise ValueError(f"{path} must hold finite scores >= 0, not all of them 0")
-    return scores
 
 
 @dataclass(frozen=True)

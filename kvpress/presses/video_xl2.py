@@ -133,7 +133,9 @@ class Pooling(ByScore):
         view, whole = scored.view, scored.whole
         if not view.length:
             whole.memo["keys", whole.heads.start], whole.memo["values", whole.heads.start] = whole.keys, whole.values
-            return torch.ones_like(view.positions, dtype=torch.bool), torch.zeros(view.shape, device=view.positions.device)
+            return torch.ones_like(view.positions, dtype=torch.bool), torch.zeros(
+                view.shape, device=view.positions.device
+            )
         first, window = self._windows(view.positions)
         weight = view.side.get(LOG_WEIGHT, torch.zeros(view.shape, device=first.device)).float()
         mass = summed(weight.exp(), window)

@@ -102,3 +102,10 @@ def test_what_lies_beside_the_model_is_read(scores: Path, monkeypatch: pytest.Mo
     assert counts(None) == from_json
     scores.unlink()
     assert counts(None) == from_table
+
+
+def test_a_table_of_nothing_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "heads.tsv"
+    table.write_text("0\t0\n0\t0\n0\t0\n")
+    with pytest.raises(ValueError, match="not all of them 0"):
+        HeadKVPress(0.5, table=str(table))
