@@ -135,7 +135,7 @@ class BudgetedPress(OfSize):
         return self.press
 
 
-@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:bytes=40KB",), exempt=ENCODES)
+@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:bytes=12KB",), exempt=ENCODES)
 @dataclass
 class FrontierPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller by what was found to lose least; nothing else to set.
