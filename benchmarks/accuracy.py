@@ -5,11 +5,12 @@
                                   [--table docs/accuracy.md] [--only headkv kvzip]
 
 Exact match on contexts of 1024 tokens, mean over five retrieval tasks and on the common-word task, which goes the other way.
-Evicting presses compress the context before the question is known. Selectors evict nothing: they choose for every token of
-the answer, while the question is read with full attention. Intervals hold 95% of the mean over contexts. The peer's figures are
-those of `kvpress/data/reference/README.md` (12 contexts a task, so plus or minus 5 to 10 points); its expected attention
-was run with epsilon 0.01, the setting of its evaluation. Finished cells are kept in `--runs`. With `--only`, presses whose
-specs begin with one of the names are measured, and the others are those of the file `--out`.
+Evicting presses compress the context before the question is known; thresholds are shown with what they keep. Selectors evict
+nothing: they choose for every token of the answer, while the question is read with full attention. Intervals hold 95% of the
+mean over contexts. The peer's figures are those of `kvpress/data/reference/README.md` (12 contexts a task, so plus or minus 5
+to 10 points); its expected attention was run with epsilon 0.01, the setting of its evaluation. Finished cells are kept in
+`--runs`. With `--only`, presses whose specs begin with one of the names are measured, and the others are those of the file
+`--out`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ PEER: dict[str, tuple[int, ...] | None] = {
     "rlkv:{},sink_size=4,recent_size=64": None,
     "headkv:{}": None,
     "qfilter:{}": None,
+    "fastkvzip:{}": None,
+    "lukv(expected_attention:{},epsilon=0.02)": None,
+    "kvzap:{}": None,
+    "kvzap:{},model_type=linear": None,
     "lagkv:{}": None,
     "cur:{}": None,
     "cap:{}": None,
@@ -96,6 +101,9 @@ SELECTORS = (
     "tidal_decode:budget={},skip_layers=1,reselect_layer=3",
 )
 
+THRESHOLDS = ("dms(kvzap):threshold={}",)
+CUTS = ("-4", "-2", "-1.5", "-1")
+
 
 @dataclass(frozen=True)
 class Score:
@@ -118,7 +126,8 @@ class Score:
 def specs(only: Sequence[str] = ()) -> list[str]:
     """All presses with their ratios and budgets, the full cache first; or those of them that begin with a name of `only`."""
     evicting = [press.format(ratio) for press in PEER for ratio in RATIOS]
-    known = ["none", *evicting, *(press.format(fraction) for press in SELECTORS for fraction in FRACTIONS)]
+    reading = [press.format(fraction) for press in SELECTORS for fraction in FRACTIONS]
+    known = ["none", *evicting, *(press.format(cut) for press in THRESHOLDS for cut in CUTS), *reading]
     for name in only:
         if not any(spec.startswith(name) for spec in known):
             raise SystemExit(f"--only {name}: no press of this benchmark begins so")
@@ -151,12 +160,13 @@ def share(arguments: list[str], processes: int) -> None:
 
 
 def summarise(rows: Any) -> dict[str, dict[str, Score]]:
-    """Return, for every press, its scores on groups of tasks."""
+    """Return, for every press, its scores on groups of tasks, and how much it kept."""
     groups = {"retrieval": RETRIEVAL, "tracing": TRACED, "common word": COUNTED}
     table = {}
     for press, found in rows.groupby("press"):
         names = found["task"].str.split("#").str[-1]
         table[str(press)] = {group: Score.of(found["score"][names.isin(tasks)]) for group, tasks in groups.items()}
+        table[str(press)]["kept"] = Score.of(found["kept"])
     return table
 
 
@@ -176,6 +186,10 @@ def to_markdown(table: dict[str, dict[str, Score]]) -> str:
         *heading("press", RATIOS),
         *(row(press, (table[press.format(ratio)]["common word"] for ratio in RATIOS)) for press in PEER),
     ]
+    lines += ["", "Thresholds, by which a text decides how many pairs are kept, in percent of all:", ""]
+    lines += heading("press", ("kept", "retrieval", "common word"))
+    for press in (press.format(cut) for press in THRESHOLDS for cut in CUTS):
+        lines += [row(press, (table[press][group] for group in ("kept", "retrieval", "common word")))]
     for group in ("retrieval", "tracing", "common word"):
         lines += [
             "",

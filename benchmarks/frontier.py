@@ -29,8 +29,10 @@ from kvpress_eval.tuning.result import Measured, measured
 from kvpress_eval.tuning.space import make_space
 from matplotlib.figure import Figure
 
+import kvpress
 from benchmarks.quality import Sizes, about, held, measure_tasks
 from benchmarks.quality_figures import COLOURS, MARKERS, write_figure
+from kvpress.plan import Geometry, plan
 
 SCORERS = ("leverage_score", "compactor", "keydiff")
 ALONE = ("leverage_score", "expected_attention:epsilon=0.02")
@@ -51,13 +53,28 @@ def plain(scorer: str, bits: int, budget: int) -> str:
 
 
 def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smaller: float, step: int) -> str:
-    """Return the press with the largest multiple of `step` as budget whose cache is at least `smaller` times smaller."""
+    """Return the press with about the largest multiple of `step` as budget whose cache is at least `smaller` times smaller.
+
+    Plans say about which; of that one and its neighbours it is measured what a context really holds.
+    """
+    geometry = Geometry.of(engine.model.config)
     low, high = 0, ids.shape[1] // step
     while low + 1 < high:
         middle = (low + high) // 2
-        kept, whole = held(engine, ids, spec(middle * step))
-        low, high = (middle, high) if kept * smaller <= whole else (low, middle)
-    return spec(max(1, low) * step)
+        planned = plan(kvpress.get_press(spec(middle * step)), geometry, ids.shape[1])
+        low, high = (middle, high) if planned.total_bytes * smaller <= planned.uncompressed_bytes else (low, middle)
+
+    def fits(count: int) -> bool:
+        kept, whole = held(engine, ids, spec(count * step))
+        return kept * smaller <= whole
+
+    count = max(1, low)
+    if fits(count):
+        while (count + 1) * step < ids.shape[1] and fits(count + 1):
+            count += 1
+    else:
+        count = next((fewer for fewer in range(count - 1, 0, -1) if fits(fewer)), 1)
+    return spec(count * step)
 
 
 def presses(engine: Engine, length: int, smaller: int, every: bool) -> dict[str, str]:
@@ -65,11 +82,12 @@ def presses(engine: Engine, length: int, smaller: int, every: bool) -> dict[str,
     composed, alone = (make_space().evict,) * 2 if every else (SCORERS, ALONE)
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     found = {f"frontier:smaller={smaller}": "frontier"}
-    for scorer in composed:
-        spec = partial(plain, scorer, BITS.get(smaller, 4))
-        found[solved(engine, ids, spec, smaller, GROUP)] = f"{scorer} + kivi"
-    for scorer in alone:
-        found[solved(engine, ids, partial(plain, scorer, 16), smaller, 1)] = scorer
+    wanted = [(f"{scorer} + kivi", partial(plain, scorer, BITS.get(smaller, 4)), GROUP) for scorer in composed]
+    wanted += [(scorer, partial(plain, scorer, 16), 1) for scorer in alone]
+    for number, (family, spec, step) in enumerate(wanted, start=1):
+        press = solved(engine, ids, spec, smaller, step)
+        found[press] = family
+        print(f"{smaller} times smaller, {number} of {len(wanted)}: {press}", flush=True)
     return found
 
 

@@ -34,14 +34,17 @@ from benchmarks.accuracy import RETRIEVAL, ROOT, Score
 from benchmarks.kernels_cpu import cpu_model
 from benchmarks.quality_figures import write_figure
 from kvpress.cache.attention import Logits
-from kvpress.core.pattern import Prompt
-from kvpress.kernels import Tiles, block_prefill
+from kvpress.core.pattern import Pattern, Prompt
+from kvpress.kernels import Tiles
+from kvpress.sparse.tiling import Reading
+from kvpress.sparse.zipvl import SideBySide
 
 DENSITIES = (1.0, 0.5, 0.25, 0.12, 0.06)
 CAPPED = (
     "xattention:threshold=1.0",
     "minference:vertical=1000000,slash=1000000",
     "flex_prefill:gamma=1.0",
+    "zipvl:tau=1.0",
 )
 """Patterns that would read everything, until `max_density` cuts them."""
 FIXED = ("tri_shape", "power_attention", "critiprefill:budget=4096", "critiprefill:budget=1024")
@@ -54,8 +57,12 @@ CHOOSING = (
     "flex_prefill:gamma=0.95,block=64,min_budget=128",
     "minference:vertical=100,slash=300",
     "critiprefill:budget=256,segment=64,dense=64",
+    "zipvl:tau=0.9",
+    "zipvl:tau=0.975",
 )
-DRAWN = {"xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^")}
+DRAWN = {
+    "xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^"), "zipvl": ("#CC79A7", "D"),
+}  # fmt: skip
 """Colours that stay apart for colour-blind readers, and shapes for black and white."""
 BEGIN, END = "<!-- patterns -->", "<!-- end of patterns -->"
 DOCS = ROOT.parent / "docs" / "prefill.md"
@@ -82,8 +89,16 @@ def seconds(run: Any, rounds: int) -> float:
     return min(found)
 
 
-def density(tiles: Tiles, prompt: Prompt) -> float:
-    """Share of the pairs that are read, of those a causal mask allows; blocks count as a whole in both."""
+def density(pattern: Pattern, tiles: Tiles, prompt: Prompt) -> float:
+    """Share of the pairs that a pattern reads, of those a causal mask allows; blocks count as a whole in both."""
+    share = of_tiles(tiles, prompt)
+    if isinstance(pattern, SideBySide):
+        share += float((pattern.important(prompt).double().mean(dim=-1) ** 2).mean())
+    return min(1.0, share)
+
+
+def of_tiles(tiles: Tiles, prompt: Prompt) -> float:
+    """Share of the pairs that lie in tiles."""
     lists = tiles.lists(prompt.new, prompt.total)
     lengths, block, total = lists.ends.diff(prepend=lists.ends.new_zeros(1)), tiles.block, prompt.total
     per_block = lengths.view(-1, prompt.shape(block)[2]).double().mean(dim=0) * block
@@ -113,19 +128,17 @@ def timed(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
         specs = [f"{spec},max_density={share}" for spec in CAPPED for share in DENSITIES]
         for spec in [*specs, *FIXED]:
             press: Any = kvpress.get_press(spec)
+            pattern: Pattern = press.pattern_at(press.skip_layers if hasattr(press, "skip_layers") else 0)
 
-            def read(press: Any = press, prompt: Prompt = prompt) -> Tensor:
-                tiles = press.tiles(0, prompt)
-                return block_prefill(
-                    prompt.queries, prompt.keys, prompt.values, tiles, scale=prompt.logits.scale
-                )[0]  # fmt: skip
+            def read(pattern: Pattern = pattern, prompt: Prompt = prompt) -> Tensor:
+                return pattern.read(prompt)[0]
 
             spent = seconds(read, rounds)
             rows.append(
                 {
                     "length": length,
                     "press": spec,
-                    "density": density(press.tiles(0, prompt), prompt),
+                    "density": density(pattern, pattern.tiles(prompt), prompt),
                     "seconds": spent,
                     "times": base / spent,
                     "error": float((read() - full).norm() / full.norm()),
@@ -143,19 +156,24 @@ def chosen_density(spec: str, length: int) -> float:
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :length]
     found: list[float] = []
     press: Any = kvpress.get_press(spec)
-    plain = type(press).tiles
+    plain = press.pattern_at
 
-    def tiles(self: Any, layer: int, prompt: Prompt) -> Tiles:
-        made: Tiles = plain(self, layer, prompt)
-        found.append(density(made, prompt))
-        return made
+    def noted(layer: int) -> Pattern | None:
+        pattern: Reading | None = plain(layer)
+        if pattern is not None:
+            choose = pattern.choose
 
-    type(press).tiles = tiles
-    try:
-        with press(model):
-            model(ids)
-    finally:
-        type(press).tiles = plain
+            def tiles(prompt: Prompt) -> Tiles:
+                made = choose(prompt)
+                found.append(density(pattern, made, prompt))
+                return made
+
+            pattern.choose = tiles
+        return pattern
+
+    press.pattern_at = noted
+    with press(model):
+        model(ids)
     return sum(found) / len(found)
 
 
@@ -232,7 +250,8 @@ def draw(record: dict[str, Any], figure: Figure) -> None:
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(handles=figure.axes[0].lines[1:4], frameon=False)
+    drawn = [line for line in figure.axes[0].lines if line.get_label() in DRAWN]
+    figure.axes[0].legend(handles=drawn, frameon=False)
     figure.suptitle(f"Attention of one layer, {length:,} tokens, {record['threads']} threads", fontsize=10)
 
 

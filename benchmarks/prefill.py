@@ -38,6 +38,8 @@ PRESSES = (
     "kivi:bits=4", "quest:budget=1024", "tidal_decode:budget=1024,skip_layers=0", "snapkv:0.5 + kivi:bits=4",
 )  # fmt: skip
 NONE = PRESSES[0]
+LONGEST = 600
+"""Seconds after which a press is given up."""
 SHARED = "shared"
 """Stands for all presses that share a reading."""
 
@@ -116,7 +118,14 @@ def main() -> None:
     for spec in [NONE, *(options.only or (*PRESSES[1:], SHARED)), NONE]:
         settings = ["--press", spec, "--tokens", str(options.tokens), "--layers", str(options.layers)]
         command = [sys.executable, __file__, *settings]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - our own script
+        try:
+            found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST)  # noqa: S603 - our own
+        except subprocess.CalledProcessError as error:
+            print(f"{spec:60s} failed: {error.stderr.strip().splitlines()[-1]}", flush=True)
+            continue
+        except subprocess.TimeoutExpired:
+            print(f"{spec:60s} took more than {LONGEST} s", flush=True)
+            continue
         row = json.loads(found.stdout.splitlines()[-1])
         # The faster of two runs without a press is nearer to what it takes.
         rows[spec] = min(row, rows.get(spec, row), key=lambda held: held["seconds"])

@@ -164,23 +164,30 @@ def calibrate_command(
     method: Annotated[
         Literal[
             "aquakv",
+            "bits",
             "cq",
             "double_sparsity",
             "duo_attention",
             "expected_attention",
+            "fastkvzip",
             "kvquant",
+            "kvzap",
             "kvzip_heads",
             "leank",
             "loki",
+            "lukv",
+            "minference",
             "qfilter",
+            "restorekv",
             "rlkv",
             "triattention",
         ],
         typer.Option(
-            help="What to fit: books for coupled quantisation, levels for kvquant, predictors of values for aquakv, channels "
-            "for double_sparsity, directions of keys for loki, scales of channels for leank, statistics of queries for "
-            "expected_attention_stats, triattention or qfilter, or tables of heads by duo_attention, rlkv or "
-            "kvzip_heads (a .tsv)."
+            help="What to fit: bits for every layer, books for coupled quantisation, levels for kvquant, predictors of "
+            "values for aquakv, channels for double_sparsity, directions of keys for loki, scales of channels for leank, "
+            "statistics of queries for expected_attention_stats, triattention or qfilter, networks for kvzap or fastkvzip, "
+            "budgets of heads for lukv, tokens and an adapter for restorekv, patterns for minference, or tables of heads by "
+            "duo_attention, rlkv or kvzip_heads (a .tsv)."
         ),
     ] = "cq",
     coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
@@ -191,21 +198,43 @@ def calibrate_command(
     iterations: Annotated[
         int | None, typer.Option(help="cq, kvquant, aquakv: most rounds of k-means (100, 50, 50).")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="cq, kvquant, aquakv, tables: of what is drawn (0).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="cq, kvquant, aquakv, networks, tables, restorekv: of what is drawn (0).")
+    ] = None,
     outliers: Annotated[
         float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
     ] = None,
+    average: Annotated[float | None, typer.Option(help="bits: mean over layers, keys and values (3).")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="minference: part of the pairs of a prompt that is read (0.25).")
+    ] = None,
+    last: Annotated[int | None, typer.Option(help="minference: newest queries that lines are found by (64).")] = None,
+    block: Annotated[int | None, typer.Option(help="minference: tokens of a block (64).")] = None,
+    widths: Annotated[str | None, typer.Option(help="bits: what a layer may get (2,3,4,8).")] = None,
     n_sink: Annotated[
         int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
     ] = None,
     sink_size: Annotated[int | None, typer.Option(help="Tables: first tokens that a streaming head keeps.")] = None,
     recent_size: Annotated[int | None, typer.Option(help="Tables: newest tokens that a streaming head keeps.")] = None,
     answer: Annotated[
-        int | None, typer.Option(help="Tables: last tokens of a sequence, which its prompt is to explain (64).")
+        int | None,
+        typer.Option(help="Tables, restorekv: last tokens of a sequence, which its prompt is to explain (64)."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Tables: updates of the gates (200).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Trained: updates (tables 200, restorekv 300, kvzap 2000, fastkvzip 5000).")
+    ] = None,
     price: Annotated[float | None, typer.Option(help="Tables: of a gate that is open.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Tables: learning rate.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Tables, networks, restorekv: learning rate.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="kvzap, fastkvzip: tokens drawn from each sequence (500, 2000).")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="kvzap: linear or mlp (mlp).")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="kvzap: hidden units of an mlp (512); fastkvzip: channels (16).")
+    ] = None,
+    press: Annotated[
+        str | None, typer.Option(help="lukv: the press that scores, without a ratio (expected_attention:epsilon=0.02).")
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -222,8 +251,10 @@ def calibrate_command(
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
             "fisher": fisher, "iterations": iterations, "seed": seed, "outliers": outliers,
-            "n_sink": n_sink,
+            "density": density, "last": last, "block": block, "average": average,
+            "widths": None if widths is None else _numbers("widths", widths), "n_sink": n_sink,
             "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
+            "sample": sample, "kind": kind, "width": width, "press": press,
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in given.items() if value is not None})
         loaded, tokenizer = load_model(model)
@@ -367,13 +398,19 @@ def _option(name: str) -> str:
 
 def _sides(name: str, text: str) -> tuple[int, int]:
     """Read one number for keys and values, or one for each."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2):
-        raise ValueError(f"{name} must be a number or two, keys,values; got {text!r}")
+    what = "a number or two, keys,values"
+    numbers = _numbers(name, text, what)
+    if len(numbers) > 2:
+        raise ValueError(f"{name} must be {what}; got {text!r}")
     return numbers[0], numbers[-1]
+
+
+def _numbers(name: str, text: str, what: str = "whole numbers with commas between them") -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be {what}; got {text!r}") from None
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -14,11 +14,23 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvpress
-from benchmarks import accuracy, decode, gpu_parity, gpu_parts, kernels_cpu, kernels_gpu, prefill, selection, tiers
+from benchmarks import (
+    accuracy,
+    decode,
+    frontier,
+    gpu_parity,
+    gpu_parts,
+    kernels_cpu,
+    kernels_gpu,
+    prefill,
+    selection,
+    tiers,
+)
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
 from kvpress.kernels.cpu import build, launch
+from tests.eval.engines import bundled_model
 from tests.kernels.compiler import NATIVE, needs_compiler
 
 
@@ -260,7 +272,7 @@ def test_bytes_that_selectors_read_are_counted() -> None:
 def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
     pandas = pytest.importorskip("pandas")
     rows = [
-        {"press": press, "task": f"file:x#{task}", "score": float(task != "vt2" or press == "none")}
+        {"press": press, "task": f"file:x#{task}", "score": float(task != "vt2" or press == "none"), "kept": 0.25}
         for press in accuracy.specs()
         for task in (*accuracy.RETRIEVAL, *accuracy.COUNTED)
         for _ in range(3)
@@ -272,6 +284,7 @@ def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
     assert abs(table["keydiff:0.9"]["retrieval"].half - 1.96 * 40 / 15**0.5) < 1e-9
     text = accuracy.to_markdown(table)
     assert "| `keydiff:r` | 80 ± 20 (100) | 80 ± 20 (95) | 80 ± 20 (84) | 80 ± 20 (66) |" in text
+    assert "| `dms(kvzap):threshold=-2` | 25 ± 0 | 80 ± 20 | 100 ± 0 |" in text
     assert text.count("`tidal_decode:budget=r,skip_layers=1,reselect_layer=3`") == 3
 
 
@@ -295,3 +308,19 @@ def test_pairs_of_files_are_fetched_and_forgotten(tmp_path: Any, monkeypatch: py
         assert row["fetched_mib_per_token"] == pytest.approx(6 * 4 * 32 * pair)
         assert row["memory_mib"] + row["file_mib"] == pytest.approx(rows["quest, memory"]["memory_mib"])
     assert rows["quest, memory"]["file_mib"] == 0
+
+
+@pytest.mark.parametrize(("scorer", "bits", "step"), [("keydiff", 16, 1), ("knorm", 3, 32), ("adakv(snapkv)", 16, 1)])
+def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits: int, step: int) -> None:
+    engine, smaller = bundled_model(), 8
+    ids = torch.randint(5, 900, (1, 320), generator=torch.Generator().manual_seed(0))
+
+    def spec(budget: int) -> str:
+        return frontier.plain(scorer, bits, budget) if "(" not in scorer else f"adakv(snapkv:budget={budget})"
+
+    found = frontier.solved(engine, ids, spec, smaller, step)
+    budget = int(found.split("budget=")[1].split(" ")[0].rstrip(")"))
+    assert budget % step == 0
+    for more, fits in ((0, True), (step, False)):
+        kept, whole = frontier.held(engine, ids, spec(budget + more))
+        assert (kept * smaller <= whole) == fits

@@ -185,6 +185,14 @@ def test_the_command_makes_a_file_that_a_press_can_use(tmp_path: Path) -> None:
         assert message in refused.output
 
 
+def test_a_model_whose_caches_do_not_grow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"MistralForCausalLM has no layer whose cache grows.*sliding_attention"
+    ):
+        calibrate(tiny_model("mistral"), tokens(1, 100), SETTINGS, tmp_path / "books.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_of_another_method_are_refused(tmp_path: Path) -> None:
     arguments = ["calibrate", "--model", "reference", "--data", "x", "--out", str(tmp_path / "x")]
     for extra, message in {

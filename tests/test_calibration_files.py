@@ -18,9 +18,12 @@ import kvpress
 from kvpress.calibrate import (
     ChannelSettings,
     CoupledSettings,
+    FastKVzipSettings,
     FilterSettings,
     KeyDirectionSettings,
+    KVzapSettings,
     LevelSettings,
+    LUKVSettings,
     PredictorSettings,
     QuerySettings,
     calibrate,
@@ -36,8 +39,11 @@ SETTINGS = {
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
+    "fastkvzip": FastKVzipSettings(steps=2, width=3, bases=2),
     "kvquant": LevelSettings(fisher=False, iterations=2),
+    "kvzap": KVzapSettings(steps=2, width=3),
     "loki": KeyDirectionSettings(),
+    "lukv": LUKVSettings("knorm"),
     "qfilter": FilterSettings(),
 }
 SPECS = {
@@ -45,8 +51,11 @@ SPECS = {
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
+    "fastkvzip": "fastkvzip:0.5,gates='{}'",
     "kvquant": "kvquant:bits=2,calibration='{}'",
+    "kvzap": "kvzap:0.5,weights='{}'",
     "loki": "loki:calibration='{}'",
+    "lukv": "lukv(knorm:0.5):curve='{}'",
     "qfilter": "qfilter:0.5,filters='{}'",
 }
 TENSOR = {
@@ -54,8 +63,11 @@ TENSOR = {
     "cq": "2.keys",
     "double_sparsity": "2.qk",
     "expected_attention": "2.covariance",
+    "fastkvzip": "2.k_base",
     "kvquant": "2.values.2",
+    "kvzap": "2.2.weight",
     "loki": "2.rotated",
+    "lukv": "2.curve",
     "qfilter": "2.filter",
 }
 each_method = pytest.mark.parametrize("method", SETTINGS)
@@ -71,8 +83,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def refused(method: str, path: Path, *words: str) -> None:
     """A press names the file, what is wrong, and the command, before the model runs."""
-    press = kvpress.get_press(SPECS[method].format(path))
-    with pytest.raises(ValueError, match=re.escape(str(path))) as raised, press(tiny_model("llama")):
+    with (
+        pytest.raises(ValueError, match=re.escape(str(path))) as raised,
+        kvpress.get_press(SPECS[method].format(path))(tiny_model("llama")),
+    ):
         pytest.fail("the press was installed")
     for word in (*words, f"kvpress calibrate --method {method} --model ... --data ... --out {path}"):
         assert word in str(raised.value)
@@ -204,7 +218,20 @@ def test_a_damaged_layer_of_a_stopped_run_is_fitted_again(tmp_path: Path) -> Non
     assert [again.has(layer) for layer in (0, 1)] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["aquakv", "cq-4c8b", "cq-8c8b", "double-sparsity", "expected-attention", "kvquant"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aquakv",
+        "cq-4c8b",
+        "cq-8c8b",
+        "double-sparsity",
+        "expected-attention",
+        "fastkvzip",
+        "kvquant",
+        "kvzap-linear",
+        "kvzap-mlp",
+    ],
+)
 def test_files_that_ship_carry_their_digest(name: str) -> None:
     assert calibration.read(calibration.shipped(name)).provenance["model"]["name"] == "reference"
 

@@ -27,7 +27,7 @@ ROOT = DOCS.parent
 WRITTEN = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "notebooks").glob("*.md")])
 ENTRIES = kvpress.list_presses()
 REFUSALS = [refusal for entry in ENTRIES for refusal in entry.refuses]
-OF_A_MODEL = {"rlkv", "kvzap", "lukv", "fastkvzip"}
+OF_A_MODEL = {"rlkv", "restorekv"}
 """Presses that need what somebody has learned for a model, and do not find it beside the reference model."""
 MEASURABLE = [entry for entry in ENTRIES if entry.name not in OF_A_MODEL]
 

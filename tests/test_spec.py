@@ -39,6 +39,7 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     kvpress.LeverageScorePress(0.5, sketch_dimension=16),
     kvpress.NonCausalAttnPress(0.5, chunk_size=64),
     kvpress.CompactorPress(0.5, sink_size_start=2, sink_size_end=3, chunk_size=32, sketch_dimension=16, blending=0.3),
+    kvpress.RestoreKVPress(0.4, layerwise=True, n_sink=2, repeat_prompt="Again", adapter="folder"),
     kvpress.KVzipPress(0.5, layerwise=True, n_sink=2, kvzip_plus_normalization=True, repeat_prompt="Again"),
     kvpress.DuoAttentionPress(0.5, on_the_fly_scoring=True, sink_size=4, recent_size=32, interval=16),
     kvpress.RLKVPress(0.5, table=str(TABLE), sink_size=4, recent_size=32),

@@ -215,3 +215,22 @@ def test_last_cache() -> None:
     with press(model):
         model.generate(tokens(1, 20), max_new_tokens=2)
     assert kvpress.memory_report(press.last_cache).layers[0].kept == 2 * 11
+
+
+WORDS = ("kvzip", "shotkv", "drop_spans")
+"""Presses that ask a tokenizer, which a tiny model has not."""
+
+
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    "spec", [entry.example for entry in kvpress.list_presses() if not entry.needs and entry.name not in WORDS]
+)
+def test_a_model_may_be_called_with_gradients(spec: str) -> None:
+    """All other tests run without gradients, as most users do; who forgets to gets an answer, and no warning."""
+    model = tiny_model("llama", seed=1, num_hidden_layers=4)
+    ids = tokens(1, 262)
+    with torch.enable_grad(), kvpress.get_press(spec)(model):
+        cache = model(ids, use_cache=True).past_key_values
+        logits = model(ids[:, -1:], past_key_values=cache).logits
+    assert logits.requires_grad
+    assert logits.isfinite().all()

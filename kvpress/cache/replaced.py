@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that someone puts in the place of all that a layer stores; their positions are found again by equal values."""
+"""Pairs that someone puts in the place of all that a layer stores, or beside it.
+
+Positions of those in the place of others are found again by equal values.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,18 @@ def replace_all(store: KVStore, new: tuple[Tensor, Tensor], old: tuple[Tensor, T
     after = zip(keys, values, strict=True)
     found = [positions_of(*pairs) for pairs in zip(after, before, places, strict=True)]
     seal_streams(store, keys, values, found, None)
+
+
+def put_before(store: KVStore, pairs: dict[int, Pairs], mask: Tensor | None) -> None:
+    """Put pairs of no token, keys `[H, n, D]` and values by row, before the dense ones of these rows, and seal all of them.
+
+    Their slot is -1. Copies of the cache do not get them. Call it right after `KVStore.evict`: `crop` cannot take them back.
+    """
+    counts = [pairs[row][0].shape[1] if row in pairs else 0 for row in range(store.batch)]
+    keys, values = (torch.cat([pairs[row][side].flatten(0, 1) for row in sorted(pairs)]) for side in (0, 1))
+    layout = Layout(count for count in counts for _ in range(store.heads))
+    fresh = DenseSegment(keys.to(store.window.keys), values.to(store.window.values), layout)
+    fresh._set_slots(torch.full((layout.total,), -1, device=keys.device))
+    store.seal(DenseSegment.join([fresh, store.open_segment(mask)]), mask)
+    store.fixed_at = store.seen
+    store.window.cursor = None  # a recorded step must not read what was there

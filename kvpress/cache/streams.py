@@ -19,6 +19,7 @@ def real_slots(store: KVStore, mask: Tensor | None) -> list[Tensor]:
 class Stored:
     """The pairs of one layer, padding left out: `slots[n]` are those of stream `n`, int64, ascending, on the host.
 
+    Pairs of no token, whose slot is negative, have the slot of the pair before them; the first ones keep theirs.
     `mask [B, seen]` marks real tokens, None where nothing is padded.
     """
 
@@ -28,7 +29,7 @@ class Stored:
         self.slots = [at for at in fresh for _ in range(store.heads)]
         for segment in reversed(store.sealed):
             parts = segment.slots().cpu().long().split(segment.layout.lengths)
-            self.slots = [torch.cat(pair) for pair in zip(parts, self.slots, strict=True)]
+            self.slots = [torch.cat(pair).cummax(0).values for pair in zip(parts, self.slots, strict=True)]
 
     def read(self, stream: int, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """Return the pairs `start:stop` of a stream in parts `(keys [n, D], values [n, Dv])`."""

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor
 from kvpress.core.model import LayerFacts, ModelFacts
 
 FORMAT = 2
-Holds = Callable[[LayerFacts], dict[str, tuple[int, ...]]]
-"""Shapes of the tensors that a method's file holds of a layer, by name."""
+Holds = Callable[[LayerFacts], Mapping[str, tuple[int | None, ...]]]
+"""Shapes of the tensors that a method's file holds of a layer, by name; None is any size."""
 
 SHAPES = ("layers", "kv_heads", "head_dim")
 IDENTITY = ("architecture", *SHAPES, "weights")
@@ -59,12 +59,12 @@ class Calibration:
         for layer in model.growing:
             for name, shape in holds(layer).items():
                 found = self.tensors.get(f"{layer.index}.{name}")
-                if found is None or tuple(found.shape) != shape or not found.is_floating_point():
+                if found is None or not fits(found, shape) or not found.is_floating_point():
                     held = (
                         "is missing" if found is None else f"is {found.dtype} {list(found.shape)}".replace("torch.", "")
                     )
                     raise ValueError(
-                        f"{source}: tensor '{layer.index}.{name}' {held}, expected numbers of shape {list(shape)}; {again}"
+                        f"{source}: tensor '{layer.index}.{name}' {held}, expected numbers of shape {sizes(shape)}; {again}"
                     )
 
     def write(self, path: Path) -> None:
@@ -87,6 +87,16 @@ class Calibration:
     def not_finite(self) -> str | None:
         """Return the name of a tensor that holds NaN or infinite numbers; None where all are finite."""
         return next((name for name, tensor in self.tensors.items() if not bool(tensor.isfinite().all())), None)
+
+
+def fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    """Whether a tensor has a shape, in which None is any size."""
+    return tensor.dim() == len(shape) and all(a in (b, None) for a, b in zip(shape, tensor.shape, strict=True))
+
+
+def sizes(shape: tuple[int | None, ...]) -> str:
+    """Write a shape, in which None is any size, as messages do."""
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 def digest_of(tensors: dict[str, Tensor], provenance: str) -> str:
@@ -155,9 +165,24 @@ def _read(path: str, changed: int, size: int) -> Calibration:
     return calibration
 
 
+def is_calibration(file: Path) -> bool:
+    """Whether a file is one that `kvpress calibrate` wrote, however damaged behind its header."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return "provenance" in (opened.metadata() or {})
+    except SafetensorError:
+        return False
+
+
 def shipped(name: str) -> Path:
     """Path of a calibration of the bundled reference model."""
     return Path(__file__).parents[1] / "data" / "reference" / f"{name}.safetensors"
+
+
+def shipped_for(model: ModelFacts, name: str) -> Path | None:
+    """Return the calibration of that name that ships with a model; None where the model is not the bundled one."""
+    path = shipped(name)
+    return path if path.is_file() and read(path).provenance["model"] == identify(model) else None
 
 
 def given_or_shipped(path: str | None, name: str) -> Path:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.gates import TENSOR, TableSettings
+from kvpress.calibrate.repeated import SINKS, read_twice
 from kvpress.calibrate.run import Parts, Report
 from kvpress.core.host import host
-from kvpress.observe.observer import Wanted
-from kvpress.observe.passes import Pass
-from kvpress.presses.kvzip import KVzipPress, Worth
 
 
 @dataclass(frozen=True)
@@ -34,29 +32,16 @@ class KVzipHeadSettings(TableSettings):
 
     @property
     def shortest(self) -> int:
-        return KVzipPress.n_sink + 2
+        return SINKS + 2
 
     def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
         del parts
         facts = host().facts_of(model)
         total = torch.zeros(len(facts.layers), facts.layers[0].kv_heads)
+        windows = [layer.index for layer in facts.layers if layer not in facts.growing]
         for done, ids in enumerate(sequences):
-            press = _Recording(0.5, repeat_prompt="")
-            with torch.no_grad(), press(model):
-                model(ids[None].to(model.device))
-            found = press.__dict__["found"]
-            for layer in facts.layers:
-                total[layer.index] += found.get(layer.index, 1.0)
+            total[windows] += 1
+            for layer, found in read_twice(model, ids, plus=False).items():
+                total[layer] += found.scores[:, SINKS:].amax(dim=1).cpu()
             report("sequences", done + 1, len(sequences))
         return {TENSOR: total / len(sequences)}
-
-
-class _Recording(KVzipPress):
-    """Keeps the largest score of every head by layer, `found[layer] [H]`."""
-
-    def _repeat(self, asked: Any, done: Pass) -> None:
-        super()._repeat(asked, done)
-        found = self.__dict__.setdefault("found", {})
-        for call in done.calls:
-            values = call.store.observers[Wanted(Worth)].values
-            found[call.layer] = torch.stack([each[each.isfinite()].max() for each in values]).cpu()

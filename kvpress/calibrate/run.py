@@ -106,8 +106,16 @@ def calibrate(
         out: the calibration file; layers are collected beside it in a folder that is removed at the end.
         source: where the data come from, for the record.
         report: called with (what, done, total) as work goes on.
+
+    Raises:
+        NotImplementedError: no layer has a cache that grows, of which something could be learned.
     """
     facts = host().facts_of(model)
+    if not facts.growing:
+        kinds = ", ".join(sorted({layer.kind for layer in facts.layers})) or "none with attention"
+        raise NotImplementedError(
+            f"{facts.name} has no layer whose cache grows, so nothing is learned of it; its layers are {kinds}"
+        )
     settings.check(facts)
     settings.check_out(out)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.cache.replaced import put_before
 from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Eviction, Rewritten
 from kvpress.core.refit import CodecAt, Target, refit, targets
 from kvpress.core.scoring import Scored
 from kvpress.core.spared import warn
+from kvpress.observe.behind import BEHIND, waiting
 from kvpress.observe.call import LayerCall
 from kvpress.observe.view import View, view_groups
 
@@ -42,8 +44,9 @@ def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | N
         for cut, group in zip(cuts, groups, strict=True):
             cut.hold(group)
         _share_out(cuts, groups, step)
+    shortened = {row for cut in cuts for row in cut.shortened}
     for cut in cuts:
-        cut.apply(codec)
+        cut.apply(codec, shortened)
 
 
 def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction) -> None:
@@ -74,7 +77,8 @@ def shares(step: Eviction, groups: Sequence[Group], scored: Sequence[Scored]) ->
 class Group:
     """Views of the same rows that together cover all kv heads of a layer, and `older` ones of what there is a choice of.
 
-    `settled` pairs per head stay in any case: the newest ones, and those that are not free where it is `limited`.
+    `settled` pairs per head stay in any case: the newest ones, those that are not free where it is `limited`, and those that
+    wait to be put beside them.
     """
 
     def __init__(self, views: list[View], mean: Mean, step: Eviction, free: Free | None = None) -> None:
@@ -102,6 +106,7 @@ class Group:
             )
             places = [each.nonzero()[:, 2].view(*each.shape[:2], n) for each, n in zip(marked, left, strict=True)]
             self.older = [view.pairs(index) for view, index in zip(self.views, places, strict=True)]
+        self.settled += waiting(views[0].call) if step.beside else 0
         self._introduce(self.older)
         if self.limited:
             self._introduce(self.views)
@@ -156,6 +161,7 @@ class Cut:
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
         self.refitted: dict[int, Target] = {}
         self.everything = True
+        self.shortened: set[int] = set()
         self.targets = [0] * self.store.batch
 
     def hold(self, group: Group) -> None:
@@ -169,6 +175,7 @@ class Cut:
         mask = chosen(self.step, view, older, counts)
         if not keeps_every(older, counts):
             self.everything = False
+            self.shortened |= set(view.rows)
             rewritten = self.step.rewritten(view, mask, older)
             if rewritten is not None:
                 self.rewritten.append((view, mask, rewritten))
@@ -177,8 +184,8 @@ class Cut:
         for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
             self.masks[stream] = marked
 
-    def apply(self, codec: CodecAt) -> None:
-        """Free what was not marked, and change what stays."""
+    def apply(self, codec: CodecAt, shortened: set[int]) -> None:
+        """Free what was not marked, change what stays, and put what waits beside it in rows that some layer has `shortened`."""
         self._count()
         decided_nothing = self.everything and self.step.allocator.decides
         if self.step.among is None and not decided_nothing:
@@ -188,6 +195,8 @@ class Cut:
             self.store.evict(self.masks, self.call.mask, self.opened)
         if self.rewritten:
             self._rewrite()
+        if self.step.beside:
+            self._put_beside(shortened)
         if self.step.refit is not None and self.refitted:
             refit(self.call, self.step.refit, self.refitted, codec)
 
@@ -204,6 +213,13 @@ class Cut:
                     continue
                 left = sum(int(self.masks[n].sum()) for n in streams) // len(streams)
             self.call.left.update(dict.fromkeys(group.views[0].rows, left))
+
+    def _put_beside(self, rows: set[int]) -> None:
+        """Give the heads of some rows the pairs that were read behind the prompt."""
+        waits = self.store.observers.get(BEHIND)
+        pairs = None if waits is None else waits.take()
+        if pairs is not None and rows:
+            put_before(self.store, {row: (pairs[0][row], pairs[1][row]) for row in rows}, self.call.mask)
 
     def _rewrite(self) -> None:
         """Put keys, values, weights and positions in the place of those of the pairs that stay."""

@@ -25,7 +25,8 @@ class Prompt:
 
     `queries [b, Hq, Q, D]` are those of the last Q of T tokens, `keys [b, H, T, D]` and `values [b, H, T, Dv]` those that are
     not sealed; query heads of a group are next to each other. `layer` counts attention layers, `rows` are those of the batch.
-    `shared` is state that all layers of a cache have in common; no layer follows the `final` one.
+    `shared` is state that all layers of a cache have in common; no layer follows the `final` one. The tokens stand in the
+    columns `at [T]` of the window of `call`.
     """
 
     queries: Tensor
@@ -36,6 +37,8 @@ class Prompt:
     rows: tuple[int, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
     final: bool = False
+    call: LayerCall | None = None
+    at: Tensor | None = None
 
     @property
     def new(self) -> int:
@@ -56,6 +59,14 @@ class Prompt:
         """Shape of the tiles: rows, query heads, query blocks, key blocks."""
         return (*self.queries.shape[:2], -(-self.new // block), -(-self.total // block))
 
+    def attend(self, tiles: Tiles) -> Partial:
+        """Return what the queries read of the tiles, out `[b, Hq, Q, Dv]` and log-sum-exp `[b, Hq, Q]`, both float32."""
+        queries = self.queries
+        return block_prefill(
+            queries, self.keys.to(queries), self.values.to(queries), tiles,
+            scale=self.logits.scale, softcap=self.logits.softcap,
+        )  # fmt: skip
+
 
 class Pattern(ABC):
     """Chooses, while a prompt is read, which tiles of `block` queries by `block` keys attention computes.
@@ -71,8 +82,15 @@ class Pattern(ABC):
     def tiles(self, prompt: Prompt) -> Tiles:
         """Return which blocks of keys, and which single ones, are read; tiles that hold a query itself always are."""
 
+    def read(self, prompt: Prompt) -> Partial:
+        """Attend from the queries of a prompt of more than two blocks: out `[b, Hq, Q, Dv]` and log-sum-exp `[b, Hq, Q]`."""
+        return prompt.attend(self.tiles(prompt))
+
     def attend(self, call: LayerCall, window: Window, mask: RealTokens | None) -> Partial:
-        """Attend from the queries of a call to the tokens of a window: out `[N, G * Q, Dv]` and log-sum-exp `[N, G * Q]`."""
+        """Attend from the queries of a call to the tokens of a window: out `[N, G * Q, Dv]` and log-sum-exp `[N, G * Q]`.
+
+        The call is told the latter too: by it observers that need attention over all pairs know what was left out.
+        """
         queries, keys, values = call.queries, window.filled_keys, window.filled_values
         (batch, heads, new, _), total = queries.shape, window.length
         out = queries.new_zeros(batch, heads, new, values.shape[-1], dtype=torch.float32)
@@ -83,14 +101,10 @@ class Pattern(ABC):
                 continue
             prompt = Prompt(
                 _of(queries, rows, asked), _of(keys, rows, kept), _of(values, rows, kept), call.logits, call.layer,
-                tuple(rows), call.shared, call.depth + 1 == call.depths,
+                tuple(rows), call.shared, call.depth + 1 == call.depths, call, kept,
             )  # fmt: skip
             whole = prompt.total <= FEWEST_BLOCKS * self.block
-            tiles = everything(prompt, self.block) if whole else self.tiles(prompt)
-            found = block_prefill(
-                prompt.queries, prompt.keys.to(queries), prompt.values.to(queries), tiles,
-                scale=call.logits.scale, softcap=call.logits.softcap,
-            )  # fmt: skip
+            found = prompt.attend(everything(prompt, self.block)) if whole else self.read(prompt)
             if len(rows) == batch and len(asked) == new:
                 out, lse = found
                 continue
@@ -98,7 +112,8 @@ class Pattern(ABC):
             out.transpose(1, 2)[at] = found[0].transpose(1, 2)
             lse.transpose(1, 2)[at] = found[1].transpose(1, 2)
         streams = batch * call.store.heads
-        return out.reshape(streams, -1, out.shape[-1]), lse.reshape(streams, -1)
+        call.window_lse = lse.reshape(streams, -1)
+        return out.reshape(streams, -1, out.shape[-1]), call.window_lse
 
 
 def everything(prompt: Prompt, block: int) -> Tiles:

@@ -19,6 +19,7 @@ from kvpress.core.dropping import Dropping
 from kvpress.core.pattern import Pattern
 from kvpress.core.scoring import Scored, Scorer
 from kvpress.core.selector import Selector
+from kvpress.observe.behind import BEHIND
 from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
@@ -142,7 +143,8 @@ class Eviction:
     `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
     `fixed` evictions do not choose by scores, so no wrapper can change their choice. `watches` are observers that the rewriting
     reads. An eviction `among` spans takes from their pairs alone, once, of which its amount says how many stay. What stays is
-    refitted last, as `refit` says.
+    refitted last, as `refit` says. Of the amount, `beside` pairs per head are not chosen: `prepare` has read them behind the
+    prompt (`ReadBehind`), and rows that lose pairs get them.
     """
 
     scorer: Scorer
@@ -160,9 +162,15 @@ class Eviction:
     watches: tuple[Wanted, ...] = ()
     among: Spans | None = None
     refit: Refit | None = None
+    beside: int = 0
 
     def __post_init__(self) -> None:
         schedule = self.schedule
+        if self.beside and self.rewrite is not None:
+            raise TypeError(
+                "pairs that were read behind a prompt stand at no position of it, so nothing can rewrite keys or values beside "
+                "them: take restorekv out of key_rerotation and of presses that merge"
+            )
         if self.refit is not None and not (schedule.prompt and schedule.every is schedule.chunk is None):
             raise TypeError(
                 "values are refitted once, after a whole prompt: not while tokens are generated (h2o, decoding) and not after "
@@ -202,7 +210,8 @@ class Eviction:
         """What has to be watched."""
         refitted = () if self.refit is None else (self.refit.queries,)
         hidden = (self.hidden_states,) if self.reads_hidden_states else ()
-        return (*self.scorer.wants, *self.watches, *refitted, *hidden)
+        behind = (BEHIND,) if self.beside else ()
+        return (*self.scorer.wants, *self.watches, *refitted, *hidden, *behind)
 
     @property
     def is_identity(self) -> bool:
@@ -311,7 +320,13 @@ class Recipe:
             rule.check(tokens)
         for eviction in self.acting("prefill"):
             eviction.amount.check(tokens)
-            tokens = eviction.amount.of(tokens)
+            kept = eviction.amount.of(tokens)
+            if kept <= eviction.beside and kept < tokens:
+                raise ValueError(
+                    f"{kept} of {tokens} pairs per head are to stay, all of which would be the {eviction.beside} that are read "
+                    f"behind the prompt: keep at least {eviction.beside + 1}, by a smaller compression_ratio"
+                )
+            tokens = kept
 
     def codec_at(self, layer: int) -> Codec | None:
         """Return how a layer stores sealed pairs; a selector without codec seals them densely so that it can index them."""

@@ -27,6 +27,7 @@ from kvpress.hf.attention import NAME, PressName, register
 from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.dropping import decoder_layers, hand_on
+from kvpress.hf.grids import cells_in, grids_among
 from kvpress.hf.layer import stop_recording
 from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
@@ -281,6 +282,7 @@ class Installation:
                 given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
                 here.request.copies = copies_of(self.model, given, kwargs)
                 here.request.takes_back = takes_back(self.model, given, kwargs)
+                here.request.grids = grids_among(kwargs)
                 if here.request.takes_back:
                     here.request.prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
                 if session.captured is not None:
@@ -364,14 +366,14 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _note_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    del module
     given = kwargs.get("input_ids", args[0] if args else None)
     here.given = given if isinstance(given, Tensor) and given.dim() == 2 else None
+    here.cells = None if here.given is None else cells_in(module.config, here.given, kwargs, here.request)
 
 
 def _forget_ids(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     del module, args, output
-    here.given = None
+    here.given = here.cells = None
 
 
 def _generates(model: PreTrainedModel) -> bool:

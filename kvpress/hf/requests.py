@@ -23,7 +23,7 @@ from kvpress.cache.held import moved
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import cache_place
 from kvpress.hf.running import Running
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import Cells, LayerCall
 from kvpress.observe.passes import Watch
 
 reading: dict[int, Forward] = {}
@@ -36,7 +36,8 @@ class Request:
 
     `prompt_end` is the length of its prompt where that comes in chunks, else 0, and `prompt_start` how much of it the cache had
     seen before. Without a `session` it is none of a press, and without `owns_cache` no block can say that the cache is its own.
-    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it. So
+    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it.
+    `grids` are the arguments that tell those of the prompt's pictures, which `generate` does not hand to the model. So
     many rows in a row as `copies` says are the same prompt, for beams and for several answers to one prompt.
     """
 
@@ -48,6 +49,7 @@ class Request:
     prompt_start: int = 0
     takes_back: bool = False
     prompt: Tensor | None = None
+    grids: dict[str, Any] = field(default_factory=dict)
     copies: int = 1
 
     def is_of(self, cache: Any) -> bool:
@@ -61,12 +63,13 @@ class Forward:
 
     `call` is that of the attention module under way, `passed` those of the modules before that are needed at the end, `lent`
     those whose pairs later modules still read, and `modules_left` how many modules have not ended. `watch` is set where the
-    session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for modules
-    that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new tokens where
-    a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings; `given` are those that
-    a model with images was given and handed its decoder as embeddings. `handed` says
-    which tokens layers are handed, None for all (`kvpress.hf.dropping`). `guard` is the lock of the cache, which those who look
-    at it from other threads wait for. Without `owns_cache`, no block can say that the cache is its own.
+    session itself reads behind a cache, and `static` where a step is recorded. `mask [B, seen]` marks real tokens, for
+    modules that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new
+    tokens where a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings; `given`
+    are those that a model with images was given and handed its decoder as embeddings, and `cells` where these stand in their
+    pictures. `handed` says which tokens layers are handed, None for all (`kvpress.hf.dropping`). `guard` is the lock of the
+    cache, which those who look at it from other threads wait for. Without `owns_cache`, no block can say that the cache is
+    its own.
     """
 
     session: Running
@@ -84,6 +87,7 @@ class Forward:
     axes: Tensor | None = None
     ids: Tensor | None = None
     given: Tensor | None = None
+    cells: Cells | None = None
     handed: Any = None
     guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
@@ -91,8 +95,9 @@ class Forward:
     @classmethod
     def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session; None where there is none."""
-        given, here.given = here.given, None
-        return None if session is None else cls(session, request, owns_cache=owns_cache, given=given)
+        given, cells = here.given, here.cells
+        here.given = here.cells = None
+        return None if session is None else cls(session, request, owns_cache=owns_cache, given=given, cells=cells)
 
     def ids_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the ids `[B, Q]` of the tokens that the decoder is handed, None where nobody knows them."""
@@ -105,6 +110,7 @@ class Forward:
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which tokens come, which are real and where they stand, from the arguments of the decoder."""
         self.ids = self.ids_among(args, kwargs)
+        self.cells = self.cells if self.ids is self.given else None
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if self.session.reads_itself and isinstance(mask, Tensor) and not bool(mask.all()):
             self.mask = mask.bool()
@@ -182,7 +188,7 @@ class Here(threading.local):
 
     `prepared` is the pass that the next call of the decoder will be, where the session has made it beforehand. `asked` is an
     attention module that is only asked for its queries. `given` are the ids `[B, Q]` that a model is about to embed by itself,
-    with its images among them.
+    with its images among them, and `cells` where these stand.
     """
 
     request: Request | None = None
@@ -190,6 +196,7 @@ class Here(threading.local):
     prepared: Forward | None = None
     asked: nn.Module | None = None
     given: Tensor | None = None
+    cells: Cells | None = None
 
 
 here = Here()

@@ -22,7 +22,7 @@ class DecoderReader:
         self.model = session.model
 
     def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
-        """Read `ids [B, m]` behind the cache of a pass and take them back."""
+        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, behind the cache of a pass and take them back."""
         others = [(layer, _copied(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer]
         held = [
             (call.store, call.store.seen, call.store.window.length, dict(call.store.window.side)) for call in done.calls
@@ -66,10 +66,11 @@ class DecoderReader:
         """Run the decoder alone: every hook of the session stands back, but for `watch`."""
         mask, seen = done.mask, done.seen
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(ids.shape)], dim=1)[:, : seen + ids.shape[1]]
+            mask = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)[:, : seen + ids.shape[1]]
+        tokens = {"inputs_embeds" if ids.is_floating_point() else "input_ids": ids}
         with torch.no_grad(), as_pass(Forward(self.session, watch=watch or (lambda call: None))):
             self.session.decoder(
-                input_ids=ids,
+                **tokens,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=done.cache,

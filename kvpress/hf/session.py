@@ -249,6 +249,7 @@ class Session:
             mask=forward.mask,
             axes=forward.axes,
             ids=forward.ids,
+            cells=forward.cells,
             tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
             reads_itself=self.reads_itself,
             rotates=not self.reads_itself,

@@ -17,26 +17,30 @@ from kvpress.cache.codec import Rotation, Sealing
 from kvpress.cache.store import KVStore
 
 Phase = Literal["prefill", "decode"]
+Cells = Callable[[int], Tensor]
+"""Lays out the pictures of a pass behind so many tokens: picture, frame, row and column of each new one, `[B, Q, 4]`."""
 
 
 @dataclass
 class LayerCall:
     """One forward pass of one attention layer.
 
-    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens,
-    None where nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention
-    ran. `read` is what each new token read of the sealed segments (`kvpress.cache.chosen`), None for all of them. `layer`
-    counts attention layers, of `layers` in all, and `depth` those that this library stores, of `depths`. `shared` is state
-    that all layers of the cache have in common. `left` says of how many pairs the ratio of the next eviction is, for the rows
-    that earlier ones of this prompt have cut. `prompt_end` is how many tokens will have been seen once a prompt that comes in
-    chunks is read, 0 for other passes; `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that
-    the layer turns keys and queries by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put
-    into its cache, `output` is what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the
-    module: `queries [B, H, Q, 0]` are empty. `expand` turns latents, where a module caches them, into keys and values. `axes
-    [n, B, Q]` are the positions of the new tokens where a model counts them in several axes. With
-    `candidates`, tokens behind the prompt count as generated ones though several come at once, because they may be taken back.
-    `ids [B, Q]` are their ids, None where they came as embeddings, and `tracker` returns what has found spans in those of all
-    tokens (`kvpress.observe.spans`). So many rows in a row as `copies` says began with the same prompt. With `around`, the
+    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens, None where
+    nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention ran, and
+    `window_lse` that of the window alone, where a pattern read a part of it. `read` is what each new token read of the
+    sealed segments (`kvpress.cache.chosen`), None for all of them. `layer` counts attention layers, of `layers` in all, and
+    `depth` those that this library stores, of `depths`. `shared` is state that all layers of the cache have in common.
+    `left` says of how many pairs the ratio of the next eviction is, for the rows that earlier ones of this prompt have cut.
+    `prompt_end` is how many tokens will have been seen once a prompt that comes in chunks is read, 0 for other passes;
+    `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that the layer turns keys and queries
+    by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put into its cache, `output` is
+    what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the module: `queries [B, H, Q, 0]`
+    are empty. `expand` turns latents, where a module caches them, into keys and values. `axes [n, B, Q]` are the positions
+    of the new tokens where a model counts them in several axes. With `candidates`, tokens behind the prompt count as
+    generated ones though several come at once, because they may be taken back. `ids [B, Q]` are their ids, None where they
+    came as embeddings, and `tracker` returns what has found spans in those of all tokens (`kvpress.observe.spans`). `cells`
+    lays out the images and videos among `ids`, behind so many tokens, None where no model reads any
+    (`kvpress.observe.pictures`). So many rows in a row as `copies` says began with the same prompt. With `around`, the
     queries are those of a block that all stored pairs lie around: it sees earlier and later ones alike.
     """
 
@@ -58,6 +62,7 @@ class LayerCall:
     sinks: Tensor | None = None
     mask: Tensor | None = None
     lse: Tensor | None = None
+    window_lse: Tensor | None = None
     read: Selection = None
     attentions: Tensor | None = None
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -71,6 +76,7 @@ class LayerCall:
     axes: Tensor | None = None
     candidates: bool = False
     ids: Tensor | None = None
+    cells: Cells | None = None
     tracker: Callable[[], Any] | None = None
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     copies: int = 1
@@ -112,6 +118,7 @@ class LayerCall:
             ids=None,
             queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
             lse=None,
+            window_lse=None,
             attentions=None,
             output=None,
             written=None,
@@ -146,6 +153,24 @@ class LayerCall:
         if self.lse is None:
             raise ValueError("the model's own attention ran, which returns no log-sum-exp")
         return self.lse
+
+    def lse_of(self, rows: slice, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Log-sum-exp of queries over all pairs and sinks, float32 `[b, H, G, n]`, whatever the pass itself read.
+
+        `rows` are those of the batch, `tokens` indexes into this pass, and `logits [b, H, G, n, T]` are those of the window.
+        """
+        shape = self.store.batch, self.store.heads, -1, self.queries.shape[2]
+        if self.lse is None:
+            window = logits.logsumexp(dim=-1)
+            if self.sinks is None:
+                return window
+            return torch.logaddexp(window, self.sinks.float().view(1, self.store.heads, -1, 1).to(window.device))
+        found = self.lse.view(shape)[rows][..., tokens]
+        if self.window_lse is None:
+            return found
+        part = self.window_lse.view(shape)[rows][..., tokens]
+        others = found + torch.log1p(-torch.exp((part - found).clamp_max(0)))
+        return torch.logaddexp(logits.logsumexp(dim=-1), others)
 
     @property
     def position_embeddings(self) -> tuple[Tensor, Tensor] | None:

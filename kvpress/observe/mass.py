@@ -125,7 +125,6 @@ class ProbeAttention(Observer):
     """
 
     sides = ("saliency", "probes")
-    sums_attention = True
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -140,12 +139,14 @@ class ProbeAttention(Observer):
             held = window.side.get(name)
             shape, device = window.filled_keys.shape[:3], window.keys.device
             window.side[name] = torch.zeros(*shape, device=device) if held is None else held.clone()
-        asking = torch.zeros(call.store.batch, length, dtype=torch.bool)
+        # Of queries that are no probes the log-sum-exp is infinite: they give nothing.
+        lse = torch.full(call.queries.shape[:3], torch.inf, device=call.queries.device)
+        asking = torch.zeros(call.store.batch, dtype=torch.long)
         for rows, probes in self._rows(call):
-            self._add(call, rows, probes)
-            asking[rows, probes] = True
+            self._add(call, rows, probes, lse)
+            asking[rows] = len(probes)
         if call.store.dense is not None:
-            self._add_dense(call, call.store.dense, asking)
+            self._add_dense(call, call.store.dense, asking, lse)
 
     def _rows(self, call: LayerCall) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the batch, and which tokens of this pass are their probes."""
@@ -168,13 +169,12 @@ class ProbeAttention(Observer):
         recent = before + order >= self.end - pads - max(1, round(self.share / 2 * whole))
         return (recent | (hashed(before + order) < self.share / 2)).nonzero().flatten()
 
-    def _add(self, call: LayerCall, rows: slice, probes: Tensor) -> None:
-        """Add the attention of the probes, indexes into this pass, in some batch rows."""
+    def _add(self, call: LayerCall, rows: slice, probes: Tensor, lse: Tensor) -> None:
+        """Add the attention of the probes, indexes into this pass, in some batch rows, and note their `lse [B, Hq, Q]`."""
         window, device = call.store.window, call.queries.device
         keys = window.filled_keys[rows]
         batch, heads, length, _ = keys.shape
         at = probes.to(device) + length - call.queries.shape[2]
-        known = None if call.lse is None else call.lse.view(call.store.batch, heads, -1, call.queries.shape[2])[rows]
         block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
         for part in torch.arange(len(probes)).split(block) if len(probes) else ():
             newest, chosen = at[part], probes[part].to(device)
@@ -185,20 +185,18 @@ class ProbeAttention(Observer):
                 real = call.mask[rows, window.first : window.first + length].to(device)
                 visible = visible & real[:, None]
             scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-            lse = scores.logsumexp(-1) if known is None else known[..., chosen]
-            if known is None and call.sinks is not None:
-                lse = torch.logaddexp(lse, call.sinks.float().view(1, heads, -1, 1).to(device))
-            weights = torch.exp(scores - lse[..., None])
+            whole = call.lse_of(rows, chosen, scores)
+            weights = torch.exp(scores - whole[..., None])
+            lse[rows, :, chosen] = whole.flatten(1, 2)
             window.side["saliency"][rows] += weights.sum(dim=(2, 3))
             window.side["probes"][rows] += visible.sum(dim=1)[:, None]
 
-    def _add_dense(self, call: LayerCall, dense: DenseSegment, asking: Tensor) -> None:
-        """Add the attention of the probes `asking [B, n]` to the dense pairs behind the window, all of which they see."""
-        store, lse, counts = call.store, call.whole_lse, asking.sum(dim=1)
-        if not asking.all():
-            weighs = asking[:, None].expand(-1, call.queries.shape[1], -1).reshape(lse.shape)
-            lse = lse.masked_fill(~weighs.to(lse.device), torch.inf)
-        received = dense.mass(group_queries(call.queries, store.heads), call.logits, lse)
-        seen = counts[dense.layout.stream_of_row // store.heads].to(received.device)
+    def _add_dense(self, call: LayerCall, dense: DenseSegment, asking: Tensor, lse: Tensor) -> None:
+        """Add the attention of probes, `asking [B]` of them, to the dense pairs behind the window, all of which they see."""
+        store = call.store
+        received = dense.mass(
+            group_queries(call.queries, store.heads), call.logits, lse.view(store.batch * store.heads, -1)
+        )
+        seen = asking[dense.layout.stream_of_row // store.heads].to(received.device)
         for name, new in zip(self.sides, (received, seen), strict=True):
             dense.side[name] = dense.side_array(name) + new

@@ -149,7 +149,9 @@ class Pass:
         return min(known, *(call.store.rereadable_tokens for call in self.calls))
 
     def read(self, ids: Tensor, watch: Watch | None = None) -> None:
-        """Read `ids [B, m]` behind the cache and take them back; `watch` sees every layer after its attention.
+        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, behind the cache and take them back.
+
+        `watch` sees every layer after its attention.
 
         Nothing is observed, evicted, encoded or selected, and no logits are computed. Rows with fewer tokens are filled up
         on the right, where what they are filled with influences nothing before it. Windows keep the room that they grew by.

@@ -237,11 +237,13 @@ def _marks(text: str, texts: Sequence[str], known: int, ends: list[int], first: 
 class SpanTracker(Observer):
     """What a layer knows of spans: `done[key][row]`, how far those of a rule have been dealt with.
 
-    That of the first layer also holds the ids of all tokens, `ids [B, seen]`, int32 on the host, and what rules found in them.
+    That of the first layer also holds the ids of all tokens, `ids [B, seen]`, int32 on the host, and what rules found in them;
+    of a model that reads images also picture, frame, row and column of each, `cells [B, seen, 4]`, int32 on the host.
     """
 
-    held: ClassVar[tuple[str, ...]] = ("ids",)
+    held: ClassVar[tuple[str, ...]] = ("ids", "cells")
     by_token: ClassVar[bool] = True
+    cells: Tensor | None = None
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None
@@ -251,7 +253,14 @@ class SpanTracker(Observer):
 
     def written(self) -> dict[str, Any]:
         """What a file holds of it; marks are found again."""
-        return {"ids": self.ids, "end": self.end, "done": self.done, "_marks": {}, "_columns": {}}
+        return {
+            "ids": self.ids,
+            "cells": self.cells,
+            "end": self.end,
+            "done": self.done,
+            "_marks": {},
+            "_columns": {},
+        }
 
     @property
     def known(self) -> int:
@@ -264,7 +273,15 @@ class SpanTracker(Observer):
         if call.depth or call.ids is None:
             return
         new = call.ids.to("cpu", torch.int32)
+        if call.cells is not None or self.cells is not None:
+            self.cells = self._with_cells(call, new)
         self.ids = new.clone() if self.ids is None else torch.cat([self.ids, new], dim=1)
+
+    def _with_cells(self, call: LayerCall, new: Tensor) -> Tensor:
+        unknown = torch.full((*new.shape[:1], self.known, 4), -1, dtype=torch.int32)
+        earlier = unknown if self.cells is None else self.cells
+        cells = call.cells(self.known) if call.cells is not None else unknown.new_full((*new.shape, 4), -1)
+        return torch.cat([earlier, cells], dim=1)
 
     def find(self, rule: Spans, mask: Tensor | None) -> list[list[Span]]:
         """Return the spans of a rule in every row, of whose tokens `mask [B, seen]` marks the real ones, None for all.
@@ -295,6 +312,8 @@ class SpanTracker(Observer):
         self.end -= tokens
         if self.ids is not None:
             self.ids = self.ids[:, : self.end].clone()
+        if self.cells is not None:
+            self.cells = self.cells[:, : self.end].clone()
         self._find_again()
 
     def _find_again(self) -> None:

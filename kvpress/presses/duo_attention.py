@@ -174,7 +174,6 @@ class OutsideMass(Observer):
         window, new = call.store.window, call.queries.shape[2]
         keys = window.filled_keys[rows]
         batch, heads, length, _ = keys.shape
-        known = None if call.lse is None else call.lse.view(call.store.batch, heads, -1, new)[rows]
         of_key, real = at[window.first :], real[window.first :]
         block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
         for part in sample.split(block):
@@ -182,9 +181,7 @@ class OutsideMass(Observer):
             scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
             of_query = at[part - new][:, None]
             scores = scores.masked_fill(~(real & (of_key <= of_query)), -torch.inf)
-            lse = scores.logsumexp(-1) if known is None else known[..., part]
-            if known is None and call.sinks is not None:
-                lse = torch.logaddexp(lse, call.sinks.float().view(1, heads, -1, 1))
+            lse = call.lse_of(rows, part, scores)
             outside = (of_key >= self.sink_size) & (of_key <= of_query - self.recent_size)
             weights = torch.exp(scores - lse[..., None]) * outside
             self.total[rows] += weights.sum(dim=(3, 4)).mean(dim=2)  # type: ignore[index]

@@ -8,10 +8,12 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvpress.calibrate import file as calibration
+from kvpress.calibrate.file import Calibration
 from kvpress.core.model import ModelFacts
 
 
@@ -50,13 +52,13 @@ def fetch(place: str, name: str, needed: str) -> Path:
         ) from error
 
 
-def holds(file: Path, name: str) -> bool:
-    """Whether a safetensors file that can be read holds a tensor of that name."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return name in opened.keys()  # noqa: SIM118 - it is no dictionary
-    except SafetensorError:
-        return False
+def read(file: Path, method: str) -> Calibration | dict[str, Tensor]:
+    """Return what `kvpress calibrate --method ...` wrote, or the tensors of a published file by name.
+
+    Raises:
+        ValueError: it is neither, or damaged.
+    """
+    return calibration.read(file, method) if calibration.is_calibration(file) else tensors_of(file)
 
 
 def tensors_of(file: Path) -> dict[str, Tensor]:
@@ -97,9 +99,7 @@ def check_shape(
     """Refuse a tensor that is missing or has another shape; None is any size. `what` says whose it should be."""
     tensor = found.get(name)
     held = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
-    fits = tensor is not None and tensor.dim() == len(shape)
-    if not (tensor is not None and fits and all(a in (b, None) for a, b in zip(shape, tensor.shape, strict=True))):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    if tensor is None or not calibration.fits(tensor, shape):
         raise ValueError(
-            f"{place}: tensor {name!r} {held}, expected [{wanted}] for {what}; use what was made for this model"
+            f"{place}: tensor {name!r} {held}, expected {calibration.sizes(shape)} for {what}; use what was made for this model"
         )

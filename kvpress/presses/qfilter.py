@@ -15,7 +15,7 @@ from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.view import View
-from kvpress.presses.learned import check_shape, fetch, holds, name_of, tensors_of
+from kvpress.presses.learned import check_shape, fetch, name_of, read, tensors_of
 
 METHOD = "qfilter"
 NAME = "q_filters"
@@ -66,8 +66,7 @@ class QFilterPress(ScorerPress):
 
     def published(self, model: ModelFacts) -> str:
         """Return where the filters of a model are, if none are given."""
-        shipped = calibration.shipped(METHOD)
-        if shipped.is_file() and calibration.read(shipped).provenance["model"] == calibration.identify(model):
+        if shipped := calibration.shipped_for(model, METHOD):
             return str(shipped)
         name = name_of(model, NEEDED)
         return f"nthngdy/{name if '405B' in name else name.replace('Meta-Llama', 'Llama')}_qfilt"
@@ -91,10 +90,7 @@ class QFilterPress(ScorerPress):
                 "which filters to read follows from the model: use the press inside `with press(model)`, or give "
                 "filters=, a file, a folder or a repository"
             )
-        file = fetch(self.filters, "model.safetensors", NEEDED)
-        if file.name == "model.safetensors" or holds(file, NAME):
-            return tensors_of(file)
-        return calibration.read(file, METHOD)
+        return read(fetch(self.filters, "model.safetensors", NEEDED), METHOD)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""

@@ -112,6 +112,7 @@ class ByEntropy(HeadShares):
 
     press: UNCompPress
 
+    @torch.no_grad()
     def weights(self, views: Sequence[View]) -> list[Tensor]:
         found = [self.press.entropies(view) for view in views]
         layers = sorted({view.layer for view in views})

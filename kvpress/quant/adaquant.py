@@ -13,7 +13,7 @@ from kvpress.core.checks import Size
 from kvpress.core.host import host
 from kvpress.core.registry import register
 from kvpress.kernels import BITS
-from kvpress.quant.bits import Bits
+from kvpress.quant.bits import Bits, allocate
 from kvpress.quant.kivi import KIVIPress
 
 
@@ -47,36 +47,13 @@ class AdaQuantPress(KIVIPress):
         """
         layers = host().facts_of(model).layers
         norms = [float(w.float().norm()) for layer in layers for w in projections(layer.module)]
-        bits = allocate(norms, average_bits, allowed)
+        widths = sorted(allowed)
+        if average_bits < widths[0]:
+            raise ValueError(
+                f"average_bits must be at least {widths[0]}, the smallest allowed width, got {average_bits}"
+            )
+        bits = allocate([[norm**2 * 4.0**-width for width in widths] for norm in norms], widths, average_bits)
         return cls(bits=tuple(zip(bits[::2], bits[1::2], strict=True)), **settings)
-
-
-def allocate(norms: Sequence[float], average_bits: float, allowed: Sequence[int]) -> list[int]:
-    """Give each tensor a width, greedily: the step that saves most of the error ``norm**2 * 4**-bits`` per bit comes next.
-
-    The widths sum to at most ``average_bits * len(norms)``.
-    """
-    widths = sorted(allowed)
-    if not widths[0] <= average_bits:
-        raise ValueError(f"average_bits must be at least {widths[0]}, the smallest allowed width, got {average_bits}")
-    level = [0] * len(norms)
-    left = average_bits * len(norms) - widths[0] * len(norms)
-
-    def gain(i: int) -> float:
-        now, then = widths[level[i]], widths[level[i] + 1]
-        return norms[i] ** 2 * (4.0**-now - 4.0**-then) / (then - now)
-
-    while True:
-        steps = [
-            i
-            for i in range(len(norms))
-            if level[i] + 1 < len(widths) and widths[level[i] + 1] - widths[level[i]] <= left
-        ]
-        if not steps:
-            return [widths[at] for at in level]
-        best = max(steps, key=gain)
-        left -= widths[level[best] + 1] - widths[level[best]]
-        level[best] += 1
 
 
 def projections(module: nn.Module | None) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,13 @@ class AquaKVPress(CalibratedPress):
         keys      k' = level[d, code],                      nearest of `2**bits` levels fitted to channel d of the head
         values    v' = k' W + c + a * level[code] H^T,      codes of (v - k' W - c) H, a restores its norm
 
-    Keys are those before their rotary embedding, and are rotated when they are read. W `[D, D]` and c `[D]` of each head come
-    from a ridge regression on decoded keys, so they make up for part of the error of keys. H is a Hadamard matrix; its levels
-    are those of a Gaussian. Nothing is decoded to be read: the attention-weighted mean of k' goes through W once for a query,
-    at the price of a second run through the codes of keys. `calibration` is a file made by `kvpress calibrate --method
-    aquakv`, which serves all widths; the bundled reference model's is found without it. `bits` is 2, 3 or 4, a pair (keys,
-    values), or a list with either for every layer; pairs are coded 32 at a time, of which the newest `residual_length` and
-    the first `sinks` stay dense; `skip_layers` are left dense.
+    Keys are those before their rotary embedding, and are rotated when they are read. W `[D, D]` and c `[D]` of each head
+    come from a ridge regression on decoded keys, so they make up for part of the error of keys. H is a Hadamard matrix; its
+    levels are those of a Gaussian. Nothing is decoded to be read: the attention-weighted mean of k' goes through W once for
+    a query, at the price of a second run through the codes of keys. `calibration` is a file made by `kvpress calibrate
+    --method aquakv`, which serves all widths; the bundled reference model's is found without it. `bits` is 2, 3 or 4, a
+    pair (keys, values), a list with either for every layer, or a file of them; pairs are coded 32 at a time, of which the
+    newest `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
 
     Paper: Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
     arXiv:2501.19392.

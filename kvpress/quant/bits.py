@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bit widths as users give them: one number, a pair for keys and values, or a list with either for every layer."""
+"""Bit widths as users give them: a number, a pair for keys and values, a list with either for every layer, or a file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Bits = int | tuple[Any, ...]
+from kvpress.calibrate import file as calibration
+from kvpress.core.model import ModelFacts
+
+Bits = int | tuple[Any, ...] | str
+METHOD = "bits"
+"""Of `kvpress calibrate`, which makes files of bits."""
 
 
 @dataclass(frozen=True)
 class LayerBits:
-    """Bits of keys and of values: one pair for all layers, or one per layer."""
+    """Bits of keys and of values: one pair for all layers, or one per layer, which may come from the file `source`."""
 
     pairs: tuple[tuple[int, int], ...]
     per_layer: bool
+    source: str | None = None
 
     @classmethod
     def parse(cls, name: str, bits: Any, allowed: Sequence[int]) -> LayerBits:
-        """Read `bits`; two plain numbers are (keys, values), any other sequence lists the layers."""
+        """Read `bits`; two plain numbers are (keys, values), any other sequence lists the layers, a word is a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a width is not allowed, or the file holds no bits.
+        """
+        if isinstance(bits, str) and not bits.strip().isdigit():
+            return cls.read(name, bits, allowed)
         per_layer = isinstance(bits, Sequence) and (len(bits) != 2 or any(isinstance(b, Sequence) for b in bits))
         entries = list(bits) if per_layer else [bits]
         pairs = tuple(_pair(entry) for entry in entries)
         if not pairs or any(len(pair) != 2 or any(_bad(b, allowed) for b in pair) for pair in pairs):
             raise ValueError(
                 f"{name} must be one of {list(allowed)}, a pair (keys, values) of them, or a list with a number or pair "
-                f"for every layer, got {bits!r}"
+                f"for every layer, or a file of `kvpress calibrate --method {METHOD}`, got {bits!r}"
             )
         return cls(pairs, per_layer)
 
@@ -34,12 +47,53 @@ class LayerBits:
         """Bits of keys and of values in one layer."""
         return self.pairs[layer if self.per_layer else 0]
 
-    def check_layers(self, name: str, layers: int) -> None:
-        """Refuse a list that is not one entry per layer."""
-        if self.per_layer and len(self.pairs) != layers:
+    @classmethod
+    def read(cls, name: str, source: str, allowed: Sequence[int]) -> LayerBits:
+        """Read a file of `kvpress calibrate --method bits`; layers that it says nothing of, which do not grow, get the most."""
+        found = calibration.read(source, METHOD)
+        if (made_for := found.provenance["method"]) != METHOD:
             raise ValueError(
-                f"{name} lists {len(self.pairs)} layers but the model has {layers}; give one entry per layer"
+                f"{name}: {source} is a calibration for {made_for!r}, not for {METHOD!r}; "
+                f"{calibration.how_to_make(source, METHOD)}"
             )
+        held = {layer: found.tensors.get(f"{layer}.bits") for layer in range(found.provenance["model"]["layers"])}
+        pairs = [(max(allowed),) * 2 if bits is None else tuple(map(int, bits.tolist())) for bits in held.values()]
+        for layer, pair in enumerate(pairs):
+            if any(bits not in allowed for bits in pair):
+                raise ValueError(
+                    f"{name}: {source} gives layer {layer} {pair} bits, but this codec has {list(allowed)}; make a file with "
+                    f"`kvpress calibrate --method {METHOD} --widths {','.join(map(str, allowed))}`"
+                )
+        return cls(tuple((keys, values) for keys, values in pairs), True, source)
+
+    def check(self, name: str, model: ModelFacts) -> None:
+        """Refuse a list that is not one entry per layer, and a file of another model."""
+        if self.source is not None:
+            found = calibration.read(self.source, METHOD)
+            found.check(METHOD, model, self.source, lambda layer: {"bits": (2,)})
+        elif self.per_layer and len(self.pairs) != len(model.layers):
+            raise ValueError(
+                f"{name} lists {len(self.pairs)} layers but the model has {len(model.layers)}; give one entry per layer"
+            )
+
+
+def allocate(errors: Sequence[Sequence[float]], widths: Sequence[int], average: float) -> list[int]:
+    """Return a width for each row of `errors`, by width: those with the least sum whose mean is at most `average`."""
+    room = int(average * len(errors) + 1e-9)
+    best: dict[int, tuple[float, Any]] = {0: (0.0, None)}
+    for row in errors:
+        more: dict[int, tuple[float, Any]] = {}
+        for spent, (error, chosen) in best.items():
+            for width, added in zip(widths, row, strict=True):
+                bits = spent + width
+                if bits <= room and (bits not in more or error + added < more[bits][0]):
+                    more[bits] = error + added, (width, chosen)
+        best = more
+    found, chain = [], min(best.values(), key=lambda entry: entry[0])[1]
+    while chain is not None:
+        width, chain = chain
+        found.append(width)
+    return found[::-1]
 
 
 def _pair(entry: Any) -> tuple[Any, ...]:

@@ -183,6 +183,7 @@ class ByError(Allocator):
         return self.inner
 
 
+@torch.no_grad()
 def error(layer: Sequence[Scored], count: int) -> float:
     """Return the relative squared error of a layer's output for the newest tokens, if `count` pairs of a head stay."""
     lost = whole = 0.0

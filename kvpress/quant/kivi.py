@@ -20,11 +20,11 @@ class KIVIPress(QuantisingPress):
 
         code = round((x - min) / s),   s = (max - min) / (2**bits - 1),   x' = code * s + min
 
-    `bits` is one number, a pair (keys, values), or a list with either for every layer; `group_size` is one number or a
-    pair. The newest `residual_length` pairs of every head and its first `sinks` stay as they are; the others are encoded
-    once, a group at a time. `skip_layers` are left dense. With `rotate`, keys and values are multiplied by a Hadamard matrix
-    first, which spreads what stands out in a channel over all of them; queries and outputs are multiplied instead of what
-    is stored.
+    `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of them; `group_size` is one
+    number or a pair. The newest `residual_length` pairs of every head and its first `sinks` stay as they are; the others
+    are encoded once, a group at a time. `skip_layers` are left dense. With `rotate`, keys and values are multiplied by a
+    Hadamard matrix first, which spreads what stands out in a channel over all of them; queries and outputs are multiplied
+    instead of what is stored.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
     Differs from the paper: keys and values share one dense tail of `residual_length` to

@@ -30,11 +30,11 @@ class KVarNPress(QuantisingPress):
         keys      code = round((Y[t, d] / a[t] - min) / s),   min and s per channel and tile
         values    code = round((Y[t, d] / b[d] - min) / s),   min and s per token
 
-    H is a Hadamard matrix; a and b are found by `iterations` rounds that divide rows and columns by their deviations in turn,
-    and the most even of all rounds is taken. What long generations suffer from most, a scale that does not suit its token, is
-    so held apart. `tile_size` tokens are coded together; up to `residual_length + tile_size - 1` of the newest pairs and the
-    first `sinks` stay as they are. `bits` is one number, a pair (keys, values), or a list with either for every layer;
-    `skip_layers` are left dense.
+    H is a Hadamard matrix; a and b are found by `iterations` rounds that divide rows and columns by their deviations in
+    turn, and the most even of all rounds is taken. What long generations suffer from most, a scale that does not suit its
+    token, is so held apart. `tile_size` tokens are coded together; up to `residual_length + tile_size - 1` of the newest
+    pairs and the first `sinks` stay as they are. `bits` is one number, a pair (keys, values), a list with either for every
+    layer, or a file of them; `skip_layers` are left dense.
 
     Paper: KVarN, 2026, arXiv:2606.03458; its rounds after the authors' code.
     Differs from the paper: a tile is divided by its root mean square before it is balanced, and factors may be as small as

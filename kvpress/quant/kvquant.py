@@ -49,13 +49,13 @@ class KVQuantPress(CalibratedPress):
         keys      x' = z[d] + r[d] * level[code],   z and r from the range of channel d in the calibration
         values    x' = r[t] * level[code],          r[t] the largest magnitude of token t without its outliers
 
-    Levels are two lists for each layer, one for keys and one for values, and lie where numbers are frequent and matter. Keys
-    are coded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, the `outliers` share
-    of numbers is kept beside the codes, in 16 bits: those of keys that lie furthest from the middle of their channel for its
-    range, and of values those that are largest for their token; 0 keeps none. `calibration` is a file made by
-    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model's is found without it. `bits` is
-    2, 3 or 4, a pair (keys, values), or a list with either for every layer; pairs are coded 32 at a time, of which the newest
-    `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
+    Levels are two lists for each layer, one for keys and one for values, and lie where numbers are frequent and matter.
+    Keys are coded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, the `outliers`
+    share of numbers is kept beside the codes, in 16 bits: those of keys that lie furthest from the middle of their channel
+    for its range, and of values those that are largest for their token; 0 keeps none. `calibration` is a file made by
+    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model's is found without it. `bits`
+    is 2, 3 or 4, a pair (keys, values), a list with either for every layer, or a file of them; pairs are coded 32 at a
+    time, of which the newest `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
 
     Paper: Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization, 2024,
     arXiv:2401.18079.

@@ -19,7 +19,8 @@ from kvpress.quant.bits import Bits, LayerBits, freeze
 class QuantisingPress(BasePress):
     """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`.
 
-    `bits` is one number, a pair (keys, values), or a list with either for every layer. The newest `residual_length` pairs of
+    `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of `kvpress calibrate --method
+    bits`. The newest `residual_length` pairs of
     every head and its first `sinks` stay as they are. The layers in `skip_layers` are left dense.
     """
 
@@ -46,7 +47,7 @@ class QuantisingPress(BasePress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None:
-            self.layer_bits().check_layers("bits", len(model.layers))
+            self.layer_bits().check("bits", model)
             for layer in model.layers:
                 if layer.index not in self.skip_layers:
                     self.check_shape(layer)

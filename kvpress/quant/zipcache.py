@@ -34,9 +34,9 @@ class ZipCachePress(QuantisingPress):
         saliency[t] = mean over the probe queries that see t of softmax(q . k)[t], summed over the group
 
     Probes are `probe_ratio` of the queries of a prompt, half of them its newest and half spread at random; 1 takes all.
-    Keys are quantised per channel over all pairs of a head and class; values per token after every channel was divided by
-    c = sqrt(max |v|). Every `interval` generated tokens are judged by their own attention, encoded, and never touched
-    again. `bits` and `low_bits` are one number, a pair (keys, values), or a list with either for every layer.
+    Keys are quantised per channel over all pairs of a head and class; values per token after every channel was divided by c
+    = sqrt(max |v|). Every `interval` generated tokens are judged by their own attention, encoded, and never touched again.
+    `bits` and `low_bits` are one number, a pair (keys, values), a list with either for every layer, or a file of them.
 
     Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
     arXiv:2405.14256.
@@ -64,6 +64,8 @@ class ZipCachePress(QuantisingPress):
             check_packing(layer.head_dim, bits)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None:
+            self.layer_bits("low_bits").check("low_bits", model)
         return replace(super().recipe(model), observers=(Wanted(ProbeAttention, self.probe_ratio),))
 
     def layer_codec(self, layer: int) -> ZipCacheCodec:

@@ -13,7 +13,7 @@ from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, means, per_block, per_head
+from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, of_means, per_block
 
 
 @register(
@@ -53,7 +53,7 @@ class FlexPrefillPress(EstimatedPress):
             return Tiles(places.past.expand(prompt.shape(self.block)), self.block)
         columns, diagonals = newest_attention(prompt, self.block)
         pooled = per_block(columns, self.block)
-        scores = per_head(prompt, lambda queries, keys: self._scores(queries, keys, prompt, places))
+        scores = of_means(prompt, places)
         flexible = _distance(scores[:, :, -1], pooled) < self.tau
         flat = covering((scores / scores.shape[2]).flatten(2), self.gamma).unflatten(2, scores.shape[2:])
         vertical = per_block(columns * covering(columns, self.gamma), self.block)
@@ -65,11 +65,6 @@ class FlexPrefillPress(EstimatedPress):
         chosen = (chosen | (places.at == 0) | (places.at > places.own - least)) & places.past
         worth = torch.where(places.at == 0, torch.inf, worth)
         return Tiles(capped(chosen, worth, places, self.max_density), self.block)
-
-    def _scores(self, queries: Tensor, keys: Tensor, prompt: Prompt, places: Places) -> Tensor:
-        """Softmax of mean queries and mean keys over the blocks that are not of the future, `[b, G, nq, nk]`."""
-        asked, known = means(queries, self.block), means(keys, self.block)
-        return prompt.logits(asked, known).masked_fill(~places.past, -torch.inf).softmax(dim=-1)
 
 
 def _distance(estimate: Tensor, found: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class SparQSelector(Selector):
         for segment in store.segments:
             self._index(segment)
 
+    @torch.no_grad()
     def _index(self, segment: Segment) -> None:
         """Keep keys channel by channel, and what a query of zeros attends to: the mean of the values, log of their number.
 

@@ -118,6 +118,16 @@ def means(vectors: Tensor, block: int) -> Tensor:
     return torch.cat(parts, dim=-2)
 
 
+def of_means(prompt: Prompt, places: Places) -> Tensor:
+    """Softmax of mean queries and mean keys over the blocks that are not of the future, float32 `[b, Hq, nq, nk]`."""
+
+    def weights(queries: Tensor, keys: Tensor) -> Tensor:
+        logits = prompt.logits(means(queries, places.block), means(keys, places.block))
+        return logits.masked_fill(~places.past, -torch.inf).softmax(dim=-1)
+
+    return per_head(prompt, weights)
+
+
 def covering(scores: Tensor, share: float | Tensor) -> Tensor:
     """Mark the largest of `scores [..., n]`, not negative, that sum up to a share of the sum: the smallest such set."""
     if isinstance(share, float) and share >= 1:

@@ -220,6 +220,37 @@ def test_the_rest_takes_no_longer_than_there_is_time() -> None:
     assert re.search(r"0:00:(30|2\d) left", console.file.getvalue())
 
 
+def test_the_bar_says_the_time_left_that_the_lines_say() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with RunProgress(console, 10**6, until=time.monotonic() + 30) as progress:
+        time.sleep(0.01)
+        progress.advance(1)
+        progress.reached("a press in a million")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert re.search(r"0:00:(30|2\d) left", shown)
+    assert set(re.findall(r"\d+:\d\d:\d\d", shown)) <= {"0:00:00", "0:00:30", "0:00:29"}
+
+
+def test_work_of_an_earlier_run_says_nothing_of_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvpress_eval.run.progress.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=80)
+    with RunProgress(console, 1002) as progress:
+        progress.skip(1000)
+        progress.reached("what was known")
+        now[0] += 2
+        progress.advance(1)
+        progress.reached("a press")
+        progress.begin(1)
+        progress.reached("other work")
+        progress.advance(1)
+        progress.reached("all of it")
+    assert isinstance(console.file, io.StringIO)
+    said = re.findall(r"(\S+) left", console.file.getvalue())
+    assert said == ["-:--:--", "0:00:02", "-:--:--", "0:00:00"]
+
+
 def test_help_waits_for_nothing_heavy() -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from kvpress_eval.console import app\n"

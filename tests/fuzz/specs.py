@@ -322,9 +322,17 @@ def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> T
 
 def keeps_all(tree: Tree) -> Tree:
     """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
+    tree = composed([{field: _judged(value) for field, value in part.items()} for part in parts_of(tree)])
     evicting = [part for part in inside(tree) if methods()[part["name"]].place != "selector"]
     told = any("budget" in part for part in evicting)  # a threshold is given instead of a ratio or budget
     return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
+
+
+def _judged(held: Any) -> Any:
+    """What a press holds; of one with a threshold, which no other may hold, what it judges."""
+    if not isinstance(held, dict):
+        return held
+    return _judged(held["press"]) if held["name"] == "dms" else {name: _judged(value) for name, value in held.items()}
 
 
 def selects_all(tree: Tree) -> Tree:

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import kvpress
 from kvpress.cache.attention import Logits
+from kvpress.calibrate import PatternSettings, calibrate
+from kvpress.calibrate.minference import tried
+from kvpress.core.host import Asked
 from kvpress.core.pattern import Prompt
+from kvpress.hf.attending import attending
+from kvpress.presses.duo_attention import OutsideMass
 from kvpress.sparse import xattention
 from kvpress.sparse.lines import newest_attention, slash_scores
+from kvpress.sparse.minference import A_SHAPE, BLOCKS, LINES, HeadPatterns
 from kvpress.sparse.tiling import PatternPress, covering
-from tests.models import padded_batch, position_ids, tiny_model, tokens
+from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 
 FULL = {
     "tri_shape": "tri_shape:last=4096,block=8",
@@ -27,10 +34,14 @@ FULL = {
     "minference": "minference:vertical=4096,slash=4096,block=8",
     "flex_prefill": "flex_prefill:gamma=1.0,block=8",
     "critiprefill": "critiprefill:budget=4096,segment=16,dense=0,skip_layers=0,block=8",
+    "zipvl": "zipvl:tau=1.0,block=8",
 }
 """Settings with which a pattern reads everything."""
 PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if issubclass(entry.press, PatternPress)}
 ESTIMATED = ["xattention:threshold=1.0,block=8", "minference:block=8", "flex_prefill:gamma=1.0,min_budget=8,block=8"]
+
+
+ZIPCACHE = "zipcache:bits=4,low_bits=2,interval=16,residual_length=12,probe_ratio=0.3"
 
 
 def prompt(new: int = 96, total: int = 96, group: int = 2, batch: int = 2) -> Prompt:
@@ -100,12 +111,50 @@ def test_one_expression_with_eviction_codec_and_selector(name: str) -> None:
     assert kvpress.get_press(kvpress.to_spec(kvpress.get_press(PATTERNS[name]))) == kvpress.get_press(PATTERNS[name])
 
 
-@pytest.mark.parametrize("spec", ["tri_shape + xattention", "minference + h2o:0.5", "flex_prefill + zipcache"])
+@pytest.mark.parametrize(
+    "spec", ["tri_shape + xattention", "minference + h2o:0.5", "flex_prefill + observed_attention:0.5"]
+)
 def test_what_does_not_go_together_is_refused(spec: str) -> None:
     with pytest.raises(
         ValueError, match=r"one pattern for the same pairs|cannot watch a prompt that is read by a pattern"
     ):
         kvpress.get_press(spec).recipe()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_probes_see_all_pairs_whatever_a_pattern_reads(name: str, family: str) -> None:
+    """The first layer gets the same queries with and without a pattern, so the same pairs of it are salient."""
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    (ids, mask), turn = padded_batch([90, 61]), tokens(2, 40, seed=3)
+    longer = grow(mask, 40)
+    found = []
+    for spec in (f"{PATTERNS[name]} + {ZIPCACHE}", ZIPCACHE):
+        with kvpress.get_press(spec)(model) as session:
+            model(ids, attention_mask=mask, position_ids=position_ids(mask), past_key_values=DynamicCache())
+            cache = session.cache
+            model(turn, attention_mask=longer, position_ids=position_ids(longer, 40), past_key_values=cache)
+        segments = cache.layers[full_layers(model)[0]].store.segments
+        found.append([part for segment in segments for part in segment.flags.read().tolist()])
+    assert 0 < sum(found[0]) < len(found[0])
+    assert found[0] == found[1]
+
+
+def test_duo_attention_measures_heads_alike_beside_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, mask) = tiny_model("llama"), padded_batch([190, 131])
+    means, measured = OutsideMass.means, []
+
+    def noted(observer: OutsideMass) -> Tensor:
+        measured.append(means(observer))
+        return measured[-1]
+
+    monkeypatch.setattr(OutsideMass, "means", noted)
+    duo = "duo_attention:0.5,on_the_fly_scoring=true,sink_size=4,recent_size=16"
+    for spec in (f"power_attention:window=8,sinks=8,block=8 + {duo}", duo):
+        read(kvpress.get_press(spec), model, ids, mask)
+    layers = len(measured) // 2
+    torch.testing.assert_close(measured[0], measured[layers], atol=1e-6, rtol=1e-5)
+    assert float(measured[0].min()) > 0
 
 
 def test_static_caches_are_refused() -> None:
@@ -126,6 +175,8 @@ def test_static_caches_are_refused() -> None:
         "minference:vertical=0",
         "tri_shape:block=0",
         "flex_prefill:max_density=0.0",
+        "zipvl:tau=1.01",
+        "zipvl:last=0",
     ],
 )
 def test_bad_arguments_are_named(bad: str) -> None:
@@ -313,3 +364,138 @@ def test_critiprefill_leaves_no_scores_behind(family: str) -> None:
     with kvpress.get_press(PATTERNS["critiprefill"])(model) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
     assert not session.cache.__dict__.get("_kvpress_shared")
+
+
+@pytest.mark.parametrize(("new", "total"), [(120, 120), (50, 120)])
+def test_zipvl_lets_tokens_that_carry_the_attention_attend_to_each_other(new: int, total: int) -> None:
+    asked, block = prompt(new, total), 8
+    press = kvpress.ZipVLPress(tau=0.6, last=5, spread=7, block=block)
+    probes = [i * (new - 5) // 7 for i in range(7)] + list(range(new - 5, new))
+    seen = torch.tensor([sum(total - new + probe >= key for probe in probes) for key in range(total)])
+    received = weights(asked)[:, :, probes].sum(dim=(1, 2))
+    read_by = torch.zeros(2, 4, new, total, dtype=torch.bool)
+    at = torch.arange(total)
+    for row in range(2):
+        count, carried = 0, 0.0
+        for mass in received[row].sort(descending=True).values.tolist():
+            if carried >= 0.6 * float(received[row].sum()):
+                break
+            count, carried = count + 1, carried + mass
+        best = (received[row] / seen).argsort(descending=True).tolist()
+        newest = list(range(total - 5, total))
+        chosen = set(newest) | set([key for key in best if key not in newest][: count - 5])
+        assert set(press.important(asked)[row].nonzero().flatten().tolist()) == chosen
+        assert 5 < len(chosen) < 0.6 * total
+        for query in range(new):
+            start, last = total - new + query // block * block, total - new + query
+            end = min(start + block, total) - 1
+            among = torch.tensor([key in chosen for key in range(total)])
+            own = (at // block >= start // block) & (at // block <= end // block)
+            read_by[row, :, query] = (among if last in chosen else own) & (at <= last)
+    out, lse = press.pattern_at(0).read(asked)
+    keys, values = (part.repeat_interleave(2, dim=1) for part in (asked.keys, asked.values))
+    logits = (asked.queries @ keys.transpose(2, 3) * 0.25).masked_fill(~read_by, -math.inf)
+    torch.testing.assert_close(out, logits.softmax(dim=-1) @ values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, logits.logsumexp(dim=-1), atol=1e-5, rtol=1e-5)
+    wide = replace(press, wide=True)
+    found = wide.tiles(0, asked).pairs(new, total)
+    for row, chosen in enumerate(press.important(asked)):
+        for query in range(0, new, 7):
+            first, last = total - new + query // block * block, total - new + query
+            own = (at // block >= first // block) & (at // block <= (min(first + block, total) - 1) // block)
+            assert torch.equal(found[row, 0, query], (chosen | own) & (at <= last))
+
+
+def test_zipvl_counts_follow_from_the_attention() -> None:
+    even = replace(prompt(200, 200), queries=torch.zeros(2, 4, 200, 16))
+    press = kvpress.ZipVLPress(last=1, spread=0, block=8)
+    for tau in (0.25, 0.5, 0.9):
+        assert replace(press, tau=tau).important(even).sum(dim=-1).tolist() == [math.ceil(200 * tau)] * 2
+    keys = torch.zeros(2, 2, 200, 16)
+    keys[:, :, 17] = 40
+    peaked = replace(even, queries=torch.ones(2, 4, 200, 16), keys=keys)
+    assert press.important(peaked).sum(dim=-1).tolist() == [1, 1]  # of which there is one: the newest token
+    counts = [int(replace(press, tau=tau, last=8).important(prompt(200, 200)).sum()) for tau in (0.1, 0.5, 0.8, 0.99)]
+    assert counts == sorted(set(counts))
+    few = replace(press, tau=1.0, last=8, max_density=0.25).important(prompt(200, 200))
+    assert few.sum(dim=-1).tolist() == [100, 100]
+    wide = replace(press, tau=1.0, last=8, max_density=0.25, wide=True).important(prompt(200, 200))
+    assert wide.sum(dim=-1).tolist() == [50, 50]
+
+
+def test_minference_reads_an_a_shape_lines_and_blocks_by_head() -> None:
+    asked, total, block = prompt(160, 160, batch=1), 160, 8
+    press = kvpress.MInferencePress(last=8, block=block)
+    kinds = HeadPatterns(*torch.tensor([[A_SHAPE, LINES, BLOCKS, BLOCKS], [12, 40, 1, 1], [20, 110, 24, 60]]))
+    found = press.tiles_of(kinds, asked).pairs(total, total)[0]
+    at = torch.arange(total)
+    distance = at[:, None] - at
+    # The nearest 20 distances cross the tiles whose closest pair is less than 20 apart.
+    tile = (at // block)[:, None] - at // block
+    shaped = ((at < 12) | (tile <= 0) | ((tile - 1) * block + 1 < 20)) & (distance >= 0)
+    assert torch.equal(found[0], shaped)
+    alike = press.tiles_of(HeadPatterns.alike(4, LINES, 40, 110), asked).pairs(total, total)[0]
+    assert torch.equal(found[1], alike[1])
+    means = [part.unflatten(2, (20, 8)).mean(dim=3) for part in (asked.queries[0:1], asked.keys)]
+    for head, count in ((2, 3), (3, 8)):
+        logits = means[0][0, head] @ means[1][0, head // 2].T * 0.25
+        for row in range(20):
+            best = logits[row, : row + 1].topk(min(count, row + 1)).indices.tolist()
+            read = found[head, row * block + block - 1].unflatten(0, (20, 8)).all(dim=1).nonzero().flatten().tolist()
+            assert set(read) == {*best, row}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_minference_is_calibrated_to_what_heads_attend_to(family: str, tmp_path: Path) -> None:
+    model, ids, path = tiny_model(family, "eager"), tokens(2, 128), tmp_path / "patterns.safetensors"
+    settings = PatternSettings(density=0.5, last=16, block=8)
+    found = calibrate(model, ids, settings, path).tensors
+    layers, heads = full_layers(model), model.config.num_attention_heads
+    shares: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    press = kvpress.MInferencePress(last=16, block=8, max_density=0.5)
+    queries = torch.arange(64) * 2 + 1
+
+    def measure(asked: Asked) -> None:
+        if asked.layer in shares:
+            read = Prompt(asked.queries, asked.keys, asked.values, asked.logits)
+            kept = [
+                press.tiles_of(HeadPatterns.alike(heads, *one), read).pairs(128, 128)[0, :, queries]
+                for one in tried(64)
+            ]
+            scaled = replace(read, queries=read.queries * asked.logits.scale / 0.25)
+            mass = weights(replace(scaled, logits=Logits(0.25)))[0, :, queries]
+            shares[asked.layer].append(torch.stack([(mass * one).sum(dim=2).mean(dim=1) for one in kept]))
+
+    with attending(model, measure):
+        for sequence in ids:
+            model(sequence[None], use_cache=False)
+    for layer in layers:
+        mean = torch.stack(shares[layer]).mean(dim=0)
+        torch.testing.assert_close(found[f"{layer}.share"], mean.amax(dim=0), atol=1e-4, rtol=1e-4)
+        kinds, verticals, slashes = (found[f"{layer}.{name}"].tolist() for name in ("kind", "vertical", "slash"))
+        for head, (kind, vertical, slash) in enumerate(zip(kinds, verticals, slashes, strict=True)):
+            place = list(tried(64)).index((int(kind), int(vertical), int(slash)))
+            assert float(mean[place, head]) > float(mean[:, head].max()) - 1e-4
+    spec = f"minference:last=16,block=8,max_density=0.5,calibration='{path}'"
+    ids, mask = padded_batch([100, 61])
+    out = read(kvpress.get_press(spec), model, ids, mask)
+    torch.testing.assert_close(out[1:], read(kvpress.get_press(spec), model, ids[1:, 39:]), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="differs from this model in"), kvpress.get_press(spec)(tiny_model("qwen3")):
+        pass
+
+
+def test_minference_refuses_files_that_are_no_patterns(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"make it with `kvpress calibrate --method minference"):
+        kvpress.get_press("minference:calibration='nowhere.safetensors'")
+    books = Path(kvpress.reference_path()) / "kvquant.safetensors"
+    with (
+        pytest.raises(ValueError, match=r"is a calibration for 'kvquant', not for 'minference'"),
+        kvpress.get_press(f"minference:calibration='{books}'")(tiny_model("llama")),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"must be \[S >= 1, T >= 512\]"):
+        calibrate(tiny_model("llama"), tokens(1, 200), PatternSettings(), tmp_path / "patterns.safetensors")
+    with pytest.raises(ValueError, match=r"must be \[S >= 1, T >= 64\]"):
+        calibrate(tiny_model("llama"), tokens(1, 63), PatternSettings(block=4), tmp_path / "patterns.safetensors")
+    with pytest.raises(ValueError, match="density"):
+        calibrate(tiny_model("llama"), tokens(1, 200), PatternSettings(density=0.0), tmp_path / "patterns.safetensors")

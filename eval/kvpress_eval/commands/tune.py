@@ -78,7 +78,8 @@ def command(
         }
         config = load_config(None, {"lengths": (_LENGTH,), **given})
         if tasks is None and data is None:
-            console.print(Text(f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"))
+            said = f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"
+            console.print(Text(said), soft_wrap=True)
         try:
             tuned = tune(config, wishes, console)
         except Terminated:

@@ -102,3 +102,9 @@ def _bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
 
 def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     return np.mean([group.mean(axis=axis) for group in groups], axis=0)
+
+
+def better(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the first of each pair is larger on the whole, by more than chance where there are enough to tell."""
+    larger = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
+    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)

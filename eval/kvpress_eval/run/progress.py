@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from statistics import fmean
 from types import TracebackType
@@ -12,12 +13,14 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
 _BAR = 16
 """Columns of the bar; what is worked on has the rest of the line."""
+_UNKNOWN = "-:--:--"
+"""How long the rest takes, before any work is done."""
 
 
 class JobProgress(Protocol):
@@ -39,6 +42,19 @@ class JobProgress(Protocol):
         """Say what went wrong."""
 
 
+class _TimeLeft(ProgressColumn):
+    """How long the rest will take, as the lines above the bar say it."""
+
+    max_refresh = 0.5
+
+    def __init__(self, left: Callable[[], str]) -> None:
+        super().__init__()
+        self._left = left
+
+    def render(self, task: Task) -> Text:
+        return Text(self._left(), style="progress.remaining")
+
+
 class RunProgress:
     """Counts work, names the cell being worked on, and says how long the rest will take: not longer than `until`."""
 
@@ -51,7 +67,7 @@ class RunProgress:
                 BarColumn(bar_width=_BAR),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                _TimeLeft(self._left),
                 TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
                 transient=True,
@@ -88,6 +104,18 @@ class RunProgress:
         if self._bar:
             self._bar.advance(self._task, work)
 
+    def skip(self, work: int) -> None:
+        """Leave out work that was done earlier: it says nothing of how long the rest will take."""
+        self._total -= work
+        if self._bar:
+            self._bar.update(self._task, total=self._total)
+
+    def begin(self, total: int) -> None:
+        """Count from zero again, for work that comes on top and takes as long as it takes."""
+        self._total, self._done, self._started, self._until = total, 0, time.monotonic(), None
+        if self._bar:
+            self._bar.reset(self._task, total=total)
+
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
         """Say what came of a cell; where there is no bar, also how long the rest will take at this pace."""
         scored = [value for value in scores if value is not None]
@@ -109,8 +137,9 @@ class RunProgress:
         self._console.print(Text(text, style="red"))
 
     def _left(self) -> str:
-        done = max(1, self._done)
-        seconds = (time.monotonic() - self._started) / done * (self._total - self._done)
+        rest, spent = self._total - self._done, time.monotonic() - self._started
+        pace = spent / self._done if self._done > 0 else math.inf
+        seconds = max(0.0, pace * rest) if rest else 0.0
         if self._until is not None:
             seconds = min(seconds, max(0.0, self._until - time.monotonic()))
-        return str(timedelta(seconds=round(seconds)))
+        return _UNKNOWN if math.isinf(seconds) else str(timedelta(seconds=round(seconds)))

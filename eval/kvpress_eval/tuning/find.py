@@ -19,7 +19,7 @@ from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.stats import ALPHA, paired_p_value
+from kvpress_eval.results.stats import better
 from kvpress_eval.results.store import CellStore
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
@@ -32,9 +32,9 @@ from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
 from kvpress_eval.tasks.local import PREFIX
 from kvpress_eval.tuning import result
 from kvpress_eval.tuning.crew import helpers
-from kvpress_eval.tuning.items import Item, Part, Split, has_answers, split_tasks, split_texts
+from kvpress_eval.tuning.items import Part, Split, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner
-from kvpress_eval.tuning.search import Search, Standing, rungs, work
+from kvpress_eval.tuning.search import Search, Standing, describe, pick, rungs, work
 from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
@@ -45,6 +45,8 @@ _OTHER_SIZES = (0.5, 2.0)
 _LENGTHS = 4
 """Different lengths of contexts that a limit is planned at."""
 _TIMED_TOKENS = 8
+_COVERED = 64
+"""Points of the space that show which sizes are possible."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         if memory is None:
             limit = replace(limit, lengths=_lengths(split))
             check_possible(room, limit, templates)
+            console.print(Text(limit.line), soft_wrap=True)
         result.belong(config.out / result.IDENTITY, _identity(config, wishes, engine, split))
         with Interrupt() as interrupt:
             return _Tuning(config, wishes, engine, split, space, limit, console, interrupt).run()
@@ -160,7 +163,7 @@ class _Tuning:
             raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
         pick = by_press[picked]
         unit = "likelihood of a token" if self.split.by_likelihood else "accuracy"
-        said = result.sentence(pick, by_press[NOTHING], unit, self.wishes.max_drop)
+        said = result.sentence(picked, frontier, unit, self.wishes.max_drop)
         path = self.config.out / result.PRESS
         tuned = result.Tuned(picked, frontier, said, result.within(pick, self.wishes.max_drop), path)
         result.write_press(path, picked, self._tuned_on(), frontier)
@@ -171,12 +174,13 @@ class _Tuning:
     def _check_retrieves(self, examiner: Examiner) -> None:
         """Refuse to rank presses where the full cache is no better than one of another context."""
         first, pairs = 0, []
-        for contexts in rungs(min(len(part.contexts) for part in self.split.searched)):
+        most = min(len(part.contexts) for part in self.split.searched)
+        for contexts in rungs(most):
             for part in self.split.searched:
                 for place in range(first, contexts):
                     self._stop_if_asked()
                     own = part.contexts[place]
-                    other = [_elsewhere(item, self._other(part, place)) for item in own]
+                    other = [item.elsewhere(self._other(part, place)) for item in own]
                     for asked in (own, other):
                         examiner.examine([NOTHING], [asked])
                     pairs += [
@@ -184,13 +188,17 @@ class _Tuning:
                         for here, there in zip(own, other, strict=True)
                     ]
             first = contexts
-            if _better(pairs):
+            if better(pairs):
                 return
-        here, there = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
+            here, there = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
+            said = (
+                f"with the full cache it scores {here:.1f}%, and {there:.1f}% when the same is asked about other contexts "
+                f"({len(pairs)} samples), which chance explains"
+            )
+            self._say(f"whether the model retrieves is checked on up to {most} contexts of each task: {said}")
         raise ConfigError(
-            f"model {self.config.model!r} retrieves nothing: with the full cache it scores {here:.1f}%, and {there:.1f}% when "
-            f"the same is asked about other contexts ({len(pairs)} samples), which chance explains. Presses cannot be ranked "
-            "on that: take tasks that the model can do, or another model"
+            f"model {self.config.model!r} retrieves nothing: {said}. Presses cannot be ranked on that: take tasks that the "
+            "model can do, or another model"
         )
 
     def _other(self, part: Part, place: int) -> list[int]:
@@ -205,8 +213,9 @@ class _Tuning:
         most = min(len(part.contexts) for part in self.split.searched)
         total = work(self.wishes.candidates, len(self.split.searched), most, len(self.space.recipes()))
         self._say(
-            f"searching {self.wishes.candidates} candidates on {most} contexts of each of {len(self.split.searched)} tasks, "
-            f"halved again and again{self._at_most()}; then the best are measured on samples that were held out"
+            f"searching {self.wishes.candidates} candidates on {most} contexts of {_each(len(self.split.searched))}, "
+            f"halved again and again{f', for at most {self._minutes()}' if self.wishes.minutes else ''}; then the best are "
+            "measured on samples that were held out"
         )
         if examiner.known:
             self._say(f"{examiner.known:,} scores of an earlier run are known, and are not asked for again")
@@ -232,32 +241,39 @@ class _Tuning:
             if not search.ranked:
                 raise ConfigError(self._nothing_found(search))
             if search.out_of_time:
-                self._say(f"the {self.wishes.minutes:g} minutes are over; the best so far are measured")
+                self._say(f"the search has had its {self._minutes()}; the best so far are measured")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])
         picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
         return {one.press: one for one in (*best, *sized)}, picked.press
 
-    def _at_most(self) -> str:
-        return "" if self.wishes.minutes is None else f", for at most {self.wishes.minutes:g} minutes"
+    def _minutes(self) -> str:
+        return f"{self.wishes.minutes:g} minute{'' if self.wishes.minutes == 1 else 's'}"
 
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
         """Return where the best composition stands at other sizes, on the same contexts."""
-        found = []
+        presses: dict[str, None] = {}
         for size in _OTHER_SIZES:
             other = replace(search, limit=self.limit.scaled(size), until=None)
             (press,) = other.fit([search.templates[best.press]]).values()
-            if press is None or press in (NOTHING, best.press):
-                continue
-            for _ in other.examined([press], search.batches(0, best.contexts)):
-                pass
+            presses |= {} if press in (None, NOTHING, best.press) else {press: None}
+        search.progress.begin(len(presses) * best.contexts * len(self.split.searched))
+        found = []
+        for press in presses:
+            search.progress.cell(press)
+            replace(search, until=None).ask([press], search.batches(0, best.contexts))
             if press not in search.examiner.failed:
                 found.append(search.standing(press, best.contexts))
+                search.progress.reached(
+                    f"the best at another size, {best.contexts} contexts of each task: {describe(found[-1])}"
+                )
         return found
 
     def _nothing_found(self, search: Search) -> str:
         if search.out_of_time:
-            return f"{self.wishes.minutes:g} minutes were too few to compare any press: give more minutes, or fewer candidates"
+            return (
+                f"{self._minutes()} of search were too few to compare any press: give more minutes, or fewer candidates"
+            )
         told = "; ".join(f"{press}: {why}" for press, why in list(search.examiner.failed.items())[:3])
         tried = f"none of {self.wishes.candidates} candidates met the limit"
         return f"{tried}{f' ({told})' if told else ''}: give more candidates"
@@ -309,26 +325,6 @@ class _Tuning:
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
-
-
-_COVERED = 64
-"""Points of the space that show which sizes are possible."""
-
-
-def _better(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether the first of each pair is larger on the whole, by more than chance where there are enough to tell."""
-    larger = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
-    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)
-
-
-def pick(best: Sequence[Standing], smaller: Sequence[Standing], max_drop: float | None) -> Standing:
-    """Return the first of the `best` presses at the limit.
-
-    With `max_drop`, it is the smallest press, of the `smaller` ones too, whose worst task loses at most so many points, if any.
-    """
-    candidates = () if max_drop is None else (*best, *smaller)
-    within = [one for one in candidates if -100 * one.worst[1] <= (max_drop or 0.0)]
-    return min(within, key=lambda one: (one.bytes, one.rank)) if within else best[0]
 
 
 def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
@@ -401,5 +397,5 @@ def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -
     }
 
 
-def _elsewhere(item: Item, context: list[int]) -> Item:
-    return replace(item, id=f"{item.id} elsewhere", prompt=replace(item.prompt, first=context))
+def _each(tasks: int) -> str:
+    return "the task" if tasks == 1 else f"each of {tasks} tasks"

@@ -50,6 +50,10 @@ class Item:
         """Whether there is exactly one right answer."""
         return self.query.match == "prefix" and len(self.query.answers) == 1
 
+    def elsewhere(self, context: list[int]) -> Item:
+        """Return the same asked about another context."""
+        return replace(self, id=f"{self.id} elsewhere", prompt=replace(self.prompt, first=context))
+
 
 @dataclass(frozen=True)
 class Part:

@@ -141,8 +141,13 @@ def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) ->
     wide.print(table)
 
 
-def sentence(pick: Measured, full: Measured, unit: str, max_drop: float | None) -> str:
-    """Name the pick with what it saves and costs, on the samples that were held out."""
+def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: float | None) -> str:
+    """Name the pick with what it saves and costs, on the samples that were held out.
+
+    Where it loses more than it may, the smallest other press that does not is named too, or the one that loses least.
+    """
+    by_press = {one.press: one for one in frontier}
+    pick, full = by_press[press], by_press[NOTHING]
     said = (
         f"Use {pick.press}: it holds {format_bytes(pick.bytes)} instead of {format_bytes(full.bytes)} of a context, "
         f"{pick.factor:.1f} times less; on {pick.samples} held-out samples its {unit} is {_percent(pick.accuracy)} where "
@@ -151,9 +156,21 @@ def sentence(pick: Measured, full: Measured, unit: str, max_drop: float | None) 
     if pick.worst is not None:
         task, change = pick.worst
         said += f", and its worst task, {task}, changes by {_points(change)} points (95% {_interval(change)})"
-        if max_drop is not None and -100 * change.mean > max_drop:
-            said += f", more than the {max_drop:g} that may be lost: give it more memory"
+    if within(pick, max_drop) is False:
+        said += f", more than the {max_drop:g} that may be lost; {_instead(pick, frontier, max_drop)}"
     return said + "."
+
+
+def _instead(pick: Measured, frontier: Sequence[Measured], max_drop: float | None) -> str:
+    """Say which press to take where the pick loses too much."""
+    kept = [one for one in frontier if within(one, max_drop)]
+    worsts = [(one.worst[1].mean, -one.bytes, one) for one in frontier if one.worst is not None]
+    best = min(kept, key=lambda one: one.bytes) if kept else max(worsts, key=lambda worst: worst[:2])[-1]
+    if best is pick or best.worst is None:
+        return "no other press that was measured loses less: allow it more memory"
+    task, change = best.worst
+    named = f"{best.press}, {best.factor:.1f} times less, changes its worst task, {task}, by {_points(change)} points"
+    return f"of the others measured, {named}{'' if kept else ', and none loses less'}"
 
 
 def within(pick: Measured, max_drop: float | None) -> bool | None:

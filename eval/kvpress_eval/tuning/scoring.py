@@ -62,6 +62,11 @@ class Examiner:
         self._note(rows)
         self.known = len(self._known)
 
+    @property
+    def count(self) -> int:
+        """The rows that are known by now."""
+        return len(self._known)
+
     def score_of(self, press: str, item: Item) -> float:
         """Return the score of a press on an item that it was examined on."""
         return float(self._known[_key(press, item)]["score"])

@@ -127,12 +127,17 @@ class Search:
         axes = {name: list(values) for name, values in self.space.axes.items()}
         decided = hash_json([axes, self.limit.smaller, self.limit.bytes, self.limit.lengths])
         study = open_study(journal, f"{self.limit.name} {decided[:8]}", self.space, self.candidates, self.seed)
+        waves = -(-self.candidates // WAVE)
         for wave, numbers in enumerate(parts(range(self.candidates), WAVE)):
             points = self._points(study, numbers)
             whole = self.space.recipes() if wave == 0 else []
+            self.progress.cell(f"wave {wave + 1} of {waves}: sizes that meet the limit")
             try:
                 fitted = self.fit([*map(self.space.template, points), *whole])
-                self._halve(wave, sorted({press for press in fitted.values() if press}))
+                presses = sorted({press for press in fitted.values() if press})
+                wished = wave_work(len(numbers) + len(whole), len(self.searched), self.most)
+                self.progress.skip(wished - wave_work(len(presses), len(self.searched), self.most))
+                self._halve(f"wave {wave + 1} of {waves}", presses)
             except TimeUpError:
                 self.out_of_time = True
                 return
@@ -189,20 +194,27 @@ class Search:
         except (ValueError, TypeError, NotImplementedError):  # parts that do not go together, or not with this model
             return None
 
-    def _halve(self, wave: int, presses: Sequence[str]) -> None:
+    def _halve(self, wave: str, presses: Sequence[str]) -> None:
         """Ask presses about more and more contexts, and go on with the better half."""
         alive, done = list(presses), 0
-        waves = -(-self.candidates // WAVE)
         for contexts in self.rungs:
-            for batch in self.examined(alive, self.batches(done, contexts)):
-                self.progress.advance(len(alive) * len(batch))
+            place = f"{wave}, {contexts} contexts of each task"
+            self.progress.cell(place)
+            self.ask(alive, self.batches(done, contexts))
             alive = [press for press in alive if press not in self.examiner.failed]
             now = sorted((self.standing(press, contexts) for press in alive), key=lambda one: one.rank)
             self.standings |= {one.press: one for one in now}
             if now:
-                place = f"wave {wave + 1} of {waves}, {contexts} contexts of each task"
                 self.progress.reached(f"{place}: {len(now)} presses, best {describe(now[0])}")
             alive, done = [one.press for one in now[: -(-len(now) // 2)]], contexts
+
+    def ask(self, presses: Sequence[str], batches: Iterable[Contexts]) -> None:
+        """Examine presses on batches of contexts, and count the work; what was known of an earlier run took no time."""
+        known = self.examiner.count
+        for batch in self.examined(presses, batches):
+            count = self.progress.advance if self.examiner.count > known else self.progress.skip
+            count(len(presses) * len(batch))
+            known = self.examiner.count
 
     def examined(self, presses: Sequence[str], batches: Iterable[Contexts]) -> Iterator[Contexts]:
         """Examine presses on batches of contexts, and yield each when its scores are known, until the time is over."""
@@ -255,13 +267,17 @@ def rungs(most: int) -> list[int]:
 
 
 def work(candidates: int, tasks: int, most: int, recipes: int) -> int:
-    """Return about how often a press meets a context in a search, whose first wave has the `recipes` beside its candidates."""
-    total = 0
-    for wave, numbers in enumerate(parts(range(candidates), WAVE)):
-        alive, done = len(numbers) + (0 if wave else recipes), 0
-        for contexts in rungs(most):
-            total += alive * tasks * (contexts - done)
-            alive, done = -(-alive // 2), contexts
+    """Return how often a press meets a context in a search, whose first wave has the `recipes` beside its candidates."""
+    waves = parts(range(candidates), WAVE)
+    return sum(wave_work(len(numbers) + (0 if wave else recipes), tasks, most) for wave, numbers in enumerate(waves))
+
+
+def wave_work(presses: int, tasks: int, most: int) -> int:
+    """Return how often a press meets a context in a wave of so many."""
+    total, done = 0, 0
+    for contexts in rungs(most):
+        total += presses * tasks * (contexts - done)
+        presses, done = -(-presses // 2), contexts
     return total
 
 
@@ -269,6 +285,16 @@ def describe(standing: Standing) -> str:
     """Return a press with the change of its worst task and of the mean, in points."""
     task, change = standing.worst
     return f"{standing.press} (worst {task} {100 * change:+.1f}, mean {100 * standing.mean:+.1f})"
+
+
+def pick(best: Sequence[Standing], smaller: Sequence[Standing], max_drop: float | None) -> Standing:
+    """Return the first of the `best` presses at the limit.
+
+    With `max_drop`, it is the smallest press, of the `smaller` ones too, whose worst task loses at most so many points, if any.
+    """
+    candidates = () if max_drop is None else (*best, *smaller)
+    within = [one for one in candidates if -100 * one.worst[1] <= (max_drop or 0.0)]
+    return min(within, key=lambda one: (one.bytes, one.rank)) if within else best[0]
 
 
 def open_study(journal: Path, name: str, space: Space, candidates: int, seed: int) -> optuna.Study:

@@ -51,6 +51,14 @@ class Limit:
         return self.uncompressed / self.smaller if self.smaller else float(self.bytes or 0)
 
     @property
+    def line(self) -> str:
+        """What a cache may hold of the contexts that a factor is to be met at."""
+        shortest, longest = min(self.lengths), max(self.lengths)
+        tokens = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+        average = ", on average" if shortest < longest else ""
+        return f"the cache may hold {format_bytes(self.allowed)} of a context of {tokens} tokens{average}: {self.name}"
+
+    @property
     def factor(self) -> float:
         """How many times smaller than uncompressed the cache has to be, at least 1."""
         return max(1.0, self.uncompressed / self.allowed)
@@ -169,8 +177,6 @@ class Room:
                 f"of {format_bytes(self.memory)} the cache may take {left} at any time: {limit.factor:.1f} times less than "
                 "with no press"
             )
-        else:
-            said.append(f"the cache may hold {format_bytes(limit.allowed)} of each context: {limit.name}")
         return said
 
 
@@ -188,8 +194,8 @@ def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> N
     """
     if room.memory is not None and room.memory <= room.weights:
         raise ConfigError(
-            f"memory {format_bytes(room.memory)} does not hold the weights of the model, {format_bytes(room.weights)}: the "
-            "cache comes on top"
+            f"memory {_exactly(room.memory)} does not hold the weights of the model, {_exactly(room.weights)}: the cache comes "
+            "on top"
         )
     sizes = {template.label: size for template in templates if (size := _smallest(template, limit)) is not None}
     if not sizes:
@@ -205,9 +211,14 @@ def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> N
         )
     needed = room.weights + int(least * room.batch)
     raise ConfigError(
-        f"memory {format_bytes(room.memory)} is not enough: at least {format_bytes(needed)}, of which the weights are "
+        f"memory {_exactly(room.memory)} is not enough: at least {_exactly(needed)}, of which the weights are "
         f"{format_bytes(room.weights)}, as {why}"
     )
+
+
+def _exactly(size: int) -> str:
+    """Return a size that rounding cannot make too small."""
+    return f"{format_bytes(size)} ({size} bytes)"
 
 
 def _smallest(template: Template, limit: Limit) -> float | None:

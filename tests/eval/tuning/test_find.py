@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -79,13 +80,24 @@ def test_the_file_is_the_press_with_what_it_was_tuned_on(whole: tuple[Tuned, str
 def test_what_is_said(whole: tuple[Tuned, str, Path]) -> None:
     tuned, printed, _ = whole
     assert "cache of 128 tokens with no press" in printed
+    assert re.search(
+        r"the cache may hold \S+ KiB of a context of (12\d to )?12\d tokens(, on average)?: 6x smaller", printed
+    )
+    assert "on 4 contexts of each of 2 tasks" in printed
     assert "halved again and again; then the best are measured" in printed
     assert "are known" not in printed
     assert " left" in printed
+    assert printed.index("the best at another size, 4 contexts of each task: ") < printed.index("on held-out samples")
     assert tuned.press in tuned.sentence
     assert "held-out samples" in tuned.sentence
     assert tuned.pick.worst is not None
     assert tuned.pick.worst[0] in tuned.sentence
+
+
+def test_a_search_without_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
+    with pytest.raises(ConfigError, match="1e-09 minutes of search were too few to compare any press"):
+        found(tmp_path / "best", replace(WISHES, minutes=1e-9))
 
 
 def test_no_sample_is_searched_on_and_held_out(whole: tuple[Tuned, str, Path]) -> None:
@@ -161,13 +173,14 @@ def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
 
 
 def test_a_model_that_retrieves_nothing_is_not_ranked(
-    tmp_path: Path, reference_tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, reference_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     config = CONFIG_MAPPING["llama"](**{**COMMON, "vocab_size": 985})
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ConfigError, match="retrieves nothing: with the full cache it scores"):
         tune_from_python(model, tokenizer=reference_tokenizer, smaller=4, language="reference", out=tmp_path, **FIELDS)
+    assert "whether the model retrieves is checked on up to 4 contexts of each task" in capsys.readouterr().out
 
 
 def test_texts_without_answers_are_judged_by_likelihood(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import pytest
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
-from kvpress_eval.tuning.find import pick
 from kvpress_eval.tuning.items import Item, Part
 from kvpress_eval.tuning.scoring import Examiner
-from kvpress_eval.tuning.search import WAVE, Search, Standing, rungs, work
+from kvpress_eval.tuning.search import WAVE, Search, Standing, pick, rungs, work
 from kvpress_eval.tuning.sizing import Limit
 from kvpress_eval.tuning.space import Space, Template, make_space
 from rich.console import Console
@@ -35,6 +34,20 @@ class KilledError(Exception):
     """The process is gone."""
 
 
+class Counted(RunProgress):
+    """Shows nothing, and says how much work is expected and how much was counted."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(Console(file=io.StringIO()), total)
+        self.expected, self.counted = total, 0
+
+    def advance(self, work: int) -> None:
+        self.counted += work
+
+    def skip(self, work: int) -> None:
+        self.expected -= work
+
+
 @dataclass
 class Judge:
     """Examines without a model: scorers have a chance of being right on each task, codecs none of their own."""
@@ -44,12 +57,18 @@ class Judge:
     excess: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    known: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        return len(self.known)
 
     def examine(self, presses: Sequence[str], contexts: Sequence[Sequence[Item]]) -> None:
         self.patience -= 1
         if self.patience < 0:
             raise KilledError
         self.asked += presses
+        self.known |= {(press, context[0].id) for press in presses for context in contexts}
 
     def score_of(self, press: str, item: Item) -> float:
         known = (chances for name, chances in self.chances.items() if name in press)
@@ -172,8 +191,19 @@ def test_time_ends_a_search_with_what_it_has(space: Space, tmp_path: Path) -> No
 def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:
     judge = Judge(CHANCES)
     found = search(space, judge)
+    found.progress = progress = Counted(work(20, 2, 16, len(space.recipes())))
     found.run(tmp_path / "journal")
-    assert len(judge.asked) <= work(20, 2, 16, len(space.recipes()))
+    assert progress.counted == len(judge.asked)
+    assert progress.expected == progress.counted  # points that no press was made of are taken off
+
+
+def test_the_pace_is_that_of_what_is_asked(space: Space, tmp_path: Path) -> None:
+    judge = Judge(CHANCES)
+    search(space, judge).run(tmp_path / "first")
+    found = search(space, judge)  # which knows every score by now
+    found.progress = progress = Counted(work(20, 2, 16, len(space.recipes())))
+    found.run(tmp_path / "second")
+    assert (progress.counted, progress.expected) == (0, 0)
 
 
 def test_the_pick_is_the_best_or_the_smallest_within_what_may_be_lost() -> None:

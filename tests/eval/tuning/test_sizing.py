@@ -58,6 +58,17 @@ def test_memory_is_met_by_a_budget_at_any_time() -> None:
     assert planned.total_bytes < planned.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("lengths", "line"),
+    [
+        ((512,), "the cache may hold 102.4 KiB of a context of 512 tokens: 10x smaller"),
+        ((128, 896), "the cache may hold 102.4 KiB of a context of 128 to 896 tokens, on average: 10x smaller"),
+    ],
+)
+def test_what_is_said_of_a_factor(lengths: tuple[int, ...], line: str) -> None:
+    assert Limit(GEOMETRY, lengths, smaller=10.0).line == line
+
+
 def test_what_fits_is_left_whole() -> None:
     limit = Limit(GEOMETRY, (1024,), smaller=3.0)
     assert solve(Template("knorm", codec="kivi:bits=4,residual_length=0"), limit) == "kivi:bits=4,residual_length=0"
@@ -75,8 +86,11 @@ def test_impossible_limits_say_the_smallest() -> None:
     room = make_room(GEOMETRY, 5_000_000, 1024, 1, 5_100_000)
     limit = Limit(GEOMETRY, (1024,), bytes=100_000)
     with pytest.raises(
-        ConfigError, match=r"memory 4\.9 MiB is not enough: at least .* of which the weights are 4\.8 MiB, as"
+        ConfigError,
+        match=r"memory 4\.9 MiB \(5100000 bytes\) is not enough: at least .* \(\d+ bytes\), of which the weights are 4\.8 MiB",
     ):
         check_possible(room, limit, templates)
-    with pytest.raises(ConfigError, match=r"does not hold the weights of the model, 4\.8 MiB"):
-        check_possible(make_room(GEOMETRY, 5_000_000, 1024, 1, 4_000_000), limit, templates)
+    with pytest.raises(
+        ConfigError, match=r"4\.8 MiB \(4999999 bytes\) does not hold the weights of the model, 4\.8 MiB \(5000000"
+    ):
+        check_possible(make_room(GEOMETRY, 5_000_000, 1024, 1, 4_999_999), limit, templates)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned tokens that read a prompt before it is cut, and whose pairs stay in the place of some of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpress.calibrate import file as calibration
+from kvpress.core.host import host
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.observe.behind import BEHIND, ReadBehind
+from kvpress.observe.call import LayerCall
+from kvpress.observe.passes import Pass
+from kvpress.presses.kvzip import KVzipPress
+from kvpress.presses.learned import check_shape, fetch, name_of, tensors_of
+from kvpress.presses.lora import Adapter, pairs_of, read_adapter
+
+METHOD, EMBEDDINGS = "restorekv", "restore_embeddings"
+RANK, ALPHA = 8, 16.0
+"""Rank and scale of the adapters that `kvpress calibrate` makes."""
+NEEDED = (
+    "RestoreKVPress needs embeddings and an adapter that were learned for the model, which are published as "
+    "higokri/RestoreKV-<model> and higokri/RestoreKV-<model>_plus for some; give adapter=, a folder or a repository "
+    "of such, or make a file with `kvpress calibrate --method restorekv --model ... --data ... --out ...`"
+)
+
+
+@register(
+    "restorekv",
+    "evict",
+    "RestoreKV, 2026, arXiv:2608.01247",
+    example="restorekv:0.5",
+    needs="embeddings and an adapter that were learned for the model: published ones, a folder or a file (`adapter`)",
+    refuses=(Refusal("restorekv:0.5", "nobody has published an adapter for the model, and no folder is given"),),
+    exempt=(
+        Exemption(EVERY_SUITE, "needs a folder per model; its own tests run padding, turns, codecs and files with one"),
+        Exemption("fuzz", "the pairs of learned tokens are at no position of the full cache that it compares with"),
+    ),
+)
+@dataclass
+class RestoreKVPress(KVzipPress):
+    """Evict as KVzip does, and keep the pairs of a few learned tokens that have read the whole prompt.
+
+    Before anything is evicted, n learned embeddings are read behind the prompt at positions T to T + n - 1, in one pass through
+    a LoRA-adapted model; nothing else is adapted. What they leave, n pairs in every head of every layer, stays, and
+    KVzip's scores choose the other pairs of the same budget:
+
+        kept pairs per head = n + (the share of KVzip that is left of the budget, on average)
+
+    A prompt that is not cut gets none, and every later turn adds n pairs of its own. Their keys are turned back by n positions,
+    so that tokens that follow see them at the distances 1 to n. They belong to no token: `kept_positions` shows them as -1.
+
+    `adapter` is a file that `kvpress calibrate --method restorekv` wrote for the model, or a folder or a repository of the hub
+    with `restore_embeddings.safetensors`, `adapter_config.json` and `adapter_model.safetensors`, the last two as the peft
+    package writes them; None is `higokri/RestoreKV-<model>`, with `_plus` behind it for scores with
+    `kvzip_plus_normalization`. The other arguments are those of KVzip.
+
+    Paper: RestoreKV, 2026, arXiv:2608.01247.
+    Differs from the paper: following tokens keep their positions, where the authors let them begin n later; so the
+    tokens of the prompt are n nearer to them. Sliding layers hold no learned pairs.
+    """
+
+    adapter: str | None = field(default=None, kw_only=True)
+
+    def learned(self, model: ModelFacts) -> Restore:
+        """Return what was learned for a model."""
+        plus = "_plus" if self.kvzip_plus_normalization else ""
+        return Restore.of(model, self.adapter or f"higokri/RestoreKV-{name_of(model, NEEDED)}{plus}")
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        found = super().recipe(model)
+        if model is None or not model.loaded or self.amount.keeps_all:
+            return found
+        restore = self.learned(model)
+        (step,) = found.evictions
+        score = step.prepare
+        assert score is not None  # noqa: S101 - KVzip repeats the prompt
+
+        def act(done: Pass) -> None:
+            score.act(done)
+            restore.read(done)
+
+        return replace(found, evictions=(replace(step, beside=restore.count, prepare=replace(score, act=act)),))
+
+    def post_init_from_model(self, model: nn.Module) -> None:
+        """Refuse a model that the adapter was not made for."""
+        if not self.amount.keeps_all:
+            self.learned(host().facts_of(model)).check(model)
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """The `embeddings [n, hidden]`, and the adapter that they are read with."""
+
+    embeddings: Tensor
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, model: ModelFacts, place: str) -> Restore:
+        """Read them from a folder, from a repository of the hub, or from a file that was calibrated for the model."""
+        if Path(place).is_file():
+            made = calibration.read(place, METHOD)
+            made.check(METHOD, model, place, lambda layer: {})
+            tensors = {name: tensor for name, tensor in made.tensors.items() if name != EMBEDDINGS}
+            return cls(made.tensors[EMBEDDINGS], Adapter(place, ALPHA / RANK, pairs_of(tensors, RANK, place)))
+        file = fetch(place, f"{EMBEDDINGS}.safetensors", NEEDED)
+        found = tensors_of(file)
+        check_shape(found, EMBEDDINGS, (None, None), file, "the learned tokens")
+        return cls(found[EMBEDDINGS], read_adapter(place, NEEDED))
+
+    @property
+    def count(self) -> int:
+        """How many tokens there are."""
+        return len(self.embeddings)
+
+    def check(self, model: Any) -> None:
+        """Refuse a model that they were not made for."""
+        if any(name.endswith("per_layer_input_gate") for name, _ in model.named_modules()):
+            raise NotImplementedError(
+                f"every layer of {type(model).__name__} looks up the ids of its tokens, and learned tokens have none; use kvzip"
+            )
+        hidden = model.get_input_embeddings().weight.shape[1]
+        check_shape({EMBEDDINGS: self.embeddings}, EMBEDDINGS, (None, hidden), self.adapter.place, type(model).__name__)
+        self.adapter.check(model)
+
+    def read(self, done: Pass) -> None:
+        """Read the tokens behind a prompt and leave their pairs with the observers of the layers."""
+        weight = done.model.get_input_embeddings().weight
+        batch = done.calls[0].store.batch
+        first = done.position.reshape(-1, *done.position.shape[-2:]).amax(dim=0)  # [B or 1, 1]
+        embeds = self.embeddings.to(weight.device, weight.dtype).expand(batch, -1, -1)
+        steps = torch.arange(self.count, device=first.device)
+        read_at, kept_at = first + steps, first + steps - self.count
+
+        def keep(call: LayerCall) -> None:
+            window = call.store.window
+            keys, values = (
+                pairs[:, :, window.length - self.count : window.length] for pairs in (window.keys, window.values)
+            )
+            if call.rotates:
+                bare = call.unrotate(keys, *call.angles(read_at))
+                keys = call.rotate(bare, *(part.float() for part in call.angles(kept_at))).to(keys.dtype)
+            held: ReadBehind = call.store.observers[BEHIND]
+            held.pairs = keys.clone(), values.clone()
+
+        with self.adapter.added(done.model):
+            done.read(embeds, keep)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZipVL: the tokens that carry a share of the attention attend to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvpress.cache.attention import Partial
+from kvpress.core.checks import Count, Share, Size
+from kvpress.core.pattern import Pattern, Prompt, everything
+from kvpress.core.registry import register
+from kvpress.kernels import Tiles
+from kvpress.sparse.tiling import IN_CHUNKS, Density, PatternPress, Reading, per_head
+
+
+@register(
+    "zipvl",
+    "prefill",
+    "He et al., 2024, arXiv:2410.08584",
+    example="zipvl:tau=0.975",
+    cases=("zipvl:tau=0.7,last=4,spread=8,block=8", "zipvl:tau=0.6,last=4,block=8,wide=true"),
+    exempt=(IN_CHUNKS,),
+)
+@dataclass
+class ZipVLPress(PatternPress):
+    """Let the tokens that carry a share `tau` of a layer's attention attend to each other, all others to their own block.
+
+    Probes are the `last` newest queries and `spread` others at even distances. With their softmax over all keys, summed over
+    heads and probes,
+
+        a[t] = sum of softmax(q . k)[t]      p = fewest tokens whose a, by falling a, add up to tau of the sum
+        important: the p tokens with the largest a[t] / (number of probes that see t), and the `last` newest
+
+    so p follows from the prompt, layer by layer. Keys, values and queries of the important tokens are put side by side, and
+    read as one dense causal prompt: (p / T)^2 of the products. The others read the block of keys that they lie in, so that
+    every query has an output and a log-sum-exp. With `wide` they read the important keys too, p / T of the products: what
+    they lose is then little, where layers before the last need it. With a `tau` of 1 and no `max_density`, everything is read.
+    `max_density` is the largest share of the pairs that are read for the sake of important tokens, so that at most its root of
+    the tokens are important, and with `wide` its own share of them.
+
+    Beside it `zipcache` stores salient pairs in more bits, as the first version of the paper does.
+
+    Paper: He et al., ZipVL: Efficient Large Vision-Language Models with Dynamic Token Sparsification, 2024,
+    arXiv:2410.08584.
+    Differs from the paper: queries that are not important read their own block, where there they are said to read nothing; the
+    newest tokens always are important, because the first answer comes from them; probes lie at even distances, none is drawn;
+    the codec's share of salient pairs is its own argument, not p; `wide` and `max_density` are ours.
+    """
+
+    tau: Share = 0.975
+    last: Count = 64
+    spread: Size = 64
+    wide: bool = False
+    max_density: Density = 1.0
+
+    def pattern_at(self, layer: int) -> Pattern | None:
+        if self.wide:
+            return super().pattern_at(layer)
+        return SideBySide(partial(self.tiles, layer), self.block, important=self.important)
+
+    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+        """Return what all queries read, but the important ones if they read by themselves: their own blocks."""
+        del layer
+        chosen = torch.zeros(prompt.shape(self.block), dtype=torch.bool, device=prompt.keys.device)
+        if not self.wide:
+            return Tiles(chosen, self.block)
+        heads = prompt.queries.shape[1]
+        return Tiles(chosen, self.block, self.important(prompt)[:, None].expand(-1, heads, -1).contiguous())
+
+    def important(self, prompt: Prompt) -> Tensor:
+        """Mark the tokens that attend to each other, bool `[b, T]`."""
+        new, total, device = prompt.new, prompt.total, prompt.keys.device
+        at = torch.arange(total, device=device)
+        if self.tau >= 1 and self.max_density >= 1:
+            return torch.ones(len(prompt.keys), total, dtype=torch.bool, device=device)
+        probes = self._probes(new, device)
+        unseen = at > at[total - new + probes, None]
+
+        def mass(queries: Tensor, keys: Tensor) -> Tensor:
+            logits = prompt.logits(queries[:, :, probes], keys)
+            return logits.masked_fill(unseen, -torch.inf).softmax(dim=-1).sum(dim=(1, 2))[:, None]
+
+        received = per_head(prompt, mass).sum(dim=1)
+        ranked = received.sort(dim=-1, descending=True).values
+        short = ranked.cumsum(dim=-1) < self.tau * received.sum(dim=-1, keepdim=True)
+        most = self.max_density if self.wide else self.max_density**0.5
+        count = (short.sum(dim=-1) + 1).clamp_max(max(1, int(most * total)))
+        scores = received / (~unseen).sum(dim=0)
+        # The newest come first; they are among the count.
+        scores[:, total - min(self.last, new) :] = torch.inf
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return (rank < count[:, None]) | (scores == torch.inf)
+
+    def _probes(self, new: int, device: torch.device) -> Tensor:
+        """Indexes of the probes among so many queries, ascending."""
+        before = max(0, new - self.last)
+        spread = torch.arange(min(self.spread, before), device=device) * before // max(1, min(self.spread, before))
+        return torch.cat([spread, torch.arange(before, new, device=device)])
+
+
+@dataclass
+class SideBySide(Reading):
+    """Reads the important tokens, bool `[b, T]`, as a prompt of their own, the others by tiles."""
+
+    important: Callable[[Prompt], Tensor] = field(kw_only=True)
+
+    def read(self, prompt: Prompt) -> Partial:
+        important = self.important(prompt)
+        if bool(important.all()):
+            return prompt.attend(everything(prompt, self.block))
+        out, lse = super().read(prompt)
+        for row, chosen in enumerate(important):
+            keys = chosen.nonzero().flatten()
+            queries = keys[keys >= prompt.total - prompt.new] - (prompt.total - prompt.new)
+            alone = replace(
+                prompt,
+                queries=prompt.queries[row : row + 1, :, queries],
+                keys=prompt.keys[row : row + 1, :, keys],
+                values=prompt.values[row : row + 1, :, keys],
+            )
+            found = alone.attend(everything(alone, self.block))
+            out[row, :, queries], lse[row, :, queries] = found[0][0], found[1][0]
+        return out, lse

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sentence that names the pick says what a user needs when it loses more than it may."""
+
+from __future__ import annotations
+
+import pytest
+from kvpress_eval.results.stats import Estimate
+from kvpress_eval.tuning.result import Measured, sentence, within
+
+
+def measured(press: str, factor: float, change: float | None = None) -> Measured:
+    accuracy = Estimate(0.9, 0.8, 1.0)
+    worst = None if change is None else ("vt", Estimate(change, change - 0.1, min(0.0, change + 0.1)))
+    return Measured(press, 48, accuracy, None, worst, {}, 1024 / factor, 1024.0, None)
+
+
+FULL = measured("none", 1)
+PICK = measured("knorm:0.9", 10, -0.125)
+
+
+@pytest.mark.parametrize(
+    ("others", "max_drop", "end"),
+    [
+        ([], None, "changes by -12.5 points (95% -22 to -2)."),
+        ([], 13.0, "changes by -12.5 points (95% -22 to -2)."),
+        (
+            [],
+            1.0,
+            "more than the 1 that may be lost; no other press that was measured loses less: allow it more memory.",
+        ),
+        (
+            [measured("a", 8, -0.04), measured("b", 5, -0.005), measured("c", 2, 0.0)],
+            1.0,
+            "; of the others measured, b, 5.0 times less, changes its worst task, vt, by -0.5 points.",
+        ),
+        (
+            [measured("a", 8, -0.04), measured("b", 5, -0.06)],
+            1.0,
+            "; of the others measured, a, 8.0 times less, changes its worst task, vt, by -4.0 points, and none loses less.",
+        ),
+        ([measured("a", 8, -0.2)], 1.0, "no other press that was measured loses less: allow it more memory."),
+    ],
+)
+def test_a_pick_that_loses_too_much_is_told_with_what_loses_less(
+    others: list[Measured], max_drop: float | None, end: str
+) -> None:
+    said = sentence(PICK.press, [FULL, *others, PICK], "accuracy", max_drop)
+    assert said.startswith(
+        "Use knorm:0.9: it holds 102 B instead of 1.0 KiB of a context, 10.0 times less; on 48 held-out"
+    )
+    assert said.endswith(end)
+    assert ("that may be lost" in said) == (within(PICK, max_drop) is False)
