@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,7 +116,7 @@ def _read_json(path: str) -> Tensor:
             tuple(map(int, name.split("-"))): numbers for name, numbers in json.loads(Path(path).read_text()).items()
         }
         layers, heads = (1 + max(place) for place in zip(*found, strict=True))
-        rows = [[float(np.mean(found[layer, head])) for head in range(heads)] for layer in range(layers)]
+        rows = [[fmean(found[layer, head]) for head in range(heads)] for layer in range(layers)]
         return torch.tensor(rows, dtype=torch.float64)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
