@@ -81,6 +81,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
+    watching = [wanted.make() for wanted in recipe.watched("decode")]
     for layer in model.growing:
         stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
@@ -89,6 +90,8 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
             total += layer.kv_heads * batch * stream.codec.observed_bytes(layer.head_dim)
             shared = max(shared, stream.codec.shared_bytes(tokens, layer.head_dim))
         total += layer.kv_heads * batch * stream.bytes
+        shape = layer.heads // layer.kv_heads, layer.head_dim, model.dtype
+        total += layer.kv_heads * batch * sum(observer.held_bytes(tokens, *shape) for observer in watching)
         tails += layer.kv_heads * batch * stream.tail_bytes
         uncompressed += layer.kv_heads * batch * tokens * stream.pair_bytes
         pairs.append(stream.pairs)

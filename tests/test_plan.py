@@ -105,6 +105,7 @@ SEALING = {
     "sparq": "sparq:budget=32",
     "infllm_v2": "infllm_v2:budget=48,block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16",
     "loki": "loki:budget=32",
+    "loopserve": "loopserve:budget=32,last=8,every=4",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
     "offload": "offload(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",

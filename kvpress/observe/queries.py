@@ -23,6 +23,9 @@ class RecentQueries(Observer):
         self.size = size
         self.queries: Tensor | None = None
 
+    def held_bytes(self, tokens: int, group: int, dim: int, dtype: torch.dtype) -> float:
+        return min(self.size, tokens) * group * dim * dtype.itemsize
+
     def observe(self, call: LayerCall) -> None:
         new = call.queries[:, :, -self.size :]
         if self.queries is not None and new.shape[2] < self.size:

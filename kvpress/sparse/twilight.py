@@ -93,7 +93,7 @@ class TwilightPress(BasePress):
         if model is not None:
             for layer in model.growing:
                 at(layer.index)
-        return Recipe(selector=at, observers=inner.observers, hooks=inner.hooks)
+        return Recipe(selector=at, pattern=inner.pattern, observers=inner.observers, hooks=inner.hooks)
 
 
 class TwilightSelector(Selector):

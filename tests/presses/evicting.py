@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import kvpress
 
-EVICTING = [case for entry in kvpress.list_presses() if entry.role != "prefill" for case in entry.cases]
+EVICTING = [case for entry in kvpress.list_presses() if entry.role not in ("select", "prefill") for case in entry.cases]
 
 
 def exempt(spec: str, suite: str) -> bool:

@@ -35,6 +35,7 @@ FULL = {
     "flex_prefill": "flex_prefill:gamma=1.0,block=8",
     "critiprefill": "critiprefill:budget=4096,segment=16,dense=0,skip_layers=0,block=8",
     "zipvl": "zipvl:tau=1.0,block=8",
+    "loopserve": "loopserve:coverage=0.9999,max_density=1.0,budget=4096,last=4096,block=8",
 }
 """Settings with which a pattern reads everything."""
 PATTERNS = {entry.name: entry.cases[0] for entry in kvpress.list_presses() if issubclass(entry.press, PatternPress)}
@@ -102,7 +103,8 @@ def test_short_prompts_are_read_whole(name: str) -> None:
 def test_one_expression_with_eviction_codec_and_selector(name: str) -> None:
     spec = PATTERNS[name] + " + snapkv:0.5,window_size=4 + kivi:bits=4,group_size=16,residual_length=0"
     ids, mask = padded_batch([70, 50])
-    for whole in (spec, spec + " + quest:budget=16,page_size=4,skip_layers=0"):
+    selector = "" if kvpress.get_press(spec).recipe().selector else " + quest:budget=16,page_size=4,skip_layers=0"
+    for whole in (spec, spec + selector):
         press = kvpress.get_press(whole)
         with press(tiny_model("llama")) as session:
             tiny_model("llama").generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
