@@ -2,7 +2,7 @@
 """Patterns of sparse prefill: what they read, how long attention takes, how far it is off, and what answers they cost.
 
     PYTHONPATH=.:eval python -m benchmarks.patterns [--lengths 8192 32768] [--samples 100] [--threads 2]
-                                 [--out benchmarks/results/patterns_cpu.json]
+                                 [--out benchmarks/results/patterns_cpu.json] [--answers SPEC ...]
 
 Attention of one layer (8 query and 2 kv heads of dim 64, float32) on random keys and queries with a local and a sink part,
 estimates and lists included, beside torch's `scaled_dot_product_attention`. A random layer is diffuse, so densities are set by
@@ -19,6 +19,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ CAPPED = (
     "minference:vertical=1000000,slash=1000000",
     "flex_prefill:gamma=1.0",
     "zipvl:tau=1.0",
+    "loopserve:coverage=1.0",
 )
 """Patterns that would read everything, until `max_density` cuts them."""
 FIXED = ("tri_shape", "power_attention", "critiprefill:budget=4096", "critiprefill:budget=1024")
@@ -59,6 +61,8 @@ CHOOSING = (
     "critiprefill:budget=256,segment=64,dense=64",
     "zipvl:tau=0.9",
     "zipvl:tau=0.975",
+    "loopserve:budget=4096,coverage=0.9",
+    "loopserve:budget=128,coverage=0.9",
 )
 DRAWN = {
     "xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^"), "zipvl": ("#CC79A7", "D"),
@@ -177,13 +181,13 @@ def chosen_density(spec: str, length: int) -> float:
     return sum(found) / len(found)
 
 
-def answered(samples: int, out: Path) -> list[dict[str, Any]]:
+def answered(samples: int, out: Path, specs: Sequence[str] = CHOOSING) -> list[dict[str, Any]]:
     """Accuracy beside no pattern, at 1k and 2k tokens, and the density that each pattern chose on plain text."""
     rows = []
     for length in (1024, 2048):
         found = evaluate(
             "reference",
-            presses=["none", *CHOOSING],
+            presses=["none", *specs],
             tasks=[f"file:{ROOT / 'data' / 'refmodel_test.jsonl.gz'}#{'+'.join(RETRIEVAL)}"] if length == 1024
             else ["niah_single", "niah_multikey"],
             lengths=[length],
@@ -255,6 +259,23 @@ def draw(record: dict[str, Any], figure: Figure) -> None:
     figure.suptitle(f"Attention of one layer, {length:,} tokens, {record['threads']} threads", fontsize=10)
 
 
+def write(out: Path, record: dict[str, Any]) -> None:
+    """Write figures, and their tables into docs/prefill.md."""
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    before, after = DOCS.read_text().split(BEGIN)[0], DOCS.read_text().split(END)[1]
+    DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+
+
+def add_answers(out: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Put answers beside those that were measured before; they hang on no machine."""
+    if out is None:
+        return
+    record = json.loads(out.read_text())
+    held = {(row["length"], row["press"]): row for row in (*record["answered"], *rows)}
+    record["answered"] = [held[key] for key in sorted(held)]
+    write(out, record)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
@@ -263,10 +284,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
     parser.add_argument(
+        "--answers", nargs="+", metavar="SPEC", help="measure the answers under these alone; --out keeps all other rows"
+    )
+    parser.add_argument(
         "--out", type=Path, help="write figures here, tables into docs/prefill.md, and the picture beside it"
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.answers:
+        add_answers(options.out, answered(options.samples, options.runs, options.answers))
+        return
     record = {
         "date": date.today().isoformat(),
         "machine": cpu_model(),
@@ -277,10 +304,7 @@ def main() -> None:
     }
     print(markdown(record))
     if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-        text = DOCS.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+        write(options.out, record)
         write_figure(FIGURE, draw, record, 10)
 
 
