@@ -8,8 +8,8 @@ The layer is that of `benchmarks/patterns.py`: 8 query and 2 kv heads of dim 64,
 `local` neighbours resemble each other, so that thresholds leave most of a long prompt out. Both read tiles of 64 by 64 tokens,
 estimated with stride 8. OpenVINO's is its operator of paged attention, which also copies keys and values into pages of 32
 tokens; ours gets them as they are. Error is the norm of the difference to full attention in units of its norm. OpenVINO does
-not say which tiles it read. Best of all rounds. Without OpenVINO (extra `bench`) its rows say why they are empty.
-`docs/prefill.md` gets the table.
+not say which tiles it read. Best of all rounds, in which all take their turns; shorter prompts have as many more. Without
+OpenVINO (extra `bench`) its rows say why they are empty. `docs/prefill.md` gets the table.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def measured(kind: str, length: int, threads: int, rounds: int) -> list[dict[str
         failed = str(error).strip().splitlines()[-1]
     errors = {name: float((run() - full).norm() / full.norm()) for name, run in runs.items()}
     best = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds):
+    for _ in range(rounds * max(1, 32768 // length)):
         for name, run in runs.items():
             start = time.perf_counter()
             run()

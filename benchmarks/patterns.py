@@ -61,8 +61,8 @@ CHOOSING = (
     "critiprefill:budget=256,segment=64,dense=64",
     "zipvl:tau=0.9",
     "zipvl:tau=0.975",
-    "loopserve:budget=4096,coverage=0.9",
-    "loopserve:budget=128,coverage=0.9",
+    "loopserve:budget=4096,coverage=0.7,block=16",
+    "loopserve:budget=128,coverage=0.7,block=16",
 )
 DRAWN = {
     "xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^"), "zipvl": ("#CC79A7", "D"),

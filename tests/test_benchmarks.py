@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks import (
     gpu_parts,
     kernels_cpu,
     kernels_gpu,
+    openvino_prefill,
     prefill,
     selection,
     tiers,
@@ -324,3 +326,24 @@ def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits:
     for more, fits in ((0, True), (step, False)):
         kept, whole = frontier.held(engine, ids, spec(budget + more))
         assert (kept * smaller <= whole) == fits
+
+
+def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
+    assert missing["name"] == "OpenVINO"
+    assert "openvino" in missing["failed"]
+    whole, *ours = rows
+    assert (whole["name"], whole["error"], whole["times"]) == ("torch", 0, 1)
+    assert [row["threshold"] for row in ours] == [0.8, 0.5, 0.2]
+    assert ours[0]["error"] < ours[1]["error"] < ours[2]["error"] < 2
+    assert 1 > ours[0]["density"] >= ours[1]["density"] >= ours[2]["density"] > 0.1
+    record = {
+        "command": "x",
+        "machine": "y",
+        "threads": 1,
+        "openvino": "is not installed",
+        "date": "z",
+        "rows": [*rows, missing],
+    }
+    assert "| local | 1024 | ours | 0.8 |" in openvino_prefill.markdown(record)

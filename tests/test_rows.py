@@ -37,6 +37,7 @@ SELECTORS = {
     "sparq": "sparq:budget=12,channels=8",
     "blocks": "infllm_v2:budget=24,block_size=4,kernel_size=4,stride=2,n_sink=4,n_recent=8",
     "loki": "loki:budget=12,channels=8",
+    "by turns": "loopserve:budget=12,coverage=1.0,last=8,every=4",
 }
 EVICTING = {
     "again and again": "h2o:0.4,interval=3 + kivi:bits=8,group_size=4,residual_length=4",
