@@ -26,6 +26,9 @@ NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
 """Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
 
+FEW, MANY = 16, 1024
+"""Up to so many new tokens behind at least so many are read by the store itself, where heads are grouped on a CPU."""
+
 
 class PressName(str):
     """Our name in a configuration, which remembers the `native` name before; copies of the configuration have that one."""
@@ -183,8 +186,10 @@ def attention(
         real = None if attention_mask is None else attention_mask.real(store.seen)
     call.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
-    own = bool(store.sealed) or (
-        length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
+    own = (
+        bool(store.sealed)
+        or (length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu"))
+        or _few_behind_many(module, call, attention_mask)
     )
     pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
     if own or pattern is not None:
@@ -204,6 +209,25 @@ def attention(
     if static is None and not whole:
         session.observe(call)
     return result, call.attentions
+
+
+def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None) -> bool:
+    """Whether few tokens read a long cache on a CPU, where torch's sdpa first copies all pairs for every query head.
+
+    Such passes verify drafts. Only passes that are causal and nothing more are meant: the store hides later tokens alone.
+    """
+    queries = call.queries
+    return (
+        queries is not None
+        and call.store is not None
+        and queries.device.type == "cpu"
+        and 1 < queries.shape[2] <= FEW
+        and call.seen_before >= MANY
+        and queries.shape[1] > call.store.heads
+        and mask is not None
+        and mask.arguments.get("mask_function", causal_mask_function) is causal_mask_function
+        and native_name(module.config) == "sdpa"
+    )
 
 
 def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:
