@@ -79,6 +79,7 @@ class PressMask:
     build: Callable[..., Any]
     built: list[Any] = field(default_factory=list)
     real_tokens: RealTokens | None = None
+    later: bool | None = None
 
     def real(self, seen: int) -> RealTokens | None:
         """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
@@ -91,6 +92,19 @@ class PressMask:
         if not self.built:
             self.built.append(self.build(**self.arguments))
         return self.built[0]
+
+    def sees_later(self) -> bool:
+        """Whether some token of the pass attends to the next one, as those of an image do in some models."""
+        function = self.arguments.get("mask_function", causal_mask_function)
+        if function is causal_mask_function:
+            return False
+        if self.later is None:
+            mask, start = self.mask, int(self.arguments["q_offset"])
+            device = self.arguments.get("device", "cpu" if mask is None else mask.device)
+            at = torch.arange(start, start + self.arguments["q_length"] - 1, device=device)[None]
+            row = torch.arange(self.arguments["batch_size"], device=device)[:, None]
+            self.later = bool(torch.as_tensor(function(row, torch.zeros_like(row), at, at + 1)).any())
+        return self.later
 
     def __getitem__(self, index: Any) -> PressMask:
         """Return the mask of some of the queries, as models ask for it where later layers read the newest tokens only."""
@@ -192,6 +206,11 @@ def attention(
         or _few_behind_many(module, call, attention_mask)
     )
     pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
+    if pattern is not None and attention_mask is not None and attention_mask.sees_later():
+        raise NotImplementedError(
+            f"{type(module).__name__} lets the tokens of an image see later ones, and a sparse reading of the prompt is "
+            "causal: leave out the pattern (`reach` of video_xl2)"
+        )
     if own or pattern is not None:
         reader = None if whole or not own else plan.reader(call)
         opened = None if pattern is None else partial(pattern.attend, call)
