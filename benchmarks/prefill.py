@@ -3,10 +3,12 @@
 
     python benchmarks/prefill.py [--tokens 32768] [--layers 2] [--out benchmarks/results/prefill_cpu.json]
 
-A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Peak is the largest resident memory while the prompt
-is read, above what the process held before. Seconds and peak are also printed as ratios to those without a press, which is
-measured before and after the others. The last row reads the prompt once for all presses that share it (`kvpress.prefill`).
-Patterns, which read a part of a prompt, are measured by `benchmarks/patterns.py`.
+A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Besides those named here, every press of the
+registry is measured by its example; what it has to learn of the model is learned first, from a few tokens, as only the time and
+memory of its reading matter here. Peak is the largest resident memory while the prompt is read, above what the process held
+before. Seconds and peak are also printed as ratios to those without a press, which is measured before and after the others. The
+last row reads the prompt once for all presses named here that share it (`kvpress.prefill`). Patterns, which read a part of a
+prompt, are measured by `benchmarks/patterns.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from kvpress.calibrate import METHODS
+from kvpress.calibrate.run import calibrate
+from kvpress.core.registry import entries
 
 PRESSES = (
     "none", "random:0.5", "knorm:0.5", "streaming_llm:0.5", "snapkv:0.5", "tova:0.5", "expected_attention:0.5", "keydiff:0.5",
@@ -35,9 +43,20 @@ PRESSES = (
     "chunkkv(snapkv:0.5)", "block(keydiff:0.5)", "key_rerotation(knorm:0.5)",
     "per_layer_compression(knorm):compression_ratios=(0.4,0.6)", "duo_attention:0.5,on_the_fly_scoring=true",
     "sample(leverage_score:0.5)", "mix(keydiff:0.5; knorm)", "frontier:smaller=10", "rotated:bits=3",
+    "restorekv:0.5,repeat_prompt=", "headkv:0.5", "rlkv:0.5", "cq:bits=4,coupled=4",
     "kivi:bits=4", "quest:budget=1024", "tidal_decode:budget=1024,skip_layers=0", "snapkv:0.5 + kivi:bits=4",
 )  # fmt: skip
 NONE = PRESSES[0]
+LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "aquakv": ("calibration", "aquakv", {}), "cq": ("calibration", "cq", {"bits": (4, 4), "coupled": (4, 4), "iterations": 3}),
+    "double_sparsity": ("calibration", "double_sparsity", {}),
+    "expected_attention_stats": ("stats_folder", "expected_attention", {}),
+    "fastkvzip": ("gates", "fastkvzip", {"steps": 3}), "headkv": ("table", "kvzip_heads", {}),
+    "kvquant": ("calibration", "kvquant", {}), "kvzap": ("weights", "kvzap", {"steps": 3}),
+    "leank": ("calibration", "leank", {"steps": 2}), "lukv": ("curve", "lukv", {}), "qfilter": ("filters", "qfilter", {}),
+    "restorekv": ("adapter", "restorekv", {"steps": 2}), "rlkv": ("table", "kvzip_heads", {}),
+}  # fmt: skip
+"""Of each press that needs something learned: its argument for the file, the method of `kvpress calibrate`, its settings."""
 LONGEST = 600
 """Seconds after which a press is given up."""
 SHARED = "shared"
@@ -67,15 +86,19 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@torch.no_grad()
-def measure(spec: str, tokens: int, layers: int) -> dict[str, float]:
-    """Read one random prompt under a press."""
+def random_model(tokens: int, layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=2 * tokens,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def measure(spec: str, tokens: int, layers: int) -> dict[str, float]:
+    """Read one random prompt under a press."""
+    model = random_model(tokens, layers)
     ids = torch.randint(0, 1024, (1, tokens))
     presses = [kvpress.get_press(one) for one in (PRESSES if spec == SHARED else [spec])]
     sharing = [press for press in presses if press.recipe().shares_prefill]
@@ -103,6 +126,31 @@ def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Ten
     return cache
 
 
+def others() -> list[str]:
+    """Return an example of every registered press that `PRESSES` does not name."""
+    named = set(re.findall(r"\w+", " ".join(PRESSES)))
+    return [entry.example for entry in entries() if entry.name not in named and entry.role != "prefill"]
+
+
+def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:
+    """Return a spec with the file that its press needs, which another process makes."""
+    name = re.match(r"\w+", spec)[0]  # type: ignore[index]
+    if name not in LEARNED:
+        return spec
+    argument = LEARNED[name][0]
+    path = folder / f"{name}.{'tsv' if argument == 'table' else 'safetensors'}"
+    settings = ["--learn", name, "--out", str(path), "--tokens", str(tokens), "--layers", str(layers)]
+    subprocess.run([sys.executable, __file__, *settings], check=True, capture_output=True, text=True, timeout=LONGEST)  # noqa: S603
+    return f"{spec}{',' if ':' in spec.rpartition(')')[2] else ':'}{argument}={path}"
+
+
+def learn(name: str, tokens: int, layers: int, path: Path) -> None:
+    """Fit what a press needs on random tokens."""
+    _, method, settings = LEARNED[name]
+    ids = torch.randint(0, 1024, (2, 1280), generator=torch.Generator().manual_seed(1))
+    calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
@@ -110,15 +158,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", metavar="SPEC", help="measure these; --out keeps the rows of the others")
     parser.add_argument("--press", help=argparse.SUPPRESS)
+    parser.add_argument("--learn", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.learn:
+        learn(options.learn, options.tokens, options.layers, options.out)
+        return
     if options.press:
         print(json.dumps(measure(options.press, options.tokens, options.layers)))
         return
     rows: dict[str, dict[str, float]] = {}
-    for spec in [NONE, *(options.only or (*PRESSES[1:], SHARED)), NONE]:
-        settings = ["--press", spec, "--tokens", str(options.tokens), "--layers", str(options.layers)]
-        command = [sys.executable, __file__, *settings]
+    folder = tempfile.TemporaryDirectory()
+    for spec in [NONE, *(options.only or (*PRESSES[1:], *others(), SHARED)), NONE]:
+        settings = ["--tokens", str(options.tokens), "--layers", str(options.layers)]
         try:
+            whole = learned(spec, options.tokens, options.layers, Path(folder.name))
+            command = [sys.executable, __file__, "--press", whole, *settings]
             found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST)  # noqa: S603 - our own
         except subprocess.CalledProcessError as error:
             print(f"{spec:60s} failed: {error.stderr.strip().splitlines()[-1]}", flush=True)

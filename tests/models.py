@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5, "head_dim": 16},
     "gemma2": {"sliding_window": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 24},
-    "gemma4_text": {"sliding_window": 8, "layer_types": ALTERNATING},
+    "gemma4_text": {"sliding_window": 8, "layer_types": ALTERNATING, "vocab_size_per_layer_input": VOCAB},
     "gpt_oss": {"sliding_window": 8, "layer_types": ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 16},
     "glm4": {"partial_rotary_factor": 0.5},

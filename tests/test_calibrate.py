@@ -18,7 +18,8 @@ from kvpress.calibrate import file as calibration
 from kvpress.calibrate.corpus import documents, pack
 from kvpress.calibrate.pairs import PairRecorder, balance
 from kvpress.calibrate.run import collect
-from kvpress.cli import app, calibrate_command
+from kvpress.cli import app
+from kvpress.cli.calibrate import calibrate_command
 from tests.models import tiny_model, tokens
 
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)

@@ -154,7 +154,7 @@ class CodedSegment(Segment):
     """Pairs as codes; a book holds the centroids of every kv head, and stream n belongs to head `n % heads`.
 
     With `rotation`, keys were coded before their rotary embedding and are rotated when they are read. What was coded are keys
-    and values times `key_basis` and `value_basis`, orthonormal [D, D].
+    and values times `key_basis` and `value_basis` [D, C], orthonormal, or for keys two orthonormal ones side by side.
     """
 
     keys: Annotated[CodedRows, part()]

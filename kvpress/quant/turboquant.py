@@ -26,14 +26,21 @@ class TurboQuantPress(QuantisingPress):
 
         y = sqrt(D) * x R / |x|,   code[d] = argmin_e |y[d] - level[e]|,   x' = |x| * (level[code] / |level[code]|) R^T
 
+    With `qjl`, the codes of keys have one bit less, and that bit is the sign of the error in another random basis S:
+
+        x' = |x| / sqrt(D) * (level[code] R^T + sqrt(pi e / 2) * sign(r S) S^T),   r = x sqrt(D) / |x| - level[code] R^T
+
+    where e is the mean squared error of the levels. Products of a query with x' then have the right mean over S, and a larger
+    variance.
+
     R is a random orthogonal matrix of each layer, one for keys and one for values, drawn from `seed`. It makes channels nearly
     unit Gaussian, so the levels are those of least error for that distribution (Lloyd-Max) and nothing is calibrated. |x| /
     |level[code]| is stored in 16 bits.
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
-    Differs from the paper: decoded vectors get their norm back; of its two variants only the one for the mean squared error is
-    here, without a QJL sketch of the errors; all channels have the same bits. The newest `residual_length` pairs, up to 63
-    more, and the first `sinks` stay dense.
+    Differs from the paper: decoded vectors get their norm back, except with `qjl`; S is orthogonal, and the norm of each error
+    is taken to be that of all, which it nearly is behind R, so that it need not be stored; all channels have the same bits.
+    The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense.
     """
 
     bits: Bits = 4
@@ -41,32 +48,51 @@ class TurboQuantPress(QuantisingPress):
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
     seed: int = 0
+    qjl: bool = False
+
+    def validate(self) -> None:
+        super().validate()
+        if self.qjl and any(keys < 2 for keys, _ in self.layer_bits().pairs):
+            raise ValueError(
+                f"qjl takes one bit of the keys, so that bits of keys must be 2 or more, got bits={self.bits!r}"
+            )
 
     def layer_codec(self, layer: int) -> RotatedCodec:
-        return RotatedCodec(self.layer_bits().at(layer), 1000 * self.seed + 2 * layer, self.residual_length, self.sinks)
+        bits = self.layer_bits().at(layer)
+        return RotatedCodec(bits, 1000 * self.seed + 2 * layer, self.residual_length, self.sinks, self.qjl)
 
 
 @dataclass
 class RotatedCodec(Codec):
-    """Codes keys rotated by the matrix of `seed` and values by that of the next seed; see `TurboQuantPress`."""
+    """Codes keys rotated by the matrix of `seed` and values by that of the next seed; see `TurboQuantPress`.
+
+    A sketch of the keys' errors lies in the basis of `-1 - seed`.
+    """
 
     bits: tuple[int, int]
     seed: int
     residual: int
     sinks: int = 0
+    sketch: bool = False
     group: int = 32
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         sides = segment.keys, segment.values
         bases = [rotation(side.shape[1], self.seed + i, side.device) for i, side in enumerate(sides)]
         keys, values = map(encode, sides, bases, self.bits)
+        if self.sketch:
+            bases[0] = with_sketch(segment.keys.shape[1], self.seed, segment.keys.device)
+            keys = encode_sketched(segment.keys, bases[0], self.bits[0])
         return CodedSegment(keys, values, segment.layout, segment.keys.dtype, None, *bases)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 4
 
     def table_bytes(self, dim: int) -> int:
-        return 8 * dim**2 + sum(4 * 2**bits for bits in set(self.bits))
+        keys, values = (4 * 2**bits for bits in self.bits)
+        if self.sketch:
+            return 12 * dim**2 + 2 * keys + values
+        return 8 * dim**2 + keys + (0 if keys == values else values)
 
 
 def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
@@ -82,6 +108,26 @@ def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
     # No norm of a float16 model is too large for float16, nor any other for bfloat16.
     dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
     return CodedRows(torch.cat(codes), book, bits, torch.cat(scales).to(dtype))
+
+
+def encode_sketched(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
+    """Code rows `[R, D]` by the nearest of `2 ** (bits - 1)` levels and the sign of the error, in the bases `[D, 2 D]`.
+
+    A code is one of pairs (level, sign), which the book sends to a channel of each basis.
+    """
+    level = levels(bits - 1, vectors.device)[0, 0, :, 0]
+    edges, codes, scales = (level[1:] + level[:-1]) / 2, [], []
+    first, second, length = basis[:, ::2], basis[:, 1::2], vectors.shape[1] ** 0.5
+    for part in vectors.split(BLOCK_ROWS):
+        rotated = part.detach().float() @ first
+        scale = rotated.norm(dim=1, keepdim=True).clamp_min(1e-30) / length
+        rotated /= scale
+        nearest = below(edges, rotated)
+        error = (rotated - level[nearest.int()]) @ (first.T @ second)
+        codes.append(pack(2 * nearest + (error > 0), bits))
+        scales.append(scale[:, 0])
+    dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
+    return CodedRows(torch.cat(codes), pairs_of(bits, vectors.device), bits, torch.cat(scales).to(dtype))
 
 
 def below(edges: Tensor, numbers: Tensor) -> Tensor:
@@ -112,3 +158,24 @@ def levels(bits: int, device: torch.device) -> Tensor:
         edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
         level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
     return level.float().view(1, 1, -1, 1).to(device)
+
+
+@cache
+@torch.inference_mode(False)
+def with_sketch(dim: int, seed: int, device: torch.device) -> Tensor:
+    """Return the basis of codes and that of their errors' signs, channel by channel in turns, float32 [D, 2 D]."""
+    bases = rotation(dim, seed, device), rotation(dim, -1 - seed, device)
+    return torch.stack(bases, dim=2).flatten(1)
+
+
+@cache
+@torch.inference_mode(False)
+def pairs_of(bits: int, device: torch.device) -> Tensor:
+    """Return what a code of a level and a sign stands for in the two bases, float32 [1, 1, E, 2]."""
+    level = levels(bits - 1, device).flatten()
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
+    edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
+    mass = normal.cdf(edges.double()).diff()
+    error = 1 - float((mass * level.double().square()).sum())  # a level is the mean of what it stands for
+    sign = level.new_tensor([-1, 1]) * (torch.pi * error / 2) ** 0.5
+    return torch.cartesian_prod(level, sign)[None, None]

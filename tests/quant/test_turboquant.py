@@ -47,9 +47,11 @@ def dense(lengths: list[int], seed: int = 0, dim: int = DIM) -> DenseSegment:
     return DenseSegment(keys, values, layout, first=[5] * len(lengths))
 
 
-def coded(bits: Any = (4, 4), lengths: list[int] = LENGTHS, seed: int = 0, dim: int = DIM) -> CodedSegment:
+def coded(
+    bits: Any = (4, 4), lengths: list[int] = LENGTHS, seed: int = 0, dim: int = DIM, sketch: bool = False
+) -> CodedSegment:
     pairs = dense(lengths, seed, dim)
-    found = RotatedCodec(bits, 0, 3).encode(pairs, Sealing(2))
+    found = RotatedCodec(bits, 0, 3, sketch=sketch).encode(pairs, Sealing(2))
     found.describe(pairs, without=())
     assert isinstance(found, CodedSegment)
     return found
@@ -111,6 +113,48 @@ def test_codes_are_those_of_the_formula_in_double_precision(bits: tuple[int, int
         torch.testing.assert_close(found.read(slice(None))[i].double(), expected, atol=1e-2, rtol=4e-3)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_sketch_takes_the_bias_from_products_and_nothing_else_does(bits: int) -> None:
+    """Over many matrices the mean product is the exact one, where levels alone shrink it; a sketch has the larger variance."""
+    vectors, queries = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
+    exact, mean, errors = (queries * vectors).sum(dim=1), {}, {}
+    for sketch in (False, True):
+        pairs, products = DenseSegment(vectors, vectors, Layout([50])), []
+        for seed in range(200):
+            codec = RotatedCodec((bits, 2), 2 * seed, 0, sketch=sketch)
+            products.append((queries * codec.encode(pairs, Sealing(1)).read(slice(None))[0]).sum(dim=1))
+        found = torch.stack(products)
+        mean[sketch] = float((found.mean(0) * exact).sum() / exact.square().sum())
+        errors[sketch] = float((found - exact).square().mean())
+    share = DISTORTION[bits - 1]
+    spread = float((errors[True] / (200 * exact.square().sum())) ** 0.5)
+    assert abs(mean[True] - 1) < 4 * spread
+    assert 1 - mean[False] > 0.3 * DISTORTION[bits]
+    assert errors[False] < errors[True] < math.pi / 2 * share * float(queries.square().sum(1).mean())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_sketch_is_the_sign_of_the_error_in_a_basis_of_its_own(bits: int) -> None:
+    pairs, found = dense(LENGTHS), coded((bits, 4), sketch=True)
+    basis, other, level = (
+        rotation(DIM, 0, CPU).double(),
+        rotation(DIM, -1, CPU).double(),
+        levels(bits - 1, CPU).flatten(),
+    )
+    x = pairs.keys.double()
+    size = x.norm(dim=1, keepdim=True) / math.sqrt(DIM)
+    coarse = level.double()[((x / size @ basis)[..., None] - level).abs().argmin(-1)] @ basis.T
+    sign = ((x / size - coarse) @ other).sign() @ other.T
+    expected = size * (coarse + math.sqrt(math.pi / 2 * DISTORTION[bits - 1]) * sign)
+    wrong = (found.read(slice(None))[0] - expected).abs() > 1e-2 + 4e-3 * expected.abs()
+    assert wrong.any(dim=1).float().mean() < 0.02  # float32 may round across a boundary
+
+
+def test_a_sketch_needs_a_bit_to_take() -> None:
+    with pytest.raises(ValueError, match=r"bits of keys must be 2 or more, got bits=\(1, 2\)"):
+        kvpress.TurboQuantPress((1, 2), qjl=True)
+
+
 def test_norms_are_kept() -> None:
     found, pairs = coded((2, 3)), dense(LENGTHS)
     for decoded, exact in zip(found.read(slice(None)), (pairs.keys, pairs.values), strict=True):
@@ -121,10 +165,10 @@ def test_layers_sides_and_seeds_have_matrices_of_their_own() -> None:
     press = kvpress.get_press("turboquant:seed=3")
     assert isinstance(press, kvpress.TurboQuantPress)
     seeds = [
-        codec.seed + i
+        i
         for p in (press, kvpress.TurboQuantPress())
         for codec in map(p.layer_codec, range(100))
-        for i in (0, 1)
+        for i in (codec.seed, codec.seed + 1, -1 - codec.seed)
     ]
     assert len(set(seeds)) == len(seeds)
     assert not torch.allclose(rotation(16, 0, CPU), rotation(16, 1, CPU))
@@ -145,10 +189,23 @@ def test_constant_zero_huge_and_tiny_vectors_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("level", [None, *(build.supported_levels() if launch.level() else ())])
-@pytest.mark.parametrize("bits", [(2, 2), (3, 3), (4, 4), (4, 2), (8, 8)])
-@pytest.mark.parametrize("queries", [1, 4, 7])
-def test_every_kernel_attends_as_to_decoded_pairs(bits: tuple[int, int], level: str | None, queries: int) -> None:
-    found = coded(bits, [300, 0, 70, 28])
+@pytest.mark.parametrize(
+    ("bits", "sketch"),
+    [
+        ((2, 2), False),
+        ((3, 3), False),
+        ((4, 4), False),
+        ((4, 2), False),
+        ((8, 8), False),
+        ((2, 4), True),
+        ((3, 3), True),
+    ],
+)
+@pytest.mark.parametrize("queries", [1, 7])
+def test_every_kernel_attends_as_to_decoded_pairs(
+    bits: tuple[int, int], sketch: bool, level: str | None, queries: int
+) -> None:
+    found = coded(bits, [300, 0, 70, 28], sketch=sketch)
     keys, values = found.read(slice(None))
     q = torch.randn(4, queries, DIM, generator=torch.Generator().manual_seed(1))
     found.log_weight = torch.rand(found.layout.total, generator=torch.Generator().manual_seed(2))
@@ -166,10 +223,13 @@ def test_every_kernel_attends_as_to_decoded_pairs(bits: tuple[int, int], level: 
         torch.testing.assert_close(lse[n], expected[1][0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("sketch", [False, True])
 @pytest.mark.parametrize("kernels", ["0", "1"])
-def test_whole_and_chosen_pairs_are_read_as_they_decode(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_and_chosen_pairs_are_read_as_they_decode(
+    kernels: str, sketch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
-    found, logits = coded((4, 3), [40, 40]), Logits(0.2)
+    found, logits = coded((4, 3), [40, 40], sketch=sketch), Logits(0.2)
     q = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(1))
     keys, values = (side.view(2, 40, DIM) for side in found.read(slice(None)))
     some = torch.tensor([[1, 4, 9, 30], [2, 3, 17, 39]])
@@ -187,8 +247,9 @@ def test_whole_and_chosen_pairs_are_read_as_they_decode(kernels: str, monkeypatc
             torch.testing.assert_close(mine, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_pairs_survive_being_taken_joined_saved_and_copied() -> None:
-    found = coded()
+@pytest.mark.parametrize("sketch", [False, True])
+def test_pairs_survive_being_taken_joined_saved_and_copied(sketch: bool) -> None:
+    found = coded(sketch=sketch)
     whole = found.read(slice(None))
 
     def same(segment: CodedSegment, rows: Tensor) -> None:
@@ -205,13 +266,16 @@ def test_pairs_survive_being_taken_joined_saved_and_copied() -> None:
     same(found.take(rows, layout), rows)
     same(unpack(*pack(found)), every)
     same(copy.deepcopy(found), every)
-    assert found.joinable(coded(seed=1))
-    assert not found.joinable(coded((4, 3)))
+    assert found.joinable(coded(seed=1, sketch=sketch))
+    assert not found.joinable(coded((4, 3), sketch=sketch))
+    assert not found.joinable(coded(sketch=not sketch))
 
 
-@pytest.mark.parametrize(("bits", "dim"), [((4, 4), 32), ((2, 4), 64), ((3, 3), 128)])
-def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int) -> None:
-    found, codec = coded(bits, [64, 64], dim=dim), RotatedCodec(bits, 0, 3)
+@pytest.mark.parametrize(
+    ("bits", "dim", "sketch"), [((4, 4), 32, False), ((2, 4), 64, True), ((3, 3), 128, False), ((3, 3), 128, True)]
+)
+def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int, sketch: bool) -> None:
+    found, codec = coded(bits, [64, 64], dim=dim, sketch=sketch), RotatedCodec(bits, 0, 3, sketch=sketch)
     parts = found.storage()
     assert set(parts) == {"codes", "scales", "tables"}
     assert sum(t.nbytes for name in ("codes", "scales") for t in parts[name]) == 128 * codec.pair_bytes(
@@ -223,7 +287,10 @@ def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int
 # -- inside a model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=2,sinks=4"])
+@pytest.mark.parametrize(
+    "spec",
+    ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=3,sinks=4,qjl=true"],
+)
 def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
     model, press = kvpress.load_model("reference")[0], kvpress.get_press(spec)
     ids = torch.randint(3, model.config.vocab_size, (2, 1024), generator=torch.Generator().manual_seed(0))
@@ -236,12 +303,15 @@ def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
-def test_decoding_equals_attention_over_the_decoded_pairs(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "qjl"),
+    [("llama", False), ("llama", True), ("qwen3", False), ("phi3", True), ("gemma3_text", False), ("gpt_oss", True)],
+)
+def test_decoding_equals_attention_over_the_decoded_pairs(family: str, qjl: bool) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([75, 60, 52])
     cache = DynamicCache(config=model.config)
-    with kvpress.TurboQuantPress(4, residual_length=8)(model):
+    with kvpress.TurboQuantPress(4, residual_length=8, qjl=qjl)(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
         decoded = copy.deepcopy(cache)
         for store in (decoded.layers[i].store for i in full_layers(model)):

@@ -22,7 +22,7 @@ class Basis:
 
     Args:
         scale: factor of each channel of a stream's rows, float32 [streams, D].
-        rotation: orthonormal, float32 [D, D].
+        rotation: float32 [D, C] for rows of C channels; orthonormal where C = D, and several bases side by side where C > D.
         centre: of each stream's keys or values, float32, bfloat16 or float16 [streams, D]; with one of keys, logits have no
             soft cap.
     """
@@ -35,14 +35,15 @@ class Basis:
         """All fields."""
         return self.scale, self.rotation, self.centre
 
-    def check(self, name: str, channels: int) -> None:
-        """Refuse scales and rotations that do not fit rows of `channels`."""
+    def check(self, name: str, channels: int, outer: int | str) -> None:
+        """Refuse scales and rotations that do not fit rows of `channels` for heads of `outer`, a name where it is free."""
         if self.scale is not None:
             checks.shape(f"{name}.scale", self.scale, ("streams", channels), torch.float32)
         if self.rotation is not None:
-            checks.shape(f"{name}.rotation", self.rotation, (channels, channels), torch.float32)
+            checks.shape(f"{name}.rotation", self.rotation, (outer, channels), torch.float32)
         if self.centre is not None:
-            checks.shape(f"{name}.centre", self.centre, ("streams", channels), *checks.FLOATS)
+            width = channels if self.rotation is None else self.rotation.shape[0]
+            checks.shape(f"{name}.centre", self.centre, ("streams", width), *checks.FLOATS)
 
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
         """Queries [N, M, D] whose products with stored rows are those of `q` with the keys."""

@@ -44,9 +44,9 @@ class Dense:
         """All that is stored."""
         return (self.data,)
 
-    def check(self, name: str, rows: int, channels: int | str = "Dv") -> None:
+    def check(self, name: str, rows: int, channels: int | None = None) -> None:
         """Refuse data of another shape or dtype; `channels` are those of the queries, if they must be."""
-        checks.shape(name, self.data, (rows, channels), *checks.FLOATS)
+        checks.shape(name, self.data, (rows, "Dv" if channels is None else channels), *checks.FLOATS)
         checks.rows_layout(name, self.data)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:

@@ -59,7 +59,8 @@ class Rows:
         keys, values, rows = self.keys, self.values, self.count
         if type(keys) is not type(values):
             raise TypeError(f"keys and values must have one format, got {keys.name} keys and {values.name} values")
-        keys.check("keys", rows, q.shape[2])
+        turned = self.key_basis is not None and self.key_basis.rotation is not None
+        keys.check("keys", rows, None if turned else q.shape[2])
         values.check("values", rows)
         if isinstance(keys, Dense) and keys.data.dtype != values.storage.dtype:
             raise ValueError(f"values must be {keys.data.dtype} like keys, got {values.storage.dtype}")
@@ -74,9 +75,10 @@ class Rows:
         checks.same_device(q, *keys.tensors(), *values.tensors(), self.log_weight)
         if self.log_weight is not None:
             checks.shape("log_weight", self.log_weight, (rows,), torch.float32, torch.float16)
-        for name, side, basis in (("key_basis", keys, self.key_basis), ("value_basis", values, self.value_basis)):
+        sides = ("key_basis", keys, self.key_basis, q.shape[2]), ("value_basis", values, self.value_basis, "Dv")
+        for name, side, basis, outer in sides:
             if basis is not None:
-                basis.check(name, side.channels)
+                basis.check(name, side.channels, outer)
                 checks.same_device(q, *basis.tensors())
 
     def check_streams(self, stream: Tensor | None, streams: int) -> None:

@@ -137,7 +137,7 @@ def pack(codes: Tensor) -> Tensor:
         ({"key_basis": Basis(centre=torch.zeros(2, 16))}, "key_basis.centre must be float32 \\[1, 16\\]"),
         ({"value_basis": Basis(centre=torch.zeros(1, 8))}, "value_basis.centre must be .* \\[streams, 16\\]"),
         ({"key_basis": Basis(rotation=torch.zeros(16, 8))}, "key_basis.rotation must be float32 \\[16, 16\\]"),
-        ({"value_basis": Basis(rotation=torch.zeros(8, 8))}, "value_basis.rotation must be float32 \\[16, 16\\]"),
+        ({"value_basis": Basis(rotation=torch.zeros(8, 8))}, "value_basis.rotation must be float32 \\[Dv, 16\\]"),
     ],
 )
 def test_bad_bases_are_named(basis: dict[str, Basis], message: str) -> None:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what there is, and what fits. `kvpress eval` and `kvpress demo` are added by `kvpress_eval`.
+
+Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvpress.cli.caches import ask_command, compress_command, info_command
+from kvpress.cli.calibrate import calibrate_command
+from kvpress.cli.console import fail, new_console, shown
+from kvpress.terminal import Name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpress.plan import Plan
+
+app = typer.Typer(
+    name="kvpress",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Compress the key-value cache of language models, and measure what it saves and costs.",
+)
+
+PLANNED = (
+    "none", "snapkv:0.5", "snapkv:0.75", "snapkv:0.9", "adakv(expected_attention:0.5,epsilon=0.02)", "snapkv:budget=1024",
+    "kivi:bits=8", "kivi:bits=4", "kivi:bits=2", "quest:budget=1024", "expected_attention:0.5,epsilon=0.02 + kivi:bits=4",
+    "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)", "frontier:smaller=10",
+)  # fmt: skip
+
+_WIDE = 100
+"""Columns of a terminal from which on a table has lines."""
+_TAIL = 0.05
+"""The part of a cache from which on a plan says that it is for pairs that fill no tile."""
+_PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
+
+
+@app.callback()
+def main(
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="A module with presses of your own, here or installed; may be repeated."),
+    ] = None,
+) -> None:
+    """Make presses of the user's own known, before a command asks for them."""
+    if modules:
+        sys.path.insert(0, "")
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever the module does
+            fail(ValueError(f"--import {module}: {type(error).__name__}: {error}"))
+
+
+@app.command("list")
+def list_command() -> None:
+    """List all presses: role, what they do, paper."""
+    from kvpress.core.listing import listed
+
+    table = Table()
+    for column in ("press", "role", "what it does", "paper"):
+        table.add_column(column, no_wrap=column in ("press", "role"))
+    for line in listed():
+        table.add_row(*map(Text, (line.name, line.role, line.summary, line.paper or "-")))
+    new_console().print(table)
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Option(help="`reference`, a folder, a config.json, or a hub name.")],
+    context: Annotated[int, typer.Option(help="Tokens in each sequence.", min=1)] = 131072,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    generated: Annotated[int, typer.Option(help="Tokens generated after them.", min=0)] = 0,
+    press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="For weights and cache together, such as 24GB: says what fits, and how long.")
+    ] = None,
+) -> None:
+    """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
+    from kvpress.cache.report import format_bytes, parse_bytes
+    from kvpress.core.spec import get_press
+    from kvpress.hf.models import load_config, parameters_of_config
+    from kvpress.plan import LONGEST, Geometry, longest_context, plan
+
+    room = None
+    longest: list[int] = []
+    with shown():
+        settings = load_config(model)
+        geometry = Geometry.of(settings)
+        rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
+        if memory is not None:
+            weights = parameters_of_config(settings) * geometry.dtype.itemsize
+            room = parse_bytes(memory, "memory") - weights
+            if room <= 0:
+                raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
+            longest = [longest_context(get_press(spec), geometry, room, batch, generated) for spec, _ in rows]
+    length = f"{context} + {generated}" if generated else f"{context}"
+    title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
+    console = new_console()
+    table = Table(title=Text(title, style="table.title"), **({} if console.width >= _WIDE else _PLAIN))
+    table.add_column("press")
+    for column in ("times\nsmaller", "pairs\nper head", "cache", "peak, read\nat once", "peak, in\nchunks"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if room is not None:
+        table.add_column("longest\ncontext", justify="right", no_wrap=True)
+    for place, (spec, planned) in enumerate(rows):
+        sizes = map(format_bytes, (planned.total_bytes, planned.peak_bytes, planned.chunked_peak_bytes))
+        fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
+        table.add_row(Name(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
+    console.print(table)
+    for spec, planned in rows:
+        share = planned.tail_bytes / planned.total_bytes
+        if share >= _TAIL:
+            said = f"{spec}: {share:.0%} of the cache is for pairs that stay dense as they fill no tile of the codec; "
+            said += "a budget of a few pairs more may hold less"
+            console.print(Text(said), soft_wrap=True)
+    if room is not None:
+        left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
+        console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+
+
+def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int, context: int) -> str:
+    """Say which of the presses that were planned is enough, the one that compresses least."""
+    from kvpress.cache.report import format_bytes
+
+    fitting = [(planned.factor, spec) for spec, planned in rows if planned.needed_bytes <= room]
+    if not fitting:
+        most, spec = max(zip(longest, (spec for spec, _ in rows), strict=True))
+        return f"None of these fits {context:,} tokens; {spec} fits up to {most:,}."
+    factor, spec = min(fitting)
+    whole = next((planned for name, planned in rows if name == "none"), None)
+    if whole is not None and whole.needed_bytes <= room:
+        return f"{context:,} tokens fit without a press."
+    needs = (
+        "" if whole is None else f" do not fit without a press, which takes {format_bytes(whole.needed_bytes)}; they"
+    )
+    return (
+        f"{context:,} tokens{needs} fit with {spec}, {factor:.1f} times smaller. `kvpress tune` finds what loses least."
+    )
+
+
+app.command("calibrate")(calibrate_command)
+app.command("compress")(compress_command)
+app.command("ask")(ask_command)
+app.command("info")(info_command)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvpress compress`, `ask` and `info`: caches in files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpress.cli.console import shown
+
+
+def compress_command(
+    model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
+    press: Annotated[str, typer.Option(help="What to do with the text's cache, such as frontier:smaller=10.")],
+    text: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    zstd: Annotated[bool, typer.Option("--zstd", help="Pack numbers of 16 bits where that pays.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Read a text once and write its compressed cache to a file, which `kvpress ask` answers from."""
+    with shown():
+        from kvpress.cache.container import check_compression
+        from kvpress.core.spec import get_press
+        from kvpress.hf.asking import read_text
+        from kvpress.hf.files import save
+
+        compress = "zstd" if zstd else None
+        check_compression(compress)
+        how = get_press(press)
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise OSError(f"{out} is a folder, or lies in one that does not exist: give the name of a file")
+        content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
+        loaded, tokenizer = _loaded(model, dtype, device)
+        started = time.perf_counter()
+        cache, ids = read_text(loaded, tokenizer, how, content)
+        read = time.perf_counter() - started
+        info = save(cache, out, loaded, how, tokens=ids, tokenizer=tokenizer, compress=compress)
+        typer.echo(info)
+        typer.echo(f"read in {read:.2f} s, written in {time.perf_counter() - started - read:.2f} s")
+
+
+def ask_command(
+    questions: Annotated[list[str], typer.Argument(help="One or more; each is answered by itself.")],
+    model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name: the model that read the text.")],
+    cache: Annotated[Path, typer.Option(help="What `kvpress compress` wrote.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 100,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Answer questions from a compressed cache in a file; the text is not read again."""
+    with shown():
+        from kvpress.cache.report import format_bytes
+        from kvpress.hf.asking import ask
+        from kvpress.hf.files import cache_info, load
+
+        info = cache_info(cache)
+        loaded, tokenizer = _loaded(model, info.dtype, device)
+        started = time.perf_counter()
+        held = load(cache, loaded, tokenizer=tokenizer)
+        took = time.perf_counter() - started
+        typer.echo(
+            f"{info.length} tokens, {format_bytes(info.memory_bytes)} from {format_bytes(info.file_bytes)} in {cache}, "
+            f"loaded in {took:.2f} s",
+            err=True,
+        )
+        for question in questions:
+            if len(questions) > 1:
+                typer.echo(f"{question}")
+            reply = ask(
+                loaded, tokenizer, held, question, info.get_press(), max_new_tokens=max_new_tokens,
+                say=lambda words: typer.echo(words, nl=False),
+            )  # fmt: skip
+            typer.echo()
+            typer.echo(
+                f"{reply.tokens} tokens, the first after {reply.first_seconds:.2f} s, all in {reply.seconds:.2f} s",
+                err=True,
+            )
+
+
+def info_command(
+    cache: Annotated[Path, typer.Argument(help="What `kvpress compress` or kvpress.save wrote.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and compare the digests.")] = False,
+) -> None:
+    """Say what a file with a compressed cache holds, and which model and press made it."""
+    with shown():
+        from kvpress.cache.container import open_file
+        from kvpress.hf.files import cache_info
+
+        typer.echo(cache_info(cache))
+        if verify:
+            open_file(cache)
+            typer.echo("all data are what was written")
+
+
+def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Load a model in a type of numbers, and its tokenizer."""
+    from kvpress.cache.files import dtype_of
+    from kvpress.hf.pipeline import load_model
+
+    loaded, tokenizer = load_model(model, dtype="auto" if dtype == "auto" else dtype_of(dtype))
+    return loaded.to(device), tokenizer

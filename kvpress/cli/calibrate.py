@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvpress calibrate`: fit what a method needs to know about a model."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from kvpress.cli.console import shown
+
+if TYPE_CHECKING:
+    from kvpress.calibrate.run import Settings
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
+    data: Annotated[
+        list[str], typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
+    method: Annotated[
+        Literal[
+            "aquakv",
+            "bits",
+            "cq",
+            "double_sparsity",
+            "duo_attention",
+            "expected_attention",
+            "fastkvzip",
+            "kvquant",
+            "kvzap",
+            "kvzip_heads",
+            "leank",
+            "loki",
+            "lukv",
+            "minference",
+            "qfilter",
+            "restorekv",
+            "rlkv",
+            "triattention",
+        ],
+        typer.Option(
+            help="What to fit: bits for every layer, books for coupled quantisation, levels for kvquant, predictors of "
+            "values for aquakv, channels for double_sparsity, directions of keys for loki, scales of channels for leank, "
+            "statistics of queries for expected_attention_stats, triattention or qfilter, networks for kvzap or fastkvzip, "
+            "budgets of heads for lukv, tokens and an adapter for restorekv, patterns for minference, or tables of heads by "
+            "duo_attention, rlkv or kvzip_heads (a .tsv)."
+        ),
+    ] = "cq",
+    coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
+    bits: Annotated[str | None, typer.Option(help="cq: bits of a code, one number or keys,values (8).")] = None,
+    fisher: Annotated[
+        bool | None, typer.Option("--fisher/--no-fisher", help="cq, kvquant: weigh by squared gradients (yes).")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="cq, kvquant, aquakv: most rounds of k-means (100, 50, 50).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="cq, kvquant, aquakv, networks, tables, restorekv: of what is drawn (0).")
+    ] = None,
+    outliers: Annotated[
+        float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
+    ] = None,
+    average: Annotated[float | None, typer.Option(help="bits: mean over layers, keys and values (3).")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="minference: part of the pairs of a prompt that is read (0.25).")
+    ] = None,
+    last: Annotated[int | None, typer.Option(help="minference: newest queries that lines are found by (64).")] = None,
+    block: Annotated[int | None, typer.Option(help="minference: tokens of a block (64).")] = None,
+    widths: Annotated[str | None, typer.Option(help="bits: what a layer may get (2,3,4,8).")] = None,
+    n_sink: Annotated[
+        int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
+    ] = None,
+    sink_size: Annotated[int | None, typer.Option(help="Tables: first tokens that a streaming head keeps.")] = None,
+    recent_size: Annotated[int | None, typer.Option(help="Tables: newest tokens that a streaming head keeps.")] = None,
+    answer: Annotated[
+        int | None,
+        typer.Option(help="Tables, restorekv: last tokens of a sequence, which its prompt is to explain (64)."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Trained: updates (tables 200, restorekv 300, kvzap 2000, fastkvzip 5000).")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Tables: of a gate that is open.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Tables, networks, restorekv: learning rate.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="kvzap, fastkvzip: tokens drawn from each sequence (500, 2000).")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="kvzap: linear or mlp (mlp).")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="kvzap: hidden units of an mlp (512); fastkvzip: channels (16).")
+    ] = None,
+    press: Annotated[
+        str | None, typer.Option(help="lukv: the press that scores, without a ratio (expected_attention:epsilon=0.02).")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
+    from kvpress.cache.report import format_bytes
+    from kvpress.calibrate.corpus import documents, pack
+    from kvpress.calibrate.run import calibrate
+    from kvpress.hf.pipeline import load_model
+
+    console = Console(stderr=True)
+    with shown():
+        given = {
+            "coupled": None if coupled is None else _sides("coupled", coupled),
+            "bits": None if bits is None else _sides("bits", bits),
+            "fisher": fisher, "iterations": iterations, "seed": seed, "outliers": outliers,
+            "density": density, "last": last, "block": block, "average": average,
+            "widths": None if widths is None else _numbers("widths", widths), "n_sink": n_sink,
+            "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
+            "sample": sample, "kind": kind, "width": width, "press": press,
+        }  # fmt: skip
+        settings = _settings(method, {name: value for name, value in given.items() if value is not None})
+        loaded, tokenizer = load_model(model)
+        ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
+        with Progress(console=console) as progress:
+            rows: dict[str, TaskID] = {}
+
+            def report(what: str, done: int, total: int) -> None:
+                if what not in rows:
+                    rows[what] = progress.add_task(what)
+                progress.update(rows[what], completed=done, total=total)
+
+            calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
+    typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
+
+
+def _settings(method: str, given: dict[str, Any]) -> Settings:
+    """Make the settings of a method; options of other methods are refused."""
+    from kvpress.calibrate import METHODS
+
+    taken = [field.name for field in fields(METHODS[method])]
+    for name in given:
+        if name not in taken:
+            options = ", ".join(_option(own) for own in taken) or "no options of its own"
+            raise ValueError(f"{_option(name)} does not belong to {method}, which takes {options}")
+    return METHODS[method](**given)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _sides(name: str, text: str) -> tuple[int, int]:
+    """Read one number for keys and values, or one for each."""
+    what = "a number or two, keys,values"
+    numbers = _numbers(name, text, what)
+    if len(numbers) > 2:
+        raise ValueError(f"{name} must be {what}; got {text!r}")
+    return numbers[0], numbers[-1]
+
+
+def _numbers(name: str, text: str, what: str = "whole numbers with commas between them") -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be {what}; got {text!r}") from None
