@@ -26,6 +26,9 @@ NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
 """Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
 
+FEW, MANY = 16, 1024
+"""Up to so many new tokens behind at least so many are read by the store itself, where heads are grouped on a CPU."""
+
 
 class PressName(str):
     """Our name in a configuration, which remembers the `native` name before; copies of the configuration have that one."""
@@ -76,6 +79,7 @@ class PressMask:
     build: Callable[..., Any]
     built: list[Any] = field(default_factory=list)
     real_tokens: RealTokens | None = None
+    later: bool | None = None
 
     def real(self, seen: int) -> RealTokens | None:
         """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
@@ -88,6 +92,19 @@ class PressMask:
         if not self.built:
             self.built.append(self.build(**self.arguments))
         return self.built[0]
+
+    def sees_later(self) -> bool:
+        """Whether some token of the pass attends to the next one, as those of an image do in some models."""
+        function = self.arguments.get("mask_function", causal_mask_function)
+        if function is causal_mask_function:
+            return False
+        if self.later is None:
+            mask, start = self.mask, int(self.arguments["q_offset"])
+            device = self.arguments.get("device", "cpu" if mask is None else mask.device)
+            at = torch.arange(start, start + self.arguments["q_length"] - 1, device=device)[None]
+            row = torch.arange(self.arguments["batch_size"], device=device)[:, None]
+            self.later = bool(torch.as_tensor(function(row, torch.zeros_like(row), at, at + 1)).any())
+        return self.later
 
     def __getitem__(self, index: Any) -> PressMask:
         """Return the mask of some of the queries, as models ask for it where later layers read the newest tokens only."""
@@ -183,10 +200,17 @@ def attention(
         real = None if attention_mask is None else attention_mask.real(store.seen)
     call.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
-    own = bool(store.sealed) or (
-        length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu")
+    own = (
+        bool(store.sealed)
+        or (length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu"))
+        or _few_behind_many(module, call, attention_mask)
     )
     pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
+    if pattern is not None and attention_mask is not None and attention_mask.sees_later():
+        raise NotImplementedError(
+            f"{type(module).__name__} lets the tokens of an image see later ones, and a sparse reading of the prompt is "
+            "causal: leave out the pattern (`reach` of video_xl2)"
+        )
     if own or pattern is not None:
         reader = None if whole or not own else plan.reader(call)
         opened = None if pattern is None else partial(pattern.attend, call)
@@ -204,6 +228,25 @@ def attention(
     if static is None and not whole:
         session.observe(call)
     return result, call.attentions
+
+
+def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None) -> bool:
+    """Whether few tokens read a long cache on a CPU, where torch's sdpa first copies all pairs for every query head.
+
+    Such passes verify drafts. Only passes that are causal and nothing more are meant: the store hides later tokens alone.
+    """
+    queries = call.queries
+    return (
+        queries is not None
+        and call.store is not None
+        and queries.device.type == "cpu"
+        and 1 < queries.shape[2] <= FEW
+        and call.seen_before >= MANY
+        and queries.shape[1] > call.store.heads
+        and mask is not None
+        and mask.arguments.get("mask_function", causal_mask_function) is causal_mask_function
+        and native_name(module.config) == "sdpa"
+    )
 
 
 def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:

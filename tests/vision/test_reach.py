@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import kvpress
-from tests.models import padded_batch, position_ids, tiny_model
-from tests.vision.models import VIDEO, tiny_vlm
+from tests.models import padded_batch, position_ids, tiny_model, tokens
+from tests.vision.models import IMAGE, VIDEO, image_batch, tiny_vlm
 from tests.vision.test_grids import of_video
 from tests.vision.test_reading import ROWS
 
@@ -104,3 +104,25 @@ def test_sparse_reading_and_pooling_go_together() -> None:
         made = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     report = kvpress.memory_report(made.past_key_values)
     assert report.kept < 0.8 * report.seen
+
+
+@pytest.mark.parametrize("spec", ["video_xl2:pool=1,chunk=2,reach=1,block=4", "minference"])
+def test_images_that_see_both_ways_are_not_read_causally(spec: str) -> None:
+    model, inputs = tiny_vlm("gemma3"), image_batch("gemma3", [(5, 12), (4, 8)])
+    with pytest.raises(NotImplementedError, match="see later ones"):
+        under(spec, model, inputs)
+    text = {name: value[:, -8:] for name, value in inputs.items() if name not in ("pixel_values", "input_ids")}
+    ids = tokens(2, 8) % IMAGE
+    assert torch.isfinite(under("minference", model, {"input_ids": ids, **text})).all()
+
+
+@pytest.mark.parametrize(("family", "implementation"), [("gemma3_text", "sdpa"), ("gpt_oss", "eager")])
+def test_layers_that_see_all_reach_in_families_with_windows_and_sinks(family: str, implementation: str) -> None:
+    model, (ids, mask) = tiny_model(family, implementation), padded_batch([45, 33])
+    inputs, real = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}, mask.bool()
+    near, far, full = (
+        under(spec, model, inputs)[real]
+        for spec in (*(f"video_xl2:pool=1,chunk=6,reach={n},block={BLOCK},tokens=3:28" for n in (1, 99)), "none")
+    )
+    torch.testing.assert_close(far, full, atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(near, full, atol=1e-2)
