@@ -151,6 +151,16 @@ def learn(name: str, tokens: int, layers: int, path: Path) -> None:
     calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
 
 
+def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
+    """Write what is measured so far, each row as a ratio to that without a press; `keep` the other rows of the file."""
+    for row in rows.values():
+        row |= {"times": row["seconds"] / rows[NONE]["seconds"], "peak": row["peak_mib"] / rows[NONE]["peak_mib"]}
+    held = json.loads(out.read_text())["rows"] if keep and out.exists() else {}
+    record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
+    found = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
+    out.write_text(json.dumps({**record, **sizes, "rows": found}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
@@ -187,14 +197,8 @@ def main() -> None:
             f"{spec:60s} {row['seconds']:7.2f} s   peak +{row['peak_mib']:6.0f} MiB   cache {row['cache_mib']:6.1f} MiB",
             flush=True,
         )
-    for row in rows.values():
-        row |= {"times": row["seconds"] / rows[NONE]["seconds"], "peak": row["peak_mib"] / rows[NONE]["peak_mib"]}
-    if options.out:
-        held = json.loads(options.out.read_text())["rows"] if options.only and options.out.exists() else {}
-        record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
-        settled = {"tokens": options.tokens, "layers": options.layers}
-        rows = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
-        options.out.write_text(json.dumps({**record, **settled, "rows": rows}, indent=1) + "\n")
+        if options.out:
+            write(options.out, rows, bool(options.only), {"tokens": options.tokens, "layers": options.layers})
     print(
         "\n| press | prefill s | times no press | peak MiB | of no press | cache MiB |\n|---|---:|---:|---:|---:|---:|"
     )
