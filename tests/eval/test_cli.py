@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import typer
+from kvpress_eval.commands._shared import exit_codes
 from kvpress_eval.commands.demo import demo_config
 from kvpress_eval.console import app
 from kvpress_eval.run import job, runner
+from kvpress_eval.run.interrupt import Terminated
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tasks.kinds.generated import TRAINED
 from rich.console import Console
@@ -276,3 +278,10 @@ def test_without_the_eval_extra_the_other_commands_work() -> None:
         "assert 'kvpress[eval]' in run.output, run.output\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text
+
+
+def test_a_command_that_is_told_to_end_says_that_it_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, exit_codes(loads_models=False):
+        raise Terminated
+    assert ended.value.exit_code == 143
+    assert "the same command continues" in capsys.readouterr().err

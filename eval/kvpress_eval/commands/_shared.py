@@ -71,6 +71,8 @@ def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
             raise
         _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
     except Terminated:
+        said = "told to end (SIGTERM); what was finished is on disk, and the same command continues from there"
+        Console(stderr=True, soft_wrap=True).print(said)
         raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

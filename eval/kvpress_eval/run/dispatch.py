@@ -57,6 +57,7 @@ class _Task:
     cells: Sequence[Cell]
     losses: int = 0
     counted: int = 0
+    skipped: int = 0
     claims: ExitStack = field(default_factory=ExitStack)
     stores: dict[str, CellStore] = field(default_factory=dict)
 
@@ -252,6 +253,8 @@ class _Crew:
             return
         if message.method == "advance":
             task.counted += message.arguments[0]
+        elif message.method == "skip":
+            task.skipped += message.arguments[0]
         target = self.progress if message.cell is None else task.stores[message.cell]
         getattr(target, message.method)(*message.arguments)
 
@@ -274,7 +277,8 @@ class _Crew:
         else:
             hand.busy_seconds += time.monotonic() - hand.since
             self.progress.advance(-task.counted)
-            task.counted, task.losses = 0, task.losses + 1
+            self.progress.skip(-task.skipped)
+            task.counted, task.skipped, task.losses = 0, 0, task.losses + 1
             if task.losses < MOST_LOSSES:
                 where = f"{task.cells[0].place}, {len(task.cells)} presses"
                 self.progress.problem(f"a worker was lost; {where}: run again elsewhere")

@@ -110,16 +110,16 @@ class Job:
 
     def _run_cells(self, source: Source, running: Sequence[_Running]) -> None:
         ids, weight = source.ids, running[0].cell.weight
-        if any(name not in one.rows for one in running for name in ids):
+        missing = {name: sum(name not in one.rows for one in running) for name in ids}
+        self.progress.skip((len(ids) * len(running) - sum(missing.values())) * weight)
+        if any(missing.values()):
             place = running[0].cell.place
             self.progress.start(f"{place}: {len(running)} presses, {len(ids)} samples")
             for batch in self._batches(source, running):
                 self._run_batch(running, batch)
-                self.progress.advance(len(batch.samples) * weight * len(running))
+                self.progress.advance(sum(missing[sample.id] for sample in batch.samples) * weight)
                 if self.interrupt.requested:
                     return
-        else:
-            self.progress.advance(len(ids) * weight * len(running))
         for one in running:
             if one.open:
                 one.store.finish(len(ids))

@@ -35,6 +35,9 @@ class JobProgress(Protocol):
     def advance(self, work: int) -> None:
         """Count finished work."""
 
+    def skip(self, work: int) -> None:
+        """Leave out work that was done earlier."""
+
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
         """Say what came of a cell."""
 

@@ -111,6 +111,9 @@ class SentProgress:
     def advance(self, work: int) -> None:
         self.send(Call("advance", (work,)))
 
+    def skip(self, work: int) -> None:
+        self.send(Call("skip", (work,)))
+
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
         self.send(Call("finished", (label, list(scores), seconds)))
 

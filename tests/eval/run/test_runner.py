@@ -15,6 +15,7 @@ from kvpress_eval.results.store import CellStore
 from kvpress_eval.run import job, runner
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.models import load_engine
+from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import RunResult, run
 from rich.console import Console
 
@@ -50,12 +51,23 @@ def test_a_finished_run_is_not_repeated(small: Small, quiet: Console, monkeypatc
     assert run(config, quiet).exit_code == 0
 
 
-def test_more_samples_extend_a_cell(small: Small, quiet: Console) -> None:
+def test_more_samples_extend_a_cell(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before is left alone, and says nothing of how long the rest takes."""
     config = small(samples=2)
     run(config, quiet)
     before = content(config)
+    counted = {"advance": 0, "skip": 0}
+    for name in counted:
+        inner = getattr(RunProgress, name)
+
+        def count(self: RunProgress, work: int, name: str = name, inner: Any = inner) -> None:
+            counted[name] += work
+            inner(self, work)
+
+        monkeypatch.setattr(RunProgress, name, count)
     result = run(config.model_copy(update={"samples": 4}), quiet)
     after = content(config)
+    assert counted["advance"] == counted["skip"] > 0
     assert result.exit_code == 0
     assert all(after[cell][:2] == rows and len(after[cell]) == 4 for cell, rows in before.items())
 
