@@ -30,12 +30,12 @@ import pandas
 from kvpress_eval import evaluate
 
 from benchmarks.kernels_cpu import cpu_model
+from benchmarks.pages import put
 
 ROOT = Path(__file__).parent
 RETRIEVAL = ("single", "mk4", "mk16", "attr4", "vt2")
 TRACED = ("vt2",)
 COUNTED = ("cwe",)
-MARKS = ("<!-- begin: benchmarks/accuracy.py -->", "<!-- end -->")
 RATIOS = ("0.25", "0.5", "0.75", "0.9")
 FRACTIONS = ("0.25", "0.125", "0.0625")
 EXPECTED = "expected_attention:{},epsilon=0.01"
@@ -255,8 +255,7 @@ def main() -> None:
         record = {"date": date.today().isoformat(), "machine": cpu_model(), "samples": options.samples, "table": plain}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     if options.table:
-        start, _, rest = options.table.read_text().partition(MARKS[0])
-        options.table.write_text(f"{start}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+        put(options.table, "accuracy", text)
 
 
 if __name__ == "__main__":

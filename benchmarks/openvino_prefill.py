@@ -33,12 +33,12 @@ from torch import Tensor
 
 import kvpress
 from benchmarks.kernels_cpu import cpu_model
-from benchmarks.patterns import DOCS, density, random_prompt
+from benchmarks.pages import DOCS, put
+from benchmarks.patterns import density, random_prompt
 from kvpress.core.pattern import Pattern, Prompt
 
 THRESHOLDS = (0.8, 0.5, 0.2)
 BLOCK, STRIDE, PAGE = 64, 8, 32
-BEGIN, END = "<!-- openvino -->", "<!-- end of openvino -->"
 
 Run = Callable[[], Tensor]
 
@@ -246,9 +246,7 @@ def main() -> None:
     print(markdown(record))
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-        text = DOCS.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+        put(DOCS / "prefill.md", "openvino", markdown(record))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch import Tensor
 import kvpress
 from benchmarks.accuracy import RETRIEVAL, ROOT, Score
 from benchmarks.kernels_cpu import cpu_model
+from benchmarks.pages import DOCS, put
 from benchmarks.quality_figures import write_figure
 from kvpress.cache.attention import Logits
 from kvpress.core.pattern import Pattern, Prompt
@@ -66,11 +67,11 @@ CHOOSING = (
 )
 DRAWN = {
     "xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^"), "zipvl": ("#CC79A7", "D"),
+    "loopserve": ("#56B4E9", "v"),
 }  # fmt: skip
 """Colours that stay apart for colour-blind readers, and shapes for black and white."""
-BEGIN, END = "<!-- patterns -->", "<!-- end of patterns -->"
-DOCS = ROOT.parent / "docs" / "prefill.md"
-FIGURE = DOCS.parent / "prefill.png"
+PAGE = DOCS / "prefill.md"
+FIGURE = DOCS / "prefill.png"
 
 
 def random_prompt(length: int) -> Prompt:
@@ -262,12 +263,16 @@ def draw(record: dict[str, Any], figure: Figure) -> None:
 def write(out: Path, record: dict[str, Any]) -> None:
     """Write figures, and their tables into docs/prefill.md."""
     out.write_text(json.dumps(record, indent=1) + "\n")
-    before, after = DOCS.read_text().split(BEGIN)[0], DOCS.read_text().split(END)[1]
-    DOCS.write_text(f"{before}{BEGIN}\n{markdown(record)}\n{END}{after}")
+    put(PAGE, "patterns", markdown(record))
+
+
+def held_answers(out: Path | None) -> list[dict[str, Any]]:
+    """The answers that were measured before; they hang on no machine."""
+    return json.loads(out.read_text())["answered"] if out is not None and out.exists() else []
 
 
 def add_answers(out: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Put answers beside those that were measured before; they hang on no machine."""
+    """Put answers beside those that were measured before."""
     if out is None:
         return
     record = json.loads(out.read_text())
@@ -280,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=100, help="contexts of each task; 0 leaves answers out")
+    parser.add_argument("--samples", type=int, default=100, help="contexts of each task; 0 keeps the answers of --out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
     parser.add_argument(
@@ -300,7 +305,7 @@ def main() -> None:
         "threads": options.threads,
         "command": shlex.join(["python", "-m", "benchmarks.patterns", *sys.argv[1:]]),
         "timed": timed(options.lengths, options.rounds),
-        "answered": answered(options.samples, options.runs) if options.samples else [],
+        "answered": answered(options.samples, options.runs) if options.samples else held_answers(options.out),
     }
     print(markdown(record))
     if options.out:

@@ -31,6 +31,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from benchmarks.pages import put
 from kvpress.calibrate import METHODS
 from kvpress.calibrate.run import calibrate
 from kvpress.core.registry import entries
@@ -161,11 +162,27 @@ def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[
     out.write_text(json.dumps({**record, **sizes, "rows": found}, indent=1) + "\n")
 
 
+def markdown(rows: dict[str, dict[str, float]]) -> str:
+    """The table of docs/eviction.md."""
+    lines = [
+        "| press | seconds | times no press | peak MiB | of no press | cache MiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| `{spec}` | {row['seconds']:.1f} | {row['times']:.2f} | {row['peak_mib']:.0f} | {row['peak']:.2f} | "
+        f"{row['cache_mib']:.0f} |"
+        for spec, row in rows.items()
+        if spec != SHARED
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="a page of docs whose table is written anew from --out")
     parser.add_argument("--only", nargs="+", metavar="SPEC", help="measure these; --out keeps the rows of the others")
     parser.add_argument("--press", help=argparse.SUPPRESS)
     parser.add_argument("--learn", help=argparse.SUPPRESS)
@@ -199,13 +216,9 @@ def main() -> None:
         )
         if options.out:
             write(options.out, rows, bool(options.only), {"tokens": options.tokens, "layers": options.layers})
-    print(
-        "\n| press | prefill s | times no press | peak MiB | of no press | cache MiB |\n|---|---:|---:|---:|---:|---:|"
-    )
-    for spec, row in rows.items():
-        numbers = (f"{row['seconds']:.1f}", f"{row['times']:.2f}", f"{row['peak_mib']:.0f}", f"{row['peak']:.2f}")
-        cells = " | ".join((*numbers, f"{row['cache_mib']:.0f}"))
-        print(f"| `{spec}` | {cells} |")
+    print("\n" + markdown(rows))
+    if options.table and options.out:
+        put(options.table, "prefill", markdown(json.loads(options.out.read_text())["rows"]))
 
 
 if __name__ == "__main__":
