@@ -71,14 +71,16 @@ def register() -> None:
 class PressMask:
     """What the mask function returns: the 2-D mask as it came, and how to build what the model's own attention wants.
 
-    Models pass masks through untouched, so one object serves layers that use our attention and layers that do not.
+    Models pass masks through untouched, so one object serves layers that use our attention and layers that do not. `stored` is
+    how many pairs the model counted in the layer that it asked about, and the position of the first.
     """
 
     mask: Tensor | None
     arguments: dict[str, Any]
     build: Callable[..., Any]
-    built: list[Any] = field(default_factory=list)
+    built: dict[int, Any] = field(default_factory=dict)
     real_tokens: RealTokens | None = None
+    stored: tuple[int, int] | None = None
     later: bool | None = None
 
     def real(self, seen: int) -> RealTokens | None:
@@ -87,11 +89,14 @@ class PressMask:
             self.real_tokens = RealTokens(self.mask[:, :seen])
         return self.real_tokens
 
-    def native(self) -> Any:
-        """Return the mask of the model's own attention implementation."""
-        if not self.built:
-            self.built.append(self.build(**self.arguments))
-        return self.built[0]
+    def native(self, keys: int) -> Any:
+        """Return the mask of the model's own attention implementation over so many keys, all tokens or those of a window."""
+        if keys not in self.built:
+            sizes = {}
+            if self.stored is not None and keys == self.stored[0]:
+                sizes = dict(zip(("kv_length", "kv_offset"), self.stored, strict=True))
+            self.built[keys] = self.build(**{**self.arguments, **sizes})
+        return self.built[keys]
 
     def sees_later(self) -> bool:
         """Whether some token of the pass attends to the next one, as those of an image do in some models."""
@@ -145,6 +150,7 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
 ) -> PressMask:
     """Mask function registered as `kvpress`: keeps the arguments for later."""
+    stored = kv_length, kv_offset
     if kwargs.get("local_size") is None:
         # Layers of ours say how many pairs they store, for models without a press. The model's own attention gets all tokens.
         kv_length, kv_offset = kv_length + kv_offset, 0
@@ -153,7 +159,10 @@ def mask(
         "q_offset": q_offset, "kv_offset": kv_offset, **kwargs,
     }  # fmt: skip
     return PressMask(
-        kwargs.get("attention_mask"), arguments, ALL_MASK_ATTENTION_FUNCTIONS[native_name(kwargs["config"])]
+        kwargs.get("attention_mask"),
+        arguments,
+        ALL_MASK_ATTENTION_FUNCTIONS[native_name(kwargs["config"])],
+        stored=stored,
     )
 
 
@@ -176,10 +185,10 @@ def attention(
     call = None if forward is None else forward.call
     lent = None if forward is None or call is not None else forward.lent_call(key)
     call = call if lent is None else replace(lent, module=module)
-    native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda: attention_mask
+    native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda keys: attention_mask
     if forward is None or call is None or call.module is not module or call.store is None:
         run = native_attention(module)
-        return run(module, query, key, value, native(), scaling=scaling, dropout=dropout, **kwargs)
+        return run(module, query, key, value, native(key.shape[2]), scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None and not isinstance(attention_mask, PressMask):
         raise NotImplementedError("4-D attention masks are not supported; pass the 2-D mask of real tokens")
     check_known(module, kwargs)
@@ -221,7 +230,7 @@ def attention(
         keys, values = (key, value) if fresh else _arranged(keys, values, key, plan.tiles)
         run = native_attention(module)
         result, call.attentions = run(
-            module, handed, keys, values, native(), scaling=scaling, dropout=dropout, **kwargs
+            module, handed, keys, values, native(keys.shape[2]), scaling=scaling, dropout=dropout, **kwargs
         )
     if plan.selector is not None and not whole:
         plan.selector.after(call)

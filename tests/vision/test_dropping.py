@@ -317,9 +317,9 @@ def test_a_mask_of_some_tokens_is_that_of_all_at_their_places(build: Any) -> Non
 
     given = {"batch_size": 2, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0, "attention_mask": real}
     given |= {"dtype": torch.float32, "mask_function": near}
-    whole = PressMask(real, given, build).native()
+    whole = PressMask(real, given, build).native(8)
     index, left = torch.tensor([[0, 2, 5, 6, 7], [0, 1, 3, 4, 7]]), torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool()
-    found = PressMask(real, given, build).of_tokens(index, left).native()
+    found = PressMask(real, given, build).of_tokens(index, left).native(5)
     assert found.shape == (2, 1, 5, 5)
     for row in range(2):
         at = index[row][left[row]]
