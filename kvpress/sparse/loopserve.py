@@ -53,8 +53,9 @@ class LoopServePress(EstimatedPress, SelectorPress):
 
     where a query sees all stored pairs up to its own. A head chooses at the end of a prompt or turn, by its `last` newest
     queries, and again every `every` generated tokens, by the queries of these, at most `last`. What came since, and pairs that
-    are not sealed yet, are read besides; nothing is evicted, so that what is not read now may be read later. With a `coverage`
-    of 1 and no `max_density`, a prompt is read whole.
+    are not sealed yet, are read besides; nothing is evicted, so that what is not read now may be read later. A `kernel_size`
+    above 1 lets a pair count as much as its neighbours, so that words are read whole. With a `coverage` of 1 and no
+    `max_density`, a prompt is read whole.
 
     Paper: Li et al., LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues, 2025,
     arXiv:2507.13681.
