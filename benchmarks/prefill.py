@@ -44,10 +44,13 @@ PRESSES = (
     "chunkkv(snapkv:0.5)", "block(keydiff:0.5)", "key_rerotation(knorm:0.5)",
     "per_layer_compression(knorm):compression_ratios=(0.4,0.6)", "duo_attention:0.5,on_the_fly_scoring=true",
     "sample(leverage_score:0.5)", "mix(keydiff:0.5; knorm)", "frontier:smaller=10", "rotated:bits=3",
-    "restorekv:0.5,repeat_prompt=", "headkv:0.5", "rlkv:0.5", "cq:bits=4,coupled=4",
     "kivi:bits=4", "quest:budget=1024", "tidal_decode:budget=1024,skip_layers=0", "snapkv:0.5 + kivi:bits=4",
 )  # fmt: skip
 NONE = PRESSES[0]
+INSTEAD = {
+    "cq": "cq:bits=4,coupled=4", "headkv": "headkv:0.5", "restorekv": "restorekv:0.5,repeat_prompt=", "rlkv": "rlkv:0.5",
+}  # fmt: skip
+"""What is measured in place of examples that keep all pairs, ask a tokenizer or take long to learn."""
 LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "aquakv": ("calibration", "aquakv", {}), "cq": ("calibration", "cq", {"bits": (4, 4), "coupled": (4, 4), "iterations": 3}),
     "double_sparsity": ("calibration", "double_sparsity", {}),
@@ -128,9 +131,10 @@ def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Ten
 
 
 def others() -> list[str]:
-    """Return an example of every registered press that `PRESSES` does not name."""
+    """Return a spec of every registered press that `PRESSES` does not name."""
     named = set(re.findall(r"\w+", " ".join(PRESSES)))
-    return [entry.example for entry in entries() if entry.name not in named and entry.role != "prefill"]
+    left = [entry for entry in entries() if entry.name not in named and entry.role != "prefill"]
+    return [INSTEAD.get(entry.name, entry.example) for entry in left]
 
 
 def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,7 @@ from benchmarks import (
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
+from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
 from tests.eval.engines import bundled_model
 from tests.kernels.compiler import NATIVE, needs_compiler
@@ -296,6 +299,18 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     together = prefill.measure(prefill.SHARED, 200, 2)
     assert together["presses"] > 1
     assert together["cache_mib"] > full["cache_mib"]
+
+
+def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
+    """Of each that learns something of the model, what it needs is made first and handed on by the right name."""
+    named = set(re.findall(r"\w+", " ".join((*prefill.PRESSES, *prefill.others()))))
+    left = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
+    assert {entry.example for entry in left} <= set(prefill.others())
+    needing = {entry.name for entry in entries() if entry.needs} - set(re.findall(r"\w+", " ".join(prefill.PRESSES)))
+    assert needing <= set(prefill.LEARNED)
+    prefill.learn("qfilter", 200, 1, tmp_path / "found")
+    spec = f"qfilter:0.5,filters={tmp_path / 'found'}"
+    assert prefill.measure(spec, 200, 1)["cache_mib"] < 0.6 * prefill.measure("none", 200, 1)["cache_mib"]
 
 
 def test_pairs_of_files_are_fetched_and_forgotten(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
