@@ -152,7 +152,7 @@ def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:
 def learn(name: str, tokens: int, layers: int, path: Path) -> None:
     """Fit what a press needs on random tokens."""
     _, method, settings = LEARNED[name]
-    ids = torch.randint(0, 1024, (2, 1280), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 1024, (2, min(1280, 2 * tokens)), generator=torch.Generator().manual_seed(1))
     calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
 
 
