@@ -45,6 +45,7 @@ PEER: dict[str, tuple[int, ...] | None] = {
     "compactor:{}": (100, 100, 99, 92),
     "keydiff:{}": (100, 95, 84, 66),
     "kvzip:{},layerwise=true": (100, 97, 63, 21),
+    "restorekv:{}": None,
     f"adakv({EXPECTED})": (82, 68, 43, 11),
     EXPECTED: (82, 65, 41, 12),
     "streaming_llm:{}": (72, 40, 25, 6),
