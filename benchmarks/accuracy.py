@@ -100,6 +100,7 @@ SELECTORS = (
     "sparq:budget={}",
     "infllm_v2:budget={},block_size=16,kernel_size=8,stride=4,n_sink=0,n_recent=16",
     "loopserve:budget={}",
+    "loopserve:budget={},every=1",
     "twilight(quest:budget={},page_size=4,skip_layers=0)",
     "tidal_decode:budget={},skip_layers=0,reselect_layer=1",
     "tidal_decode:budget={},skip_layers=0,reselect_layer=1,heads=query",
