@@ -34,7 +34,16 @@ PACKAGED = SOURCES / "lib"
 """Where a wheel keeps its libraries."""
 
 PROBE = "probe.cpp"
-KERNELS = ("decode.cpp", "coded.cpp", "prefill.cpp", "mass.cpp", "scores.cpp", "quantise.cpp", "select.cpp")
+KERNELS = (
+    "decode.cpp",
+    "coded.cpp",
+    "prefill.cpp",
+    "mass.cpp",
+    "scores.cpp",
+    "tile_mass.cpp",
+    "quantise.cpp",
+    "select.cpp",
+)
 """The sources of one level, those that take longest to compile first."""
 
 # -w: GCC 12 warns about uninitialised variables inside its own AVX-512 headers.
