@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cache can be cut to, and what it costs: accuracy of presses at equal held bytes, on the reference model.
 
-    python benchmarks/frontier.py [--every] [--samples 48] [--lengths 1024] [--smaller 10 20 50] [--model FOLDER]
+    python benchmarks/frontier.py [--every] [--only FAMILY ...] [--samples 48] [--lengths 1024] [--smaller 10 20 50]
+        [--model FOLDER]
 
 At every size each scorer keeps what fits, alone in 16 bits and composed with quantised storage, and `frontier` decides all
 itself. `--every` takes all evicting presses that need no file made for the model, in the place of a few good ones. Held bytes
@@ -16,7 +17,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ ALONE = ("leverage_score", "expected_attention:epsilon=0.02")
 BITS = {2: 8, 5: 4, 10: 4, 20: 3, 50: 2}
 """Bits of composed presses by size: of those with a kernel the ones that leave a tenth of the pairs or more."""
 GROUP = 32
+PER_PAIR = "frontier per pair"
 GREY, ENDS = "#999999", ("low", "high")
 SHOWN = 6
 """Presses of each size that the table shows, the best by their mean."""
@@ -77,13 +79,15 @@ def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smalle
     return spec(count * step)
 
 
-def presses(engine: Engine, length: int, smaller: int, every: bool) -> dict[str, str]:
-    """Return what is compared at a size, by spec, with the family that it belongs to."""
+def presses(engine: Engine, length: int, smaller: int, every: bool, only: Sequence[str] = ()) -> dict[str, str]:
+    """Return what is compared at a size, by spec, with the family that it belongs to; families that are named `only`."""
     composed, alone = (make_space().evict,) * 2 if every else (SCORERS, ALONE)
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    found = {f"frontier:smaller={smaller}": "frontier"}
+    found = {f"frontier:smaller={smaller}": "frontier", f"frontier:smaller={smaller},per_pair=true": PER_PAIR}
+    found = {spec: family for spec, family in found.items() if not only or family in only}
     wanted = [(f"{scorer} + kivi", partial(plain, scorer, BITS.get(smaller, 4)), GROUP) for scorer in composed]
     wanted += [(scorer, partial(plain, scorer, 16), 1) for scorer in alone]
+    wanted = [each for each in wanted if not only or each[0] in only]
     for number, (family, spec, step) in enumerate(wanted, start=1):
         press = solved(engine, ids, spec, smaller, step)
         found[press] = family
@@ -191,6 +195,9 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", action="store_true", help="all evicting presses that need no file of their own")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FAMILY", help='such as frontier, "frontier per pair", keydiff'
+    )
     parser.add_argument("--model", default="reference", help="or the folder of another one that knows its tasks")
     parser.add_argument("--samples", type=int, default=48, help="of each task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
@@ -206,7 +213,7 @@ def main() -> None:
         of = {
             spec: (family, size)
             for size in options.smaller
-            for spec, family in presses(engine, length, size, options.every).items()
+            for spec, family in presses(engine, length, size, options.every, options.only).items()
         }
         sizes = Sizes(options.samples, (length,))
         result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs, options.model)

@@ -15,6 +15,9 @@ from kvpress.cache.memory import for_scattered_reads
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
+WIDTH = "width"
+"""Name of the per-pair array that says in how many bits a pair that waits to be encoded is to be held, 0 where nothing does."""
+
 
 @dataclass(frozen=True)
 class Rotation:

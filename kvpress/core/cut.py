@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.cache.codec import WIDTH
 from kvpress.cache.replaced import put_before
 from kvpress.core.checks import check_finite
 from kvpress.core.recipe import Eviction, Rewritten
@@ -159,6 +160,7 @@ class Cut:
         self.groups: list[Group] = []
         self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
+        self.widths: dict[int, Tensor] = {}
         self.refitted: dict[int, Target] = {}
         self.everything = True
         self.shortened: set[int] = set()
@@ -183,6 +185,9 @@ class Cut:
                 self.refitted.update(zip(view.streams, targets(view, self.step.refit.queries), strict=True))
         for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
             self.masks[stream] = marked
+        if older.width is not None:
+            widths = older.put(older.width, older.width.new_zeros(view.shape)).flatten(0, 1)
+            self.widths |= {n: own[self.masks[n]] for n, own in zip(view.streams, widths, strict=True)}
 
     def apply(self, codec: CodecAt, shortened: set[int]) -> None:
         """Free what was not marked, change what stays, and put what waits beside it in rows that some layer has `shortened`."""
@@ -191,10 +196,12 @@ class Cut:
         if self.step.among is None and not decided_nothing:
             self.store.targets = self.targets
             self.store.since_eviction, self.store.counted = 0, self.store.seen
-        if not self.everything:
+        if not self.everything or self.widths:
             self.store.evict(self.masks, self.call.mask, self.opened)
         if self.rewritten:
             self._rewrite()
+        if self.widths:
+            self._hand_on_widths()
         if self.step.beside:
             self._put_beside(shortened)
         if self.step.refit is not None and self.refitted:
@@ -248,6 +255,17 @@ class Cut:
                     shift = dense.side_array("shift").clone() if shift is None else shift
                     shift[rows] = new.shift[at][marked].float()
         self.store.replace_dense(keys, values, {} if shift is None else {"shift": shift})
+
+    def _hand_on_widths(self) -> None:
+        """Tell the codec in how many bits it is to hold the pairs that it has not encoded yet."""
+        dense = self.store.dense
+        if dense is None:
+            return
+        flat = torch.zeros(dense.layout.total, device=dense.device)
+        for n, widths in self.widths.items():
+            length = dense.layout.lengths[n]
+            flat[dense.layout.rows(n)] = widths[len(widths) - length :].to(flat)
+        self.store.replace_dense(sides={WIDTH: flat})
 
     def _weigh(self) -> None:
         """Give the pairs that stay new logit weights, wherever they are stored."""

@@ -55,14 +55,16 @@ class Scorer(Protocol):
 class Scored:
     """A view, and what its pairs are worth, worked out when first asked for.
 
-    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs. Where the view shows
-    some pairs of another one, `among`, they are worth what they are there.
+    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs. An allocator that
+    also decides how pairs are stored leaves their bits, `width [b, h, n]`, for the codec (`WIDTH`). Where the view shows some
+    pairs of another one, `among`, they are worth what they are there.
     """
 
     view: View
     scorer: Scorer
     log_weight: Tensor | None = None
     among: View | None = None
+    width: Tensor | None = None
 
     @property
     def whole(self) -> View:

@@ -18,21 +18,15 @@ from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
-from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import RecentQueries
 from kvpress.presses.cake import share_out
 from kvpress.presses.leverage_score import LeverageScorePress
 from kvpress.presses.sample import SamplePress
+from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
+from kvpress.quant.priced import ByPrice, check_price
 from kvpress.quant.widths import FittingCodec, Room, Sized, of_width
 
-QUERIES = Wanted(RecentQueries, 64)
-"""The newest tokens, whose attention stands for that of tokens to come."""
 SMALLER = 10.0
 """How many times smaller a cache gets where no size is given."""
-ROUNDING = 1e-6
-"""Relative squared errors below this tell layers apart by their rounding."""
-MOST = 2.0
-"""How many times the mean a layer gets at most; at least it gets one over that."""
 
 
 ENCODES = (
@@ -48,6 +42,7 @@ class OfSize(Wrapping):
 
     smaller: Smaller | None
     bytes: str | int | None
+    per_pair: bool
 
     def validate(self) -> None:
         super().validate()
@@ -71,7 +66,8 @@ class OfSize(Wrapping):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)
         # A factor is the same at every length, so that its width is known before any.
-        codec = FittingCodec(room) if room.smaller is None else of_width(room.bits(1))
+        fixed = room.smaller is not None and not self.per_pair
+        codec = of_width(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
         return replace(super().recipe(model), codec=lambda layer: codec)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
@@ -83,19 +79,29 @@ class OfSize(Wrapping):
             raise TypeError(
                 f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} decides about them itself"
             )
-        amount, allocator = Sized(room=self.room(model, step.weighs)), ByError(inner, scope="cache")
-        return replace(step, amount=amount, allocator=allocator, watches=(*step.watches, QUERIES))
+        room = self.room(model, step.weighs)
+        allocator: Allocator = ByError(inner, scope="cache")
+        if self.per_pair:
+            check_price(step, name)
+            allocator = ByPrice(room=room, scope="cache")
+        return replace(step, amount=Sized(room=room), allocator=allocator, watches=(*step.watches, QUERIES))
 
 
 @register(
     "budgeted",
     "budget",
     example="budgeted(snapkv):smaller=10",
-    cases=("budgeted(snapkv:window_size=4):smaller=20", "budgeted(adakv(knorm)):smaller=20"),
+    cases=(
+        "budgeted(snapkv:window_size=4):smaller=20",
+        "budgeted(adakv(knorm)):smaller=20",
+        "budgeted(snapkv:window_size=4):smaller=12,per_pair=true",
+    ),
     refuses=(
         Refusal("budgeted(snapkv:0.5)", "the size says how many pairs stay"),
         Refusal("budgeted(pyramidkv)", "both would share out pairs among layers"),
         Refusal("budgeted(knorm) + kivi:bits=4", "the size decides how pairs are stored"),
+        Refusal("budgeted(adakv(knorm)):per_pair=true", "both would share out pairs among heads"),
+        Refusal("budgeted(chunkkv(knorm)):per_pair=true", "scores that only order pairs have no price"),
     ),
     exempt=ENCODES,
 )
@@ -122,28 +128,46 @@ class BudgetedPress(OfSize):
     head in 2 bits are refused. Generated tokens come on top, in the bits of the prompt; a further turn is cut to the same
     bytes together with all before it, less those of the 31 tokens that may wait to be encoded.
 
-    Paper: none.
-    Differs from the paper: nothing.
+    With `per_pair`, pairs and bits are one choice: of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
+
+        g s l(bits) + price * bytes(bits)
+
+    s is its score over the mean score of its head, g the error e of its layer over the mean of all layers, between a half and
+    two, l is 1 where the pair is dropped, and else the shares of squares that Gaussian keys and values lose, added up: 0.238,
+    0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, places, scales and weights of pairs and the
+    means of each width among them, so heads and layers compete. Pairs of different widths are parts of one segment. Tokens that follow the prompt take
+    the bits given above; pairs that are encoded keep theirs.
+
+    Paper: none; `per_pair` is of the kind of RDKV, 2026, arXiv:2605.08317.
+    Differs from the paper: from RDKV, any scorer says what pairs are worth, layers are weighed by their error, all that is held
+    is paid for, and keys and values of a pair have the same bits in all channels.
     """
 
     press: BasePress
     smaller: Smaller | None = None
     bytes: str | int | None = None
+    per_pair: bool = False
 
     @property
     def inner(self) -> BasePress:
         return self.press
 
 
-@register("frontier", "budget", example="frontier:smaller=20", cases=("frontier:bytes=12KB",), exempt=ENCODES)
+@register(
+    "frontier",
+    "budget",
+    example="frontier:smaller=20",
+    cases=("frontier:bytes=12KB", "frontier:smaller=8,per_pair=true"),
+    exempt=ENCODES,
+)
 @dataclass
 class FrontierPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller by what was found to lose least; nothing else to set.
 
     `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the pairs are those whose keys the
     others cannot stand in for, and the first four tokens; one quarter is drawn from the rest and weighed. Layers share pairs
-    by what losing them costs, and what stays takes 2, 3 or 4 bits a channel. `bytes` say the size instead, such as 512MiB; see
-    `BudgetedPress`.
+    by what losing them costs, and what stays takes 2, 3 or 4 bits a channel. `bytes` say the size instead, such as 512MiB, and
+    with `per_pair` every pair has bits of its own; see `BudgetedPress`.
 
     Paper: none; those of the parts are named by `LeverageScorePress`, `SamplePress` and `RotatedPress`.
     Differs from the paper: nothing.
@@ -151,6 +175,7 @@ class FrontierPress(OfSize):
 
     smaller: Smaller | None = None
     bytes: str | int | None = None
+    per_pair: bool = False
 
     @property
     def inner(self) -> BasePress:
@@ -181,23 +206,3 @@ class ByError(Allocator):
 
     def within_layers(self) -> Allocator:
         return self.inner
-
-
-@torch.no_grad()
-def error(layer: Sequence[Scored], count: int) -> float:
-    """Return the relative squared error of a layer's output for the newest tokens, if `count` pairs of a head stay."""
-    lost = whole = 0.0
-    for scored in layer:
-        mask = scored.scorer.choose(scored, min(count, scored.view.length))
-        weight = torch.zeros(mask.shape, device=mask.device) if scored.log_weight is None else scored.log_weight.float()
-        for h, head in enumerate(scored.view.per_head()):
-            queries = head.newest_queries(QUERIES)[:, :, -max(1, head.seen // 4) :]
-            newest = head.positions[:, 0] >= head.seen - queries.shape[2]
-            factor = torch.where(newest, 1.0, mask[:, h] * weight[:, h].exp())
-            attention, values = head.attention(queries)[:, 0], head.values.float()
-            left, out = attention * factor[:, None, None], attention @ values
-            # What an attention sink takes is no pair's, and stays.
-            total = left.sum(dim=-1, keepdim=True) + (1 - attention.sum(dim=-1, keepdim=True)).clamp_min(0)
-            lost += float((left @ values / total.clamp_min(1e-30) - out).square().sum())
-            whole += float(out.square().sum())
-    return lost / max(whole, 1e-30)

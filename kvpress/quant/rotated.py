@@ -162,11 +162,21 @@ def _means(side: Tensor, segment: DenseSegment) -> Tensor:
     return means
 
 
-@cache
 def gaussian_step(bits: int) -> float:
     """Return the distance of `2**bits` even levels around zero that quantise a unit Gaussian with the least squared error."""
+    return _best_step(bits)[0]
+
+
+def gaussian_error(bits: int) -> float:
+    """Return the squared error of a unit Gaussian that is quantised in that step."""
+    return _best_step(bits)[1]
+
+
+@cache
+def _best_step(bits: int) -> tuple[float, float]:
     x = torch.linspace(0, 8, 4001, dtype=torch.float64)
     density, most = (-x.square() / 2).exp(), (2**bits - 1) / 2
     steps = torch.linspace(0.005, 2, 400, dtype=torch.float64)[:, None]
     level = ((x / steps - 0.5).round().clamp(0, most - 0.5) + 0.5) * steps
-    return float(steps[(((x - level).square() * density).sum(dim=1)).argmin()])
+    errors = ((x - level).square() * density).sum(dim=1) / density.sum()
+    return float(steps[errors.argmin()]), float(errors.min())

@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import Codec, DenseCodec, Sealing
+from kvpress.cache.codec import WIDTH, Codec, DenseCodec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, WEIGHT, DenseSegment, Segment
+from kvpress.cache.store import KVStore
 from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.observe.view import View
@@ -66,6 +67,11 @@ class Room:
         return sum(layer.kv_heads for layer in self.layers)
 
     @property
+    def beside_codes(self) -> int:
+        """Bytes of the place and the weight of a pair, where others of its layer were dropped."""
+        return SLOT + WEIGHT * self.weighs
+
+    @property
     def full(self) -> float:
         """Bytes of a pair as it is, of a mean head."""
         return self._of_stream(lambda layer: layer.pair_dim * self.itemsize)
@@ -99,7 +105,7 @@ class Room:
         if bits != DENSE:
             pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, torch.float16))
             once = self._of_stream(lambda layer: codec.fixed_bytes(layer.head_dim))
-        return once + OFFSETS + pairs * (pair + SLOT + WEIGHT * self.weighs)
+        return once + OFFSETS + pairs * (pair + self.beside_codes)
 
     def pairs(self, tokens: int) -> int:
         """Return how many pairs of a head stay of so many tokens, on average."""
@@ -164,27 +170,31 @@ class WholeDenseCodec(DenseCodec):
 class FittingCodec(Codec):
     """Encodes each row in the width that its prompt leaves room for; what follows the prompt, in the same one.
 
-    Rows of a batch are usually of one width. Where they are not, those of further widths are further parts of the segment.
+    Rows of a batch are usually of one width. Where they are not, those of further widths are further parts of the segment. With
+    `per_pair`, pairs of a prompt have widths of their own, which wait at them; others are of the width that there is room for.
     """
 
     room: Room
     group: int = GROUP
     residual: int = 0
+    per_pair: bool = False
 
     whole: ClassVar[bool] = True
+    reads_side: ClassVar[tuple[str, ...]] = (WIDTH,)
 
     def at(self, tokens: int) -> Codec:
         return of_width(self.room.bits(tokens))
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        widths = torch.tensor(self._widths(segment, sealing))
-        own, found = replace(sealing, earlier=tuple(leaves(sealing.earlier))), widths.unique().tolist()
-        stream = segment.layout.streams_of(torch.arange(segment.layout.total))
-        return _encode(segment, widths[stream], found, own)
+        widths = torch.tensor(self._widths(segment, sealing))[segment.layout.stream_of_row]
+        given = segment.side_array(WIDTH).long().cpu()
+        widths = torch.where(given > 0, given, widths)
+        own = replace(sealing, earlier=tuple(leaves(sealing.earlier)))
+        return _encode(segment, widths, widths.unique().tolist(), own)
 
     def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
-        """Return the bits of every stream: those of its first pairs, if there are any."""
-        held, rows = widths_held(sealing.earlier), segment.layout.streams // sealing.heads
+        """Return the bits of every stream: those of its first pairs, if there are any that all have the same."""
+        held, rows = {} if self.per_pair else widths_held(sealing.earlier), segment.layout.streams // sealing.heads
         seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
         return [held.get(n) or self.room.bits(int(seen[n // sealing.heads])) for n in range(segment.layout.streams)]
 
@@ -204,6 +214,24 @@ def widths_held(parts: Iterable[Segment]) -> dict[int, int]:
         bits = part.keys.bits if isinstance(part, RotatedSegment) else DENSE
         found |= {n: bits for n, length in enumerate(part.layout.lengths) if length}
     return found
+
+
+def pair_widths(store: KVStore, stream: int) -> Tensor:
+    """Return the bits of all pairs of a stream in order, `[n]` on the host; 0 for those that are not encoded."""
+    found = [_bits_of(part, torch.arange(part.layout.total)[part.layout.rows(stream)]) for part in store.segments]
+    encoded = torch.cat(found) if found else torch.empty(0, dtype=torch.long)
+    return torch.nn.functional.pad(encoded, (0, store.stored()[stream] - len(encoded)))
+
+
+def _bits_of(part: Segment, rows: Tensor) -> Tensor:
+    part, rows = part.located(rows.to(part.device))
+    if isinstance(part, MixedSegment):
+        second, found = part.in_second[rows].cpu(), torch.zeros(len(rows), dtype=torch.long)
+        ranks = torch.where(part.in_second, part.in_second.cumsum(0), (~part.in_second).cumsum(0)) - 1
+        for held, mine in ((part.one, ~second), (part.other, second)):
+            found[mine] = _bits_of(held, ranks[rows][mine.to(rows.device)])
+        return found
+    return torch.full((len(rows),), part.keys.bits if isinstance(part, RotatedSegment) else DENSE)
 
 
 def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:

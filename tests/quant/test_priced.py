@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One price: no choice is better at it, it takes the bytes that were counted, and losses are those of the codec."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import kvpress
+from kvpress.cache.codec import WIDTH
+from kvpress.cache.report import parse_bytes
+from kvpress.cache.segment import Segment
+from kvpress.quant import priced
+from kvpress.quant.hadamard import hadamard
+from kvpress.quant.priced import BITS, LOST, Layer, cheapest, worth
+from kvpress.quant.rotated import SteppedRows, gaussian_error
+from kvpress.quant.widths import pair_widths
+from tests.models import tiny_model, tokens
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return kvpress.load_model("reference")[0]
+
+
+@pytest.mark.parametrize("spec", ["frontier:smaller=10", "frontier:bytes=40KB", "budgeted(snapkv):smaller=20"])
+def test_the_bytes_are_met_within_a_hundredth(spec: str, reference: Any) -> None:
+    """Everything that is held counted; places and weights, flags and means of each width are what the price said."""
+    ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(0))
+    with kvpress.get_press(f"{spec},per_pair=true")(reference) as session:
+        reference(ids, use_cache=True, logits_to_keep=1)
+    held = kvpress.memory_report(session.cache)
+    size = parse_bytes("40KB") if "bytes" in spec else held.uncompressed_bytes / float(spec.partition("smaller=")[2])
+    assert 0.99 * size <= held.total_bytes <= size
+
+
+def test_pairs_are_stored_in_the_bits_that_they_were_given(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several widths in a layer, more of them for pairs that are worth more; nothing of the choice stays in the cache."""
+    given: list[Layer] = []
+    monkeypatch.setattr(priced, "cheapest", lambda layers, limit: given.extend(layers) or cheapest(layers, limit))
+    ids = torch.randint(5, 900, (1, 512), generator=torch.Generator().manual_seed(0))
+    with kvpress.get_press("budgeted(snapkv:kernel_size=1):smaller=6,per_pair=true")(reference) as session:
+        reference(ids, use_cache=True, logits_to_keep=1)
+    layers, found = given[-len(session.cache.layers) :], set()
+    for layer, cached in zip(layers, session.cache.layers, strict=True):
+        (scored,) = layer.scored
+        assert scored.width is not None
+        assert all(WIDTH not in part.side for part in cached.store.sealed)
+        for n in scored.view.streams:
+            widths, values = scored.width[0, n], worth(scored.scores)[0, n]
+            assert pair_widths(cached.store, n).tolist() == widths[widths > 0].tolist()
+            # Pairs whose worth differs by little share a part; whatever a part takes, more is never given to less worth.
+            means = [values[widths == bits].mean() for bits in widths.unique()]
+            assert means == sorted(means)
+            found |= set(widths.tolist())
+    assert len(found) > 3
+
+
+def layer_of(scores: torch.Tensor, price_of: float = 1.0) -> Layer:
+    """Return a layer of one head whose pairs have these scores, with bytes that are small and even."""
+    layer = object.__new__(Layer)
+    layer.sums, layer.sizes = scores.double() * price_of, torch.ones(len(scores), dtype=torch.float64)
+    layer.kinds = torch.zeros(len(scores), dtype=torch.long)
+    pairs = torch.full((len(priced.SETS), len(BITS)), torch.inf, dtype=torch.float64)
+    pairs[:, 0] = 0
+    for n, chosen in enumerate(priced.SETS):
+        for option in chosen:
+            pairs[n, option] = 1 + BITS[option]
+    layer.forms = pairs, torch.tensor([2.0 * len(chosen) for chosen in priced.SETS], dtype=torch.float64)
+    return layer
+
+
+@pytest.mark.parametrize("price", [0.001, 0.01, 0.03, 0.1, 0.3])
+def test_no_other_choice_is_better_at_the_price(price: float) -> None:
+    """All ways to give five pairs bits are tried; a width that is used costs 2 bytes once, so stray ones are not worth it."""
+    scores = torch.tensor([3.0, 1.5, 0.7, 0.2, 0.05])
+    layer = layer_of(scores)
+
+    def total(options: tuple[int, ...]) -> float:
+        at = torch.tensor(options)
+        once = 2.0 * len(set(options) - {0})
+        held = float(((1 + BITS[at]) * (at > 0)).sum()) + once
+        return float((scores * LOST[at]).sum()) + price * held
+
+    chosen = tuple(layer.offer(price).options.tolist())
+    least = min(total(options) for options in product(range(len(BITS)), repeat=5))
+    assert total(chosen) == pytest.approx(least)
+    assert list(chosen) == sorted(chosen, reverse=True)
+
+
+def test_layers_pay_one_price_and_stay_within_the_bytes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [layer_of(torch.rand(200, generator=generator), scale) for scale in (0.5, 1.0, 2.0)]
+    for limit in (500, 1000, 2500):
+        offers = cheapest(layers, limit)
+        assert 0.98 * limit <= sum(offer.held for offer in offers) <= limit
+        assert [offer.held for offer in offers] == sorted(offer.held for offer in offers)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_what_a_width_loses_is_what_the_codec_loses(bits: int, reference: Any) -> None:
+    """Keys and values of the reference model, without the mean of their head: within a third of a Gaussian vector's loss.
+
+    Codes and steps are fitted to each vector, so less is lost of some.
+    """
+    ids = torch.randint(5, 900, (1, 256), generator=torch.Generator().manual_seed(0))
+    cache = reference(ids, use_cache=True).past_key_values
+    lost = whole = 0.0
+    for layer in cache.layers:
+        for side in (layer.keys, layer.values):
+            rows = side[0].float()
+            rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)
+            coded = SteppedRows.encode(rows, rows.new_zeros(1, 64), torch.zeros(len(rows), dtype=torch.long), bits)
+            basis = torch.linalg.inv(hadamard(64, rows.device))
+            lost += float((coded.operand().read(torch.arange(len(rows))) @ basis - rows).square().sum())
+            whole += float(rows.square().sum())
+    assert lost / whole == pytest.approx(gaussian_error(bits), rel=0.35)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
+def test_rows_of_a_padded_batch_are_those_alone(family: str) -> None:
+    """Pairs kept and their bits, and the logits of tokens that follow, behind 190 and 120 real tokens."""
+    model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
+    ids, mask = tokens(2, 190), torch.ones(2, 190, dtype=torch.long)
+    mask[1, :70] = 0
+    options: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    press = kvpress.get_press("budgeted(snapkv:window_size=8):smaller=6,per_pair=true")
+    with press(model) as session:
+        both = model.generate(ids, attention_mask=mask, **options)
+    held = [layer.store for layer in session.cache.layers if hasattr(layer, "store")]
+    for row, begin in enumerate((0, 70)):
+        with press(model) as own:
+            alone = model.generate(ids[row : row + 1, begin:], **options)
+        assert alone.sequences[0, 190 - begin :].tolist() == both.sequences[row, 190:].tolist()
+        torch.testing.assert_close(alone.logits[0][0], both.logits[0][row], rtol=1e-4, atol=1e-4)
+        stores = [layer.store for layer in own.cache.layers if hasattr(layer, "store")]
+        for one, other in zip(held, stores, strict=True):
+            for head in range(one.heads):
+                assert pair_widths(one, one.heads * row + head).tolist() == pair_widths(other, head).tolist()
+
+
+def test_a_later_turn_pays_for_what_is_held_and_drops_by_the_same_price() -> None:
+    """Encoded pairs keep their bits; the bytes are those of one row, less what waits to be encoded."""
+    model, ids, size = tiny_model("llama"), tokens(1, 900), 80_000
+    with kvpress.FrontierPress(bytes=size, per_pair=True)(model) as session:
+        cache = model(ids[:, :300], use_cache=True).past_key_values
+        for end in (600, 900):
+            model(ids[:, end - 300 : end], past_key_values=cache)
+            assert 0.7 * size <= kvpress.memory_report(session.cache).total_bytes <= size
+
+
+def test_protected_spans_stay_and_are_paid_for(reference: Any) -> None:
+    ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(0))
+    press = kvpress.get_press("protect(budgeted(snapkv):smaller=10,per_pair=true):tokens=200:260")
+    with press(reference) as session:
+        reference(ids, use_cache=True, logits_to_keep=1)
+    report = kvpress.memory_report(session.cache)
+    assert report.uncompressed_bytes / report.total_bytes >= 10
+    for layer in kvpress.kept_positions(session.cache):
+        assert all(set(range(200, 260)) <= set(head.tolist()) for head in layer[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("budgeted(adakv(knorm)):smaller=10,per_pair=true", "both share out pairs among heads"),
+        ("budgeted(chunkkv(knorm)):smaller=10,per_pair=true", "only orders those of a head"),
+        ("frontier:smaller=10,per_pair=2", "per_pair"),
+    ],
+)
+def test_what_has_no_price_is_refused(spec: str, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        kvpress.get_press(spec)
+
+
+def test_all_pairs_stay_where_all_fit() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 90)
+    with kvpress.FrontierPress(bytes="1MB", per_pair=True)(model) as session:
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    report = kvpress.memory_report(session.cache)
+    assert report.kept == report.seen
+    assert all(isinstance(part, Segment) and part.log_weight is None for part in session.cache.layers[0].store.sealed)
