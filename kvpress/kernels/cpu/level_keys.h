@@ -10,9 +10,11 @@ class LevelKeys {
  public:
   static constexpr int kRows = 2 * kLanes;  // worked on at once
 
-  LevelKeys(int bits, int channels, int tables) : columns_(bits, channels), tables_(tables) {}
+  // A code may stand for a level in each of two sets of tables.
+  LevelKeys(int bits, int channels, int tables, int sets = 1)
+      : columns_(bits, channels), tables_{LevelTables(tables), LevelTables(sets > 1 ? tables : 0)} {}
 
-  LevelTables& tables() { return tables_; }
+  LevelTables& tables(int set = 0) { return tables_[set]; }
 
   // Takes up to kRows rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
@@ -20,27 +22,30 @@ class LevelKeys {
   // out[i, t] += scale[t] * product of query i with the channels from `begin` to `end` of row t, both multiples of four.
   // Queries [channels, 4], of which the first kQueries count; out [kQueries, stride].
   template <int kQueries>
-  void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride) const {
-    columns_.three() ? multiply<kQueries, true>(queries, begin, end, scale, out, stride)
-                     : multiply<kQueries, false>(queries, begin, end, scale, out, stride);
+  void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride,
+                int set = 0) const {
+    columns_.three() ? multiply<kQueries, true>(queries, begin, end, scale, out, stride, tables_[set])
+                     : multiply<kQueries, false>(queries, begin, end, scale, out, stride, tables_[set]);
   }
 
   // The same for the first 2 `half` channels of keys that are rotated on the way, without scales. The cosine of pair i and
   // row t is at angles[i * step + t], its sine `sine` after it.
-  void multiply_rotated(const float* queries, int half, const float* angles, int64_t step, int64_t sine, float* out, int stride) const {
+  void multiply_rotated(const float* queries, int half, const float* angles, int64_t step, int64_t sine, float* out,
+                        int stride) const {
     columns_.three() ? multiply_rotated<true>(queries, half, angles, step, sine, out, stride)
                      : multiply_rotated<false>(queries, half, angles, step, sine, out, stride);
   }
 
  private:
   template <int kQueries, bool kThree>
-  __attribute__((noinline)) void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride) const {
+  __attribute__((noinline)) void multiply(const float* queries, int begin, int end, const float* scale, float* out,
+                                          int stride, const LevelTables& tables) const {
     F sums[kQueries][2];
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i][0] = sums[i][1] = set1(0.f); });
     for (int c = begin; c < end; c += 4) {
       const Words a = columns_.read<kThree>(c / 4, 0), b = columns_.read<kThree>(c / 4, kLanes);
       unrolled<4>([&](auto j) KVPRESS_INLINE_LAMBDA {
-        const float *table = tables_.of(c + j), *q = queries + 4 * (c + j);
+        const float *table = tables.of(c + j), *q = queries + 4 * (c + j);
         add_products<kQueries>(look_up(table, a >> 8 * j), look_up(table, b >> 8 * j), q, sums);
       });
     }
@@ -66,7 +71,7 @@ class LevelKeys {
         unrolled<2>([&](auto v) KVPRESS_INLINE_LAMBDA {
           const float* at = angles + low * step + v * kLanes;
           const F cosine = ::kvpress::load(at), sines = ::kvpress::load(at + sine);
-          const F first = look_up(tables_.of(low), a[v] >> 8 * j), second = look_up(tables_.of(high), b[v] >> 8 * j);
+          const F first = look_up(tables_[0].of(low), a[v] >> 8 * j), second = look_up(tables_[0].of(high), b[v] >> 8 * j);
           x[v] = sub(mul(first, cosine), mul(second, sines));
           y[v] = fma(second, cosine, mul(first, sines));
         });
@@ -91,7 +96,7 @@ class LevelKeys {
   }
 
   CodeColumns columns_;
-  LevelTables tables_;
+  LevelTables tables_[2];
 };
 
 }  // namespace kvpress

@@ -33,10 +33,10 @@ class LevelTables {
  public:
   explicit LevelTables(int tables) : step_(tables > 1 ? kLevels : 0), tables_(tables * kLevels) {}
 
-  // Codes past the last of `entries` levels mean that one.
-  void set(int table, const float* levels, int entries, int bits) {
+  // Levels lie `stride` apart; codes past the last of `entries` mean that one.
+  void set(int table, const float* levels, int entries, int bits, int stride = 1) {
     const int mask = (1 << bits) - 1;
-    for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask, entries - 1)];
+    for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask, entries - 1) * stride];
   }
 
   KVPRESS_INLINE const float* of(int channel) const { return tables_ + channel * step_; }
