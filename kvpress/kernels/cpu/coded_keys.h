@@ -65,7 +65,7 @@ class CodedKeys {
         const float *coarse = p_.coarse + position / kStep * p_.rotary + pair, *fine = p_.fine + position % kStep * p_.rotary + pair;
         const float cosine = coarse[0] * fine[0] - coarse[half] * fine[half];
         const float sine = coarse[0] * fine[half] + coarse[half] * fine[0];
-        product = product * cosine + (high ? queries_[pair] * -sine : queries_[pair + half] * sine);
+        product = product * cosine + queries_[high ? pair : pair + half] * (high ? -sine : sine);
       }
       scores[t] += product * value;
     });

@@ -9,6 +9,7 @@
 #include "dense_reader.h"
 #include "int8_keys.h"
 #include "int8_values.h"
+#include "packed_float8.h"
 #include "packed_levels.h"
 
 namespace kvpress {
@@ -27,6 +28,8 @@ class PackedReader {
         tile_(kTile * tile_stride_) {
     if (levels_fit(p.keys)) level_keys_.emplace(keys_, p.queries);
     if (levels_fit(p.values)) level_values_.emplace(values_, p.queries);
+    if (float8_fits(p.keys)) float8_keys_.emplace(keys_, p.queries);
+    if (float8_fits(p.values)) float8_values_.emplace(values_, p.queries);
 #if defined(KVPRESS_INT8)
     if (Int8Keys::fits(p.keys)) int8_keys_.emplace(keys_, p.queries, stride_);
     if (Int8Values::fits(p.values)) int8_values_.emplace(values_, p.queries);
@@ -67,6 +70,7 @@ class PackedReader {
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     value_terms_.mix(chunk, weights, acc, acc_stride);
     if (level_values_) return level_values_->mix(chunk, weights, acc, acc_stride);
+    if (float8_values_) return float8_values_->mix(chunk, weights, acc, acc_stride);
 #if defined(KVPRESS_INT8)
     if (int8_values_) return int8_values_->mix(chunk, weights, acc, acc_stride);
 #endif
@@ -97,6 +101,7 @@ class PackedReader {
   // folded into the queries.
   int codes_run(const Chunk& chunk, int t) const {
     if (level_keys_) return std::min(chunk.count - t, PackedLevelKeys::kRows);
+    if (float8_keys_) return std::min(chunk.count - t, Float8Rows::kRows);
 #if defined(KVPRESS_INT8)
     if (!int8_keys_) return 0;
     if (Int8Keys::by_row(p_.keys)) return std::min(chunk.count - t, kTile);
@@ -109,6 +114,7 @@ class PackedReader {
 
   void score_codes(const int64_t* rows, int count, float* scores) {
     if (level_keys_) return level_keys_->score(rows, count, scores);
+    if (float8_keys_) return float8_keys_->score(rows, count, queries_, stride_, scores);
 #if defined(KVPRESS_INT8)
     int8_keys_->score(keys_.group(rows[0]), rows, count, scores);
 #endif
@@ -127,6 +133,7 @@ class PackedReader {
   Buffer<float> queries_, tile_;
   std::optional<PackedLevelKeys> level_keys_;
   std::optional<PackedLevelValues> level_values_;
+  std::optional<Float8Rows> float8_keys_, float8_values_;
 #if defined(KVPRESS_INT8)
   std::optional<Int8Keys> int8_keys_;
   std::optional<Int8Values> int8_values_;
