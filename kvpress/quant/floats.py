@@ -248,9 +248,13 @@ def _codes(numbers: Tensor, format: Format) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """What the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for, float16; those of no number are never stored."""
+    """What the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for, float16.
+
+    The codes of no number, 127 and 255, are never stored; they stand for what their bits would mean, as the kernels read them.
+    """
     if bits == 8:
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
-        return every.nan_to_num(nan=0.0).to(device)
+        every[[127, 255]] = torch.tensor([480.0, -480.0], dtype=torch.float16)
+        return every.to(device)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float16)
     return torch.cat([positive, -positive]).to(device)
