@@ -177,8 +177,8 @@ class FloatRows(Held):
         bits, scale = 8 if format == "fp8" else 4, torch.cat(scales)
         if format == "fp8" and bool(scale.isinf().any()):
             raise ValueError(
-                f"fp8 holds the scale of a row in float16, which reaches {WIDEST:.3g}, and keys or values here are larger; use mxfp4, "
-                "whose scales reach further, or kivi"
+                f"fp8 holds the scale of a row in float16, which reaches {WIDEST:.3g}, and keys or values here are larger; "
+                "use mxfp4, whose scales reach further, or kivi"
             )
         return cls(kernels.pack(torch.cat(codes), bits), scale, format)
 
