@@ -2,7 +2,7 @@
 """Speculation on a partial cache: tokens a round, time per token against plain decoding, and memory.
 
 python benchmarks/speculate.py --out benchmarks/results/speculate.json
-python benchmarks/speculate.py --random --length 32768 --layers 8 --rounds 1 --tokens 16 --threads 2 \
+python benchmarks/speculate.py --random --length 32768 --layers 8 --rounds 1 --tokens 48 --threads 1 \
     --drafts streaming_llm:0.9 "quest, 1/16" --out benchmarks/results/speculate_32k.json
 
 The first is the reference model, which recalls codes from its context. With --random it is a random Llama in bfloat16: its text

@@ -2,7 +2,10 @@
 // Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
 #pragma once
 
+#include <optional>
+
 #include "centroids.h"
+#include "coded_levels.h"
 #include "coded_outliers.h"
 #include "rotary_dot.h"
 
@@ -22,7 +25,9 @@ class CodedKeys {
         products_(int64_t(1) << p.keys.bits),
         queries_(stride_),
         book_(p.keys.entries * p.keys.coupled),
-        rotary_(p) {}
+        rotary_(p) {
+    if (CodedLevelKeys::fits(p)) levels_.emplace(p);
+  }
 
   // Takes the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
   void begin(const float* q, int live, float factor, int64_t stream, int64_t length) {
@@ -30,6 +35,7 @@ class CodedKeys {
     for (int i = 0; i < 4; ++i)
       for (int c = 0; c < channels; ++c) queries_[c][i] = i < live ? q[i * channels + c] * factor : 0.f;
     stream_ = stream;
+    if (levels_) return levels_->begin(queries_, stream);
     use_table_ = tabled(length);
     if (use_table_) return fill_table(p_.book_of(stream));
     assembler_.begin(p_.book_of(stream));
@@ -37,6 +43,7 @@ class CodedKeys {
   }
 
   KVPRESS_APART void score(Stretch rows, int count, Quad* scores) {
+    if (levels_) return levels_->score(rows, count, scores);
     const auto block = indices_.read(rows, count);
     if (use_table_)
       look_up(block, count, scores);
@@ -58,7 +65,7 @@ class CodedKeys {
         const float *coarse = p_.coarse + position / kStep * p_.rotary + pair, *fine = p_.fine + position % kStep * p_.rotary + pair;
         const float cosine = coarse[0] * fine[0] - coarse[half] * fine[half];
         const float sine = coarse[0] * fine[half] + coarse[half] * fine[0];
-        product = product * cosine + (high ? queries_[pair] * -sine : queries_[pair + half] * sine);
+        product = product * cosine + queries_[high ? pair : pair + half] * (high ? -sine : sine);
       }
       scores[t] += product * value;
     });
@@ -66,7 +73,7 @@ class CodedKeys {
 
  private:
   // Rotated keys differ from position to position, and no table holds them.
-  bool tabled(int64_t rows) const { return !p_.coarse && indices_.tables_pay(rows); }
+  bool tabled(int64_t rows) const { return !p_.coarse && !CodedLevelKeys::fits(p_) && indices_.tables_pay(rows); }
 
   // table[column, index] = sum over the codes of the index of the products of their centroids with the queries.
   void fill_table(int64_t book) {
@@ -135,6 +142,7 @@ class CodedKeys {
   Buffer<Quad> table_, products_, queries_;  // the table by column and index, queries by channel
   Buffer<float> book_;
   RotaryDot rotary_;
+  std::optional<CodedLevelKeys> levels_;
 };
 
 }  // namespace kvpress

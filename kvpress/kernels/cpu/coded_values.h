@@ -2,7 +2,10 @@
 // Values of attention on codes: weights of four queries are collected per table entry, or rows put together and mixed.
 #pragma once
 
+#include <optional>
+
 #include "centroids.h"
+#include "coded_levels.h"
 #include "coded_outliers.h"
 
 namespace kvpress {
@@ -17,16 +20,21 @@ class CodedValues {
         assembler_(p.values),
         outliers_(p.values),
         stride_(assembler_.stride()),
-        table_(indices_.tables_pay(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
+        table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
         weights_(indices_.parts() > 1 ? indices_.size() : 0),
         book_(p.values.entries * p.values.coupled),
         sums_(4 * stride_),
-        added_(outliers_.none() ? 0 : side_.channels()) {}
+        added_(outliers_.none() ? 0 : side_.channels()) {
+    if (CodedLevelValues::fits(side_)) levels_.emplace(side_);
+  }
 
   void begin(int64_t book, int64_t length) {
     number_ = book;
-    use_table_ = indices_.tables_pay(length);
-    if (!use_table_) assembler_.begin(book);
+    use_table_ = tabled(length);
+    if (levels_)
+      levels_->begin(book);
+    else if (!use_table_)
+      assembler_.begin(book);
     if (use_table_)
       std::memset(static_cast<void*>(table_), 0, sizeof(Quad) * indices_.columns() * indices_.size());
     else
@@ -51,6 +59,7 @@ class CodedValues {
   }
 
   KVPRESS_APART void collect(Stretch rows, int count, const Quad* weights) {
+    if (levels_) return levels_->add(rows, count, weights, sums_, stride_);
     const auto block = indices_.read(rows, count);
     if (use_table_)
       add_to_table(block, count, weights);
@@ -71,6 +80,7 @@ class CodedValues {
   }
 
  private:
+  bool tabled(int64_t rows) const { return !CodedLevelValues::fits(side_) && indices_.tables_pay(rows); }
   int added() const { return outliers_.none() ? 0 : int(side_.channels()); }
 
   // table[column, index] += weights[t] for every row t.
@@ -165,6 +175,7 @@ class CodedValues {
   Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into
   Buffer<float> book_, sums_;
   Buffer<Quad> added_;  // weighted sums of outliers, by channel
+  std::optional<CodedLevelValues> levels_;
 };
 
 }  // namespace kvpress

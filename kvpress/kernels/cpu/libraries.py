@@ -263,12 +263,13 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _included(source: str) -> list[str]:
+@functools.cache
+def _included(source: str) -> tuple[str, ...]:
     """The source and every header of ours that it includes, at whatever depth."""
     found = [source]
     for file in found:
         found += [name for name in re.findall(r'^\s*#include "(.+)"', _text(file), re.MULTILINE) if name not in found]
-    return found
+    return tuple(found)
 
 
 @functools.cache

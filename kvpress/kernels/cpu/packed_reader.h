@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads quantised keys and values: on codes where the integer kernels fit, through a small float32 tile otherwise.
+// Reads quantised keys and values: on codes where the integer kernels or those for levels fit, through a small float32 tile
+// otherwise.
 #pragma once
 
 #include <optional>
@@ -8,6 +9,8 @@
 #include "dense_reader.h"
 #include "int8_keys.h"
 #include "int8_values.h"
+#include "packed_float8.h"
+#include "packed_levels.h"
 
 namespace kvpress {
 
@@ -23,6 +26,10 @@ class PackedReader {
         tile_stride_(round_up(std::max(p.keys.channels, p.values.channels), 16)),
         queries_(p.queries * stride_),
         tile_(kTile * tile_stride_) {
+    if (levels_fit(p.keys)) level_keys_.emplace(keys_, p.queries);
+    if (levels_fit(p.values)) level_values_.emplace(values_, p.queries);
+    if (float8_fits(p.keys)) float8_keys_.emplace(keys_, p.queries);
+    if (float8_fits(p.values)) float8_values_.emplace(values_, p.queries);
 #if defined(KVPRESS_INT8)
     if (Int8Keys::fits(p.keys)) int8_keys_.emplace(keys_, p.queries, stride_);
     if (Int8Values::fits(p.values)) int8_values_.emplace(values_, p.queries);
@@ -34,6 +41,7 @@ class PackedReader {
 #if defined(KVPRESS_INT8)
     if (int8_keys_) int8_keys_->begin(queries_);
 #endif
+    if (level_keys_) level_keys_->begin(queries_, stride_);
     key_terms_.begin(queries_, stride_);
   }
 
@@ -61,6 +69,8 @@ class PackedReader {
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     value_terms_.mix(chunk, weights, acc, acc_stride);
+    if (level_values_) return level_values_->mix(chunk, weights, acc, acc_stride);
+    if (float8_values_) return float8_values_->mix(chunk, weights, acc, acc_stride);
 #if defined(KVPRESS_INT8)
     if (int8_values_) return int8_values_->mix(chunk, weights, acc, acc_stride);
 #endif
@@ -87,21 +97,28 @@ class PackedReader {
     scale(static_cast<const bf16*>(p_.keys.row_scale));
   }
 
-#if defined(KVPRESS_INT8)
-  // Length of the run of one group at row t; 0 when folding the group's scales would not pay off.
+  // How many rows from row t on are scored by their codes: those of levels, and runs of one group whose scales pay for being
+  // folded into the queries.
   int codes_run(const Chunk& chunk, int t) const {
+    if (level_keys_) return std::min(chunk.count - t, PackedLevelKeys::kRows);
+    if (float8_keys_) return std::min(chunk.count - t, Float8Rows::kRows);
+#if defined(KVPRESS_INT8)
     if (!int8_keys_) return 0;
     if (Int8Keys::by_row(p_.keys)) return std::min(chunk.count - t, kTile);
     const int run = keys_.run(chunk.rows + t, std::min(chunk.count - t, kTile), chunk.contiguous);
     return run < 4 ? 0 : run;
-  }
-  void score_codes(const int64_t* rows, int count, float* scores) {
-    int8_keys_->score(keys_.group(rows[0]), rows, count, scores);
-  }
 #else
-  static int codes_run(const Chunk&, int) { return 0; }
-  static void score_codes(const int64_t*, int, float*) {}
+    return 0;
 #endif
+  }
+
+  void score_codes(const int64_t* rows, int count, float* scores) {
+    if (level_keys_) return level_keys_->score(rows, count, scores);
+    if (float8_keys_) return float8_keys_->score(rows, count, queries_, stride_, scores);
+#if defined(KVPRESS_INT8)
+    int8_keys_->score(keys_.group(rows[0]), rows, count, scores);
+#endif
+  }
 
   void score_tile(const int64_t* rows, int count, float* scores) {
     for (int i = 0; i < count; ++i) keys_.decode(rows[i], tile_ + i * tile_stride_);
@@ -114,6 +131,9 @@ class PackedReader {
   Corrector key_terms_, value_terms_;
   const int stride_, tile_stride_;
   Buffer<float> queries_, tile_;
+  std::optional<PackedLevelKeys> level_keys_;
+  std::optional<PackedLevelValues> level_values_;
+  std::optional<Float8Rows> float8_keys_, float8_values_;
 #if defined(KVPRESS_INT8)
   std::optional<Int8Keys> int8_keys_;
   std::optional<Int8Values> int8_values_;

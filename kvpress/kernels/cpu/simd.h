@@ -116,6 +116,12 @@ inline F load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+// Moving the bits of an e4m3 number to those of a half divides it by 2^8, subnormal or not; an arithmetic shift copies its sign.
+inline F load(const e4m3* p) {
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
+}
 inline F load(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline void store(uint8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epu32(x))); }
@@ -152,6 +158,11 @@ inline F load(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline F load(const e4m3* p) {
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(int16_t(0xbf80)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
+}
 inline F load(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 inline void store(uint8_t* p, F x) {
@@ -207,6 +218,15 @@ inline F load(const float* p) {
 #if defined(__aarch64__)
 inline F load(const bf16* p) { return (F)vshll_n_u16(vld1_u16((const uint16_t*)p), 16); }
 inline F load(const f16* p) { return (F)vcvt_f32_f16(vld1_f16((const __fp16*)p)); }
+#endif
+#if defined(__aarch64__)
+inline F load(const e4m3* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  const int16x4_t wide = vreinterpret_s16_u16(vshl_n_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))), 8));
+  const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshr_n_s16(wide, 1)), vdup_n_u16(0xbf80));
+  return (F)vcvt_f32_f16(vreinterpret_f16_u16(half)) * set1(256.f);
+}
 #endif
 inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }

@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX2__) || defined(__ARM_NEON)
 namespace kvpress {
 
 constexpr int kBlock = 16;                     // bytes of a row that are loaded at once
@@ -121,6 +121,18 @@ class Interleave {
                                           4, 5, 12, 13, 6, 7, 14, 15);
 #endif
 };
+
+}  // namespace kvpress
+#else
+namespace kvpress {
+
+inline void transpose_rows(const uint8_t* const* rows, int offset, int count, Words* column) {
+  for (int t = 0; t < kLanes; ++t) {
+    int32_t words[4] = {};
+    std::memcpy(words, rows[t] + offset, std::clamp(count, 0, 16));
+    for (int k = 0; k < 4; ++k) column[k][t] = words[k];
+  }
+}
 
 }  // namespace kvpress
 #endif

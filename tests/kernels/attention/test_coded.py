@@ -176,6 +176,19 @@ def test_rotated_keys_whole_partial_and_scaled(dim: int, turned: int, coupled: i
     assert_close(decode(*args), reference.decode(*args))
 
 
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_scalar_keys_are_rotated_where_they_stand(bits: int, level: str) -> None:
+    s = streams([200, 33, 1], 5, 64)
+    keys, values = coded(s.rows, 64, 1, bits), coded(s.rows, 32, 1, bits, shared=True)
+    turn = rotary(s, 48, length=1000)
+    steps = torch.randint(1, 4, (s.rows,)).cumsum(0).int()
+    for one in (turn, replace(turn, positions=steps, shift=torch.zeros_like(turn.shift))):
+        args = (s.q, rotated(keys, values, one), s.where, Options(0.3))
+        assert_close(cpu.decode(*args, level=level), reference.decode(*args))
+
+
 POSITIONS = [0, 63, 64, 65, 131071]
 
 
@@ -249,15 +262,21 @@ def surrounded(x: Tensor, poison: float) -> Tensor:
     return inside
 
 
+COUPLED = [(bits, 24, 24 * gcd(bits, 8) // 8, 22) for bits in CODE_BITS]
+SCALAR = [(bits, 32, 1, 16) for bits in (1, 2, 3, 4)]
+
+
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bits", CODE_BITS)
-def test_nothing_outside_the_tensors_is_used_or_written(bits: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = streams([1, 40, 900], 3, 24, gap=0)
-    nan, coupled = float("nan"), 24 * gcd(bits, 8) // 8
-    keys, values = (coded(s.rows, 24, coupled, bits, entries=2**bits - 1) for _ in range(2))
+@pytest.mark.parametrize(("bits", "dim", "coupled", "turned"), COUPLED + SCALAR)
+def test_nothing_outside_the_tensors_is_used_or_written(
+    bits: int, dim: int, coupled: int, turned: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = streams([1, 40, 900], 3, dim, gap=0)
+    nan = float("nan")
+    keys, values = (coded(s.rows, dim, coupled, bits, entries=2**bits - 1) for _ in range(2))
     keys, values = (replace(side, row_scale=torch.rand(s.rows)) for side in (keys, values))
-    keys = replace(keys, rotary=rotary(s, 22))
+    keys = replace(keys, rotary=rotary(s, turned))
     log_weight = torch.randn(s.rows)
     rows = torch.cat([torch.randint(0, s.rows, (3, 100)), torch.full((3, 1), -1)], dim=1)
     counts = torch.tensor([100, 0, 63])

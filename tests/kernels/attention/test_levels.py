@@ -43,7 +43,7 @@ def problem(kind: str, bits: int = 4, group: tuple[int, int] = (1, 16), dim: int
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("kind", "bits", "group"), [
     ("e4m3", 4, (1, 16)), ("e8m0", 4, (1, 32)), ("float16", 8, (1, 64)), ("float32", 3, (32, 1)), ("float16", 2, (32, 1)),
-    ("e4m3", 1, (8, 8)),
+    ("e4m3", 1, (8, 8)), ("e4m3", 3, (1, 32)), ("float16", 2, (1, 16)), ("e8m0", 4, (4, 64)),
 ])  # fmt: skip
 def test_every_level_reads_what_the_rows_decode_to(kind: str, bits: int, group: tuple[int, int], level: str) -> None:
     s, rows = problem(kind, bits, group)
@@ -77,13 +77,41 @@ def test_keys_are_multiplied_by_the_factors_of_their_rows(
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_all_scales_of_eight_bits_are_read_as_torch_reads_them() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dim", [64, 72])
+def test_every_number_of_e4m3_is_read(dim: int, level: str) -> None:
+    torch.manual_seed(0)
+    s = streams([0, 1, 70, 300], 5, dim)
+    every = torch.arange(256, dtype=torch.uint8)
+    levels = torch.where(every % 128 == 127, 480 * (1 - every.half() // 128 * 2), every.view(KINDS["e4m3"]).half())
+    sides = []
+    for _ in range(2):
+        codes = torch.randint(0, 256, (s.rows, dim), dtype=torch.uint8)
+        codes[codes % 128 > 90] //= 8  # few large numbers, many subnormal ones
+        codes[-1, :64], codes[-2, :64], codes[-3, :64], codes[-4, :64] = every.view(4, 64)
+        scale = (torch.rand(s.rows, 1) + 0.1).half() / 8
+        sides.append(Packed(codes, scale, None, 8, (1, dim), levels=levels))
+    rows = Rows(*sides)
+    for where in (s.where, s.listed()):
+        out, lse = cpu.decode(s.q, rows, where, Options(0.02), level=level)
+        expected, total = reference.decode(s.q, rows, s.where, Options(0.02))
+        assert relative_error(out, expected) < 1e-5
+        torch.testing.assert_close(lse, total, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_all_scales_of_eight_bits_are_read_as_torch_reads_them(bits: int) -> None:
     for kind, codes in (("e4m3", torch.arange(127)), ("e8m0", torch.arange(100, 150))):
         scale = codes.to(torch.uint8).view(KINDS[kind])[:, None]
         keys = Packed(
-            torch.ones(len(codes), 16, dtype=torch.uint8), scale, None, 8, (1, 16), levels=torch.arange(256.0).half()
+            pack_codes(torch.ones(len(codes), 16, dtype=torch.uint8), bits),
+            scale,
+            None,
+            bits,
+            (1, 16),
+            levels=torch.arange(2.0**bits).half(),
         )
-        rows = Rows(keys, replace(keys, codes=torch.full_like(keys.codes, 3)))
+        rows = Rows(keys, replace(keys, codes=3 * keys.codes))
         q = torch.zeros(len(codes), 1, 16)
         starts, lengths = torch.arange(len(codes)), torch.ones(len(codes), dtype=torch.int64)
         for level in LEVELS:

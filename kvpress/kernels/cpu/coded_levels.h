@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scalar books of up to four bits: keys and values of attention on codes without tables of products.
+#pragma once
+
+#include "centroids.h"
+#include "level_keys.h"
+#include "level_values.h"
+
+namespace kvpress {
+
+// Where the codes of some rows begin; the last row stands in for those up to the end of a vector.
+inline void locate(const Coded& side, Stretch rows, int first, int count, int padded, const uint8_t** out) {
+  for (int t = 0; t < count; ++t) out[t] = side.codes + rows[first + t] * side.stride;
+  for (int t = count; t < padded; ++t) out[t] = out[count - 1];
+}
+
+// Sets tables to channel `part` of each centroid.
+inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, LevelTables& tables) {
+  for (int g = 0; g < side.book_groups; ++g)
+    tables.set(g, read_book(side, book, g, scratch) + part, int(side.entries), int(side.bits), int(side.coupled));
+}
+
+class CodedLevelKeys {
+  static constexpr int kRows = LevelKeys::kRows;
+
+ public:
+  static bool fits(const CodedProblem& p) {
+    if (p.keys.coupled > (p.coarse ? 1 : 2) || (p.coarse && p.rotary % 8)) return false;
+    return CodeColumns::fits(p.keys.bits, p.keys.groups);
+  }
+
+  explicit CodedLevelKeys(const CodedProblem& p)
+      : p_(p),
+        groups_(int(p.keys.groups)),
+        half_(p.coarse ? int(p.rotary / 2) : 0),
+        keys_(int(p.keys.bits), groups_, int(p.keys.book_groups), int(p.keys.coupled)),
+        book_(p.keys.group_size()),
+        queries_(p.keys.channels() * 4),
+        turned_(half_ * 8),
+        fine_(half_ * 2 * kStep + kRows),
+        angles_(half_ * 2 * kRows),
+        products_(4 * kRows),
+        ones_(kRows) {
+    std::fill_n(static_cast<float*>(ones_), kRows, 1.f);
+    for (int position = 0; position < (half_ ? kStep : 0); ++position)
+      for (int i = 0; i < 2 * half_; ++i)
+        fine_[(i % half_ * 2 + i / half_) * kStep + position] = p.fine[position * 2 * half_ + i];
+  }
+
+  // Takes queries by channel.
+  void begin(const Quad* queries, int64_t stream) {
+    const int coupled = int(p_.keys.coupled);
+    for (int part = 0; part < coupled; ++part) {
+      set_levels(p_.keys, p_.book_of(stream), part, book_, keys_.tables(part));
+      for (int g = 0; g < groups_; ++g) *quad(queries_, part * groups_ + g) = queries[g * coupled + part];
+    }
+    stream_ = stream;
+    block_ = ~uint64_t(0);
+  }
+
+  void score(Stretch rows, int count, Quad* scores) {
+    for (int t = 0, size; t < count; t += size) {
+      size = std::min(kRows, count - t);
+      const float* angles = fine_;
+      int64_t step = 2 * kStep;
+      if (half_) {
+        uint64_t positions[kRows];
+        const bool running = positions_of_block(rows, t, size, positions);
+        turn_queries(positions[0] / kStep);
+        angles = running ? fine_ + positions[0] % kStep : copy_angles(positions, size);
+        if (!running) step = 2 * kRows;
+      }
+      const uint8_t* codes[kRows];
+      locate(p_.keys, rows, t, size, kRows, codes);
+      keys_.load(codes, size);
+      std::fill_n(static_cast<float*>(products_), 4 * kRows, 0.f);
+      if (half_) keys_.multiply_rotated(turned_, half_, angles, step, step / 2, products_, kRows);
+      for (int part = 0; part < p_.keys.coupled; ++part)
+        keys_.multiply<4>(queries_ + part * groups_ * 4, 2 * half_, groups_, ones_, products_, kRows, part);
+      for (int i = 0; i < size; ++i)
+        scores[t + i] = Quad{products_[i], products_[kRows + i], products_[2 * kRows + i], products_[3 * kRows + i]};
+    }
+  }
+
+ private:
+  static Quad* quad(float* base, int i) { return reinterpret_cast<Quad*>(base) + i; }
+
+  // Positions of the rows from `first` that stand in one block; `size` becomes their number. True where each follows the last.
+  bool positions_of_block(Stretch rows, int first, int& size, uint64_t* positions) const {
+    bool running = true;
+    int i = 0;
+    for (; i < size; ++i) {
+      positions[i] = p_.position(stream_, rows[first + i]);
+      if (positions[i] / kStep != positions[0] / kStep) break;
+      running &= positions[i] == positions[0] + i;
+    }
+    size = i;
+    return running;
+  }
+
+  // Cosines and sines of scattered positions, by pair.
+  const float* copy_angles(const uint64_t* positions, int size) {
+    for (int t = 0; t < size; ++t)
+      for (int i = 0; i < 2 * half_; ++i) angles_[i * kRows + t] = fine_[i * kStep + positions[t] % kStep];
+    return angles_;
+  }
+
+  // Rotate the queries backwards by the angles of a block.
+  void turn_queries(uint64_t block) {
+    if (block == block_) return;
+    block_ = block;
+    const float *cosine = p_.coarse + block * 2 * half_, *sine = cosine + half_;
+    for (int i = 0; i < half_; ++i) {
+      const Quad low = *quad(queries_, i), high = *quad(queries_, half_ + i);
+      *quad(turned_, i) = low * cosine[i] + high * sine[i];
+      *quad(turned_, half_ + i) = high * cosine[i] - low * sine[i];
+    }
+  }
+
+  const CodedProblem& p_;
+  const int groups_, half_;  // codes of a row, and pairs that are rotated
+  int64_t stream_ = 0;
+  uint64_t block_ = 0;  // that turned_ is for
+  LevelKeys keys_;
+  Buffer<float> book_, queries_, turned_;  // queries [coupled, groups, 4], those of pairs [rotary, 4]
+  Buffer<float> fine_, angles_;            // cosines and sines [pairs, 2, kStep], and those of some rows [pairs, 2, kRows]
+  Buffer<float> products_, ones_;
+};
+
+class CodedLevelValues {
+ public:
+  static bool fits(const Coded& side) { return side.coupled == 1 && CodeColumns::fits(side.bits, side.groups); }
+
+  explicit CodedLevelValues(const Coded& side)
+      : side_(side),
+        values_(int(side.bits), int(side.groups), int(side.book_groups)),
+        book_(side.group_size()),
+        weights_(4 * kScoreStride) {}
+
+  void begin(int64_t book) { set_levels(side_, book, 0, book_, values_.tables()); }
+
+  // sums[i, channel] += weights[t, i] * value of row t
+  void add(Stretch rows, int count, const Quad* weights, float* sums, int stride) {
+    for (int t = 0; t < count; t += kChunk) {
+      const int size = std::min(kChunk, count - t), padded = round_up(size, kLanes);
+      const uint8_t* codes[kChunk];
+      locate(side_, rows, t, size, padded, codes);
+      values_.load(codes, size);
+      for (int i = 0; i < 4; ++i) {
+        for (int r = 0; r < size; ++r) weights_[i * kScoreStride + r] = weights[t + r][i];
+        std::fill(weights_ + i * kScoreStride + size, weights_ + i * kScoreStride + padded, 0.f);
+      }
+      values_.mix<4>(weights_, size, 0, int(side_.groups), sums, stride);
+    }
+  }
+
+ private:
+  const Coded& side_;
+  LevelValues values_;
+  Buffer<float> book_, weights_;
+};
+
+}  // namespace kvpress

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of up to four bits that stand for levels, looked up by shuffles: a tile of rows is transposed once, and each register
+// then holds the codes of one channel of neighbouring rows, or what they stand for.
+#pragma once
+
+#include "buffer.h"
+#include "dense.h"
+#include "words.h"
+
+namespace kvpress {
+
+constexpr int kLevels = 16;  // entries of a table; shorter ones are repeated, so that higher bits of an index do not count
+
+// table[index & 15] in every lane.
+KVPRESS_INLINE F look_up(const float* table, Words index) {
+#if defined(__AVX512F__)
+  return _mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+  const F low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+  const F high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+  return _mm256_blendv_ps(low, high, (F)_mm256_slli_epi32((__m256i)index, 28));
+#elif defined(__aarch64__)
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(table);
+  const uint8x16x4_t all{{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
+  return (F)vqtbl4q_u8(all, (uint8x16_t)((index & 15) * 0x04040404 + 0x03020100));
+#else
+  return F{table[index[0] & 15], table[index[1] & 15], table[index[2] & 15], table[index[3] & 15]};
+#endif
+}
+
+// What codes stand for: one table for all channels, or one for each.
+class LevelTables {
+ public:
+  explicit LevelTables(int tables) : step_(tables > 1 ? kLevels : 0), tables_(tables * kLevels) {}
+
+  // Levels lie `stride` apart; codes past the last of `entries` mean that one.
+  void set(int table, const float* levels, int entries, int bits, int stride = 1) {
+    const int mask = (1 << bits) - 1;
+    for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask, entries - 1) * stride];
+  }
+
+  KVPRESS_INLINE const float* of(int channel) const { return tables_ + channel * step_; }
+
+ private:
+  const int step_;
+  Buffer<float> tables_;
+};
+
+// Codes of up to kChunk rows, by word and row. Neighbouring channels go in fours: the codes of channels 4 i .. 4 i + 3 are
+// the low bits of the bytes of word i.
+class CodeColumns {
+ public:
+  static bool fits(int64_t bits, int64_t channels) { return bits <= 4 && channels % (bits == 3 ? 32 : 32 / bits) == 0; }
+
+  CodeColumns(int bits, int channels)
+      : three_(bits == 3),
+        step_(three_ ? 2 : bits),
+        low_(channels * step_ / 32),
+        high_(three_ ? channels / 32 : 0),
+        words_(round_up(low_ + high_, 4) * kChunk),
+        places_(channels / 4) {
+    const int32_t* words = words_;
+    for (int i = 0; i < channels / 4; ++i) {
+      places_[i] = {words + i % low_ * kChunk, words, i / low_ * step_, 0};
+      if (three_) places_[i].high = words + (low_ + i % high_) * kChunk, places_[i].high_shift = i / high_;
+    }
+  }
+
+  // Takes up to kChunk rows; the list goes on to the end of a vector.
+  void load(const uint8_t* const* rows, int count) {
+    const int bytes = 4 * (low_ + high_);
+    for (int t = 0; t < count; t += kLanes)
+      for (int at = 0; at < bytes; at += 16) {
+        Words column[4];
+        transpose_rows(rows + t, at, bytes - at, column);
+        for (int k = 0; k < 4; ++k) std::memcpy(words_ + (at / 4 + k) * kChunk + t, &column[k], sizeof(Words));
+      }
+  }
+
+  // Word i of the rows from `first`, a multiple of kLanes.
+  template <bool kThree>
+  KVPRESS_INLINE Words read(int i, int first) const {
+    const Place& place = places_[i];
+    Words low, high;
+    std::memcpy(&low, place.low + first, sizeof low);
+    low >>= place.shift;
+    if constexpr (!kThree) return low;
+    std::memcpy(&high, place.high + first, sizeof high);
+    return (low & 0x03030303) | ((high >> place.high_shift & 0x01010101) << 2);
+  }
+
+  bool three() const { return three_; }
+
+ private:
+  // Where the words i of all rows are: in which words of a row, and how far to the right they go.
+  struct Place {
+    const int32_t *low, *high;
+    int shift, high_shift;
+  };
+
+  const bool three_;
+  const int step_, low_, high_;  // bits from one part to the next, and words of a row: of codes or their low bits, of high bits
+  Buffer<int32_t> words_;
+  Buffer<Place> places_;
+};
+
+}  // namespace kvpress

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Quantised keys and values whose levels are the numbers of e4m3, with one scale per row: dense rows of that type.
+#pragma once
+
+#include "row_scales.h"
+
+namespace kvpress {
+
+inline bool float8_fits(const Rows& side) {
+  if (!side.levels || side.zero || side.bits != 8 || side.group_channels != side.channels) return false;
+  const f16* levels = static_cast<const f16*>(side.levels);
+  for (int code = 0; code < 256; ++code)
+    if (to_float(levels[code]) != to_float(e4m3{uint8_t(code)})) return false;
+  return true;
+}
+
+class Float8Rows {
+ public:
+  static constexpr int kRows = 64;  // that are scored at once
+
+  Float8Rows(const PackedRows& rows, int64_t queries)
+      : rows_(rows), queries_(int(queries)), scales_(rows), scale_(kChunk), weights_(queries * kScoreStride) {}
+
+  // Products of queries [M, stride], zero padded, with up to kRows rows.
+  void score(const int64_t* rows, int count, const float* queries, int stride, float* scores) {
+    scales_.read(rows, count, scale_, kChunk);
+    score_rows<FloatDot<e4m3>>([&](int t) { return row(rows[t]); }, count, queries, stride, queries_,
+                               int(rows_.side().channels), scores, [](int) {});
+    for (int m = 0; m < queries_; ++m)
+      for (int t = 0; t < count; t += kLanes)
+        store(scores + m * kScoreStride + t, mul(load(scores + m * kScoreStride + t), load(scale_ + t)));
+  }
+
+  // acc[m, :] += sum_t weights[m, t] value_t
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    scales_.read(chunk.rows, chunk.count, scale_, kChunk);
+    for (int m = 0; m < queries_; ++m)
+      for (int t = 0; t < chunk.count; t += kLanes)
+        store(weights_ + m * kScoreStride + t, mul(load(weights + m * kScoreStride + t), load(scale_ + t)));
+    mix_rows<e4m3>([&](int t) { return row(chunk.rows[t]); }, chunk.count, weights_, queries_, int(rows_.side().channels),
+                   acc, acc_stride, [](int) {});
+  }
+
+ private:
+  const e4m3* row(int64_t number) const { return reinterpret_cast<const e4m3*>(rows_.codes(number)); }
+
+  const PackedRows& rows_;
+  const int queries_;
+  const RowScales scales_;
+  Buffer<float> scale_, weights_;  // [kChunk] and [M, kScoreStride]
+};
+
+}  // namespace kvpress

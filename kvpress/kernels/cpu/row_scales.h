@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scales of quantised rows that belong to one row, or to few neighbouring ones, each.
+#pragma once
+
+#include "codes.h"
+#include "words.h"
+
+namespace kvpress {
+
+// Scales of rows as float32 by group: [groups, stride].
+class RowScales {
+ public:
+  explicit RowScales(const PackedRows& rows)
+      : rows_(rows), groups_(int(rows.scales_per_row())) {}
+
+  void read(const int64_t* rows, int count, float* out, int stride) const {
+    switch (rows_.side().dtype) {
+      case kFloat16:
+        return read(static_cast<const f16*>(rows_.side().scale), rows, count, out, stride);
+      case kFloat8:
+        return read(static_cast<const e4m3*>(rows_.side().scale), rows, count, out, stride);
+      case kPower:
+        return read(static_cast<const e8m0*>(rows_.side().scale), rows, count, out, stride);
+      default:
+        read(static_cast<const float*>(rows_.side().scale), rows, count, out, stride);
+    }
+  }
+
+ private:
+  template <class S>
+  void read(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
+    if constexpr (sizeof(S) == 1) return read_bytes(scale, rows, count, out, stride);
+    if (groups_ == 1 && rows_.side().group_rows == 1) {
+      for (int t = 0; t < count; ++t) out[t] = to_float(scale[rows[t]]);
+      return;
+    }
+    for (int t = 0; t < count; ++t) {
+      const S* from = scale + rows_.group(rows[t]) * groups_;
+      for (int g = 0; g < groups_; ++g) out[g * stride + t] = to_float(from[g]);
+    }
+  }
+
+  // Four scales of a row are a word.
+  template <class S>
+  void read_bytes(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
+    const int padded = round_up(count, kLanes);
+    const uint8_t *from[kChunk], *base = reinterpret_cast<const uint8_t*>(scale);
+    if (rows_.side().group_rows == 1)
+      for (int t = 0; t < count; ++t) from[t] = base + rows[t] * groups_;
+    else
+      for (int t = 0; t < count; ++t) from[t] = base + rows_.group(rows[t]) * groups_;
+    for (int t = count; t < padded; ++t) from[t] = from[count - 1];
+    for (int t = 0; t < padded; t += kLanes)
+      for (int at = 0; at < groups_; at += 16) {
+        Words column[4];
+        transpose_rows(from + t, at, groups_ - at, column);
+        for (int g = at; g < std::min(at + 16, groups_); ++g)
+          store(out + g * stride + t, wide(S{}, column[(g - at) / 4] >> 8 * (g % 4) & 255));
+      }
+  }
+
+  static KVPRESS_INLINE F wide(e8m0, Words bits) { return (F)(bits << 23 | ((bits == 0) & 0x00400000)); }
+  static KVPRESS_INLINE F wide(e4m3, Words bits) {
+    const Words normal = (bits & 127) + (120 << 3) << 20, small = (Words)(__builtin_convertvector(bits & 7, Floats) * 0x1p-9f);
+    const Words subnormal = (bits & 0x78) == 0;
+    return (F)((subnormal & small) | (~subnormal & normal) | bits >> 7 << 31);
+  }
+
+  const PackedRows& rows_;
+  const int groups_;
+};
+
+}  // namespace kvpress
