@@ -135,8 +135,9 @@ class BudgetedPress(OfSize):
     s is its score over the mean score of its head, g the error e of its layer over the mean of all layers, between a half and
     two, l is 1 where the pair is dropped, and else the shares of squares that Gaussian keys and values lose, added up: 0.238,
     0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, places, scales and weights of pairs and the
-    means of each width among them, so heads and layers compete. Pairs of different widths are parts of one segment. Tokens that follow the prompt take
-    the bits given above; pairs that are encoded keep theirs.
+    means of each width among them, so heads and layers compete. Pairs of different widths are parts of one segment; in a
+    batch, every head holds means for each width that some row uses. Tokens that follow the prompt take the bits given above;
+    pairs that are encoded keep theirs.
 
     Paper: none; `per_pair` is of the kind of RDKV, 2026, arXiv:2605.08317.
     Differs from the paper: from RDKV, any scorer says what pairs are worth, layers are weighed by their error, all that is held

@@ -71,6 +71,7 @@ class ByPrice(Allocator):
         del lengths, mean
         return False
 
+    @torch.no_grad()
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         tokens = scored[0].view.seen
         if self.room.bits(tokens) == DENSE:

@@ -113,7 +113,7 @@ class SteppedRows(Held):
             steps.append(step[:, 0])
         step = torch.cat(steps)
         limit = torch.finfo(torch.float16).max / max(1.0, most / 2)  # of steps, and of the zeros that they make
-        if len(step) and (found := float(step.amax())) > limit:
+        if len(step) and (found := float(step.detach().amax())) > limit:
             raise ValueError(
                 f"rotated holds the step of a row in float16, at most {limit:.0f} with {bits} bits, and keys or values here "
                 f"need {found:.3g}; use kivi, whose scales may be float32"
