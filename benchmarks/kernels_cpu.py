@@ -6,7 +6,8 @@
 One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets
 cold caches (192 MiB are streamed between calls), the contenders take turns, and medians and minima are printed with the
 error of each result against float32 attention over the same cache as it is stored. Selection chooses one row in 16 by
-16 channels of the keys, held in 4 bits; its three steps are also timed alone. The last line of each length is one JSON
+16 channels of the keys, held in 4 bits; its three steps are also timed alone. Rows with a scale each are what ZipCache reads.
+The last line of each length is one JSON
 object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one thread, ``x_two_threads`` how many
 times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading alone, on as many threads.
 Instruction-set levels are measured one after the other, `all` for every one that this processor has.
@@ -41,7 +42,9 @@ RATIOS = {
     "int2": "int2",
     "cq": "cq 8c8b",
     "cq_rotary": "cq 8c8b before rotary",
+    "row": "int4 by row",
     "gear": "gear int2 rank 4",
+    "gear_l": "gear_l int2 rank 4",
     "select": "select 1/16",
 }
 """Contenders that are compared with dense decode, by their name in the ratios."""
@@ -56,7 +59,9 @@ def encoded(streams: Streams) -> dict[str, Cache]:
         "int2": Uniform(streams, 2),
         "cq 8c8b": Coupled(streams),
         "cq 8c8b before rotary": Coupled(streams, rotary=True),
+        "int4 by row": Uniform(streams, 4, key_group=(1, D), value_group=(1, D)),
         "gear int2 rank 4": Corrected(streams, 2, key_group=(64, 1), value_group=(1, 64)),
+        "gear_l int2 rank 4": Corrected(streams, 2, outliers=False, key_group=(64, 1), value_group=(1, 64)),
     }
 
 

@@ -235,13 +235,27 @@ def random_packed(
 
 
 class Corrected(Uniform):
-    """Uniform codes with what they lost beside them (GEAR): a low-rank term per run of rows, and 2% single channels."""
+    """Uniform codes with what they lost beside them (GEAR): a low-rank term per run of rows, and 2% single channels.
 
-    def __init__(self, streams: Streams, bits: int, rank: int = 4, chunk: int | None = None, **settings: Any) -> None:
+    Without `outliers` there are no single channels (GEAR-L).
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        bits: int,
+        rank: int = 4,
+        chunk: int | None = None,
+        outliers: bool = True,
+        **settings: Any,
+    ) -> None:
         super().__init__(streams, bits, **settings)
         random = generator(streams.q.device, 1)
-        sides = (self.rows.keys, self.rows.values)
-        self.rows = Rows(*(replace(side, correction=random_correction(streams, rank, chunk, random)) for side in sides))
+        terms = [random_correction(streams, rank, chunk, random) for _ in range(2)]
+        if not outliers:
+            terms = [replace(term, first=None, channel=None, delta=None) for term in terms]
+        sides = zip((self.rows.keys, self.rows.values), terms, strict=True)
+        self.rows = Rows(*(replace(side, correction=term) for side, term in sides))
 
 
 def random_correction(streams: Streams, rank: int, chunk: int | None, random: torch.Generator) -> Correction:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpress.cache import attention
 from kvpress.cache.attention import Logits, Partial
@@ -54,18 +55,18 @@ def for_tokens(per_stream: Tensor, tokens: int) -> Tensor:
 
 
 def joined(blocks: Sequence[Selection]) -> Selection:
-    """Join the selections of successive blocks of tokens; those of a layer come in the same form."""
+    """Join the selections of successive blocks of tokens; those of a layer have the same sets and segments."""
     first = blocks[0]
     if first is None or len(blocks) == 1:
         return first
     known = [block for block in blocks if block is not None]
-    return [
-        [
-            Chosen(torch.cat([part.rows for part in parts]), torch.cat([part.counts for part in parts]))
-            for parts in zip(*heads, strict=True)
-        ]
-        for heads in zip(*known, strict=True)
-    ]
+    return [[_as_one(parts) for parts in zip(*heads, strict=True)] for heads in zip(*known, strict=True)]
+
+
+def _as_one(parts: Sequence[Chosen]) -> Chosen:
+    width = max(part.rows.shape[1] for part in parts)
+    rows = [pad(part.rows, (0, width - part.rows.shape[1])) for part in parts]
+    return Chosen(torch.cat(rows), torch.cat([part.counts for part in parts]))
 
 
 def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> Partial:

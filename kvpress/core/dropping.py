@@ -45,14 +45,34 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Entering:
+    """The tokens of a first prompt before the first layer: `states [B, T, n]`, and which are `free [B, T]` to be merged.
+
+    `cells [B, T, 4]` are picture, frame, row and column of each, `UNKNOWN` where there are none (`kvpress.observe.pictures`).
+    """
+
+    states: Tensor
+    free: Tensor
+    cells: Tensor
+
+
+@dataclass(frozen=True)
 class Dropping:
     """Which tokens of a first prompt later layers are not handed: those that `rule` names and `keep` does not mark.
 
     After each of some attention `layers`, `keep` is asked of the tokens that reached it, `[B, m]`; what it says of others than
     the free ones does not matter. With `cut`, the layers from the first to the last of these hold in the end what passed all.
+    `merge` is asked before the first layer into which token of its row each is merged, columns `[B, T]`, its own where into
+    none: no layer is handed tokens that are merged into others, and these bring the mean of all.
     """
 
     rule: Spans
     layers: tuple[int, ...]
     keep: Callable[[Reached], Tensor]
     cut: bool = False
+    merge: Callable[[Entering], Tensor] | None = None
+
+    @property
+    def first(self) -> int:
+        """The first layer that is not followed by all tokens: those behind it, or it itself, are handed fewer."""
+        return 0 if self.merge is not None else min(self.layers)

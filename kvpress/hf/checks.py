@@ -13,7 +13,7 @@ from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.adoption import check_adopted
 from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
-from kvpress.kernels.cpu import build
+from kvpress.kernels.cpu import build, launch
 from kvpress.observe.spans import SPANS
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
@@ -28,7 +28,8 @@ def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
         NotImplementedError: no press, or not this one, can work on the model; says why.
         ValueError: the kernels are asked to run at a level that the processor lacks.
     """
-    build.asked_level()  # a prompt would be read first: kernels run while decoding
+    build.asked_level()  # a prompt would be read first: kernels run while decoding,
+    launch.runs_on(model.device)  # and its first token would wait until they are loaded, or compiled
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")

@@ -7,7 +7,7 @@ so that the cache has seen all of them. What the decoder returns of dropped toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvpress.hf.requests import Forward, here
 from kvpress.hf.rollback import length_of
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
-from kvpress.observe.spans import SPANS, Spans, spans_in
+from kvpress.observe.spans import SPANS, Span, Spans, spans_in
 
 
 @dataclass(eq=False)
@@ -130,14 +130,14 @@ def check_model(session: Running, recipe: Recipe) -> None:
             f"tokens are dropped after the attention layers {' '.join(map(str, dropping.layers))}, but {name} has layers 0 to "
             f"{last}, and one must follow: name layers below {last}"
         )
-    behind = sorted({session.kinds[cache_place(module)] for module in session.modules[min(dropping.layers) :]})
+    behind = sorted({session.kinds[cache_place(module)] for module in session.modules[dropping.first :]})
     hint = "use vision(x), which evicts images once the prompt is read"
     if session.reads_itself or session.lends or len(session.modules) < len(session.kinds):
         raise NotImplementedError(f"{name} has layers that cannot be handed fewer tokens than came before; {hint}")
     if behind != ["full_attention"]:
         raise NotImplementedError(
             f"{name} has {', '.join(kind for kind in behind if kind != 'full_attention')} layers from layer "
-            f"{min(dropping.layers)} on, which count tokens by their places, so they cannot be handed fewer; {hint}"
+            f"{dropping.first} on, which count tokens by their places, so they cannot be handed fewer; {hint}"
         )
     watched = [wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted != SPANS]
     hooks = bool(recipe.hooks) or any(step.prepare is not None for step in recipe.evictions)
@@ -190,7 +190,10 @@ def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, handed: Handed 
     state = handed
     if state is None:
         warn_of_absent(dropping.rule, call)
-        state = _everything(dropping.rule, recipe.protected, call)
+        real = torch.ones(call.store.batch, call.store.seen, dtype=torch.bool) if call.mask is None else call.mask
+        state = everything(
+            dropping.rule, recipe.protected, real.to(call.queries.device), lambda one: spans_in(one, call)
+        )
     free = state.free.gather(1, state.index) & state.real
     if not bool(free.any()):
         return handed
@@ -198,18 +201,24 @@ def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, handed: Handed 
     return handed if bool((kept == state.real).all()) else state.keep(kept)
 
 
-def _everything(rule: Spans, protected: Sequence[Spans], call: LayerCall) -> Handed:
-    """Return that all tokens of a prompt are handed on, of which those that `rule` names and no other one protects are free."""
-    rows, length, device = call.store.batch, call.store.seen, call.queries.device
-    real = torch.ones(rows, length, dtype=torch.bool) if call.mask is None else call.mask.cpu()
-    free = torch.zeros_like(real)
+def everything(
+    rule: Spans, protected: Sequence[Spans], real: Tensor, found: Callable[[Spans], list[list[Span]]]
+) -> Handed:
+    """Return that all tokens of a prompt are handed on, of which `real [B, T]` marks those that are no padding.
+
+    Those are free whose spans `rule` names and no other one protects, as `found` says of a rule, row by row, but for the
+    newest: what is generated follows from its output.
+    """
+    host, device = real.cpu(), real.device
+    free = torch.zeros_like(host)
     for one, goes in ((rule, True), *((other, False) for other in protected)):
-        for row, spans in enumerate(spans_in(one, call)):
-            columns = real[row].nonzero().flatten()
+        for row, spans in enumerate(found(one)):
+            columns = host[row].nonzero().flatten()
             for start, end in spans:
                 free[row, columns[start:end]] = goes
-    index = torch.arange(length, device=device).expand(rows, -1)
-    return Handed(length, index, real.to(device), call.mask, free.to(device))
+    free[:, -1] = False
+    index = torch.arange(real.shape[1], device=device).expand(len(real), -1)
+    return Handed(real.shape[1], index, real, None if bool(host.all()) else real, free.to(device))
 
 
 def _put(call: LayerCall, handed: Handed) -> None:

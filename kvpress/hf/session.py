@@ -32,6 +32,7 @@ from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.merging import merge_prompt
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
@@ -184,7 +185,7 @@ class Session:
         try:
             self.check(forward, args, kwargs)
             forward.note(args, kwargs)
-            output = dropping.whole_output(forward, decode(*args, **kwargs))
+            output = dropping.whole_output(forward, decode(*args, **merge_prompt(self, forward, kwargs)))
             self._pass_over(forward, args, kwargs)
         except BaseException:
             forward.fail()

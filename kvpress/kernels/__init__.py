@@ -17,6 +17,7 @@ from kvpress.kernels.dispatch import (
     page_bounds,
     quantise,
     serves,
+    tile_mass,
     top_rows,
 )
 from kvpress.kernels.formats.basis import Basis
@@ -64,6 +65,7 @@ __all__ = [
     "rotate_halves",
     "row_step",
     "serves",
+    "tile_mass",
     "top_rows",
     "unpack",
 ]

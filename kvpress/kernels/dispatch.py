@@ -35,6 +35,9 @@ from kvpress.kernels.scores import reference as scoring_reference
 from kvpress.kernels.selection import contract as selection
 from kvpress.kernels.selection import cpu as selection_cpu
 from kvpress.kernels.selection import reference as selection_reference
+from kvpress.kernels.tile_mass import contract as tiles_of
+from kvpress.kernels.tile_mass import cpu as tile_mass_cpu
+from kvpress.kernels.tile_mass import reference as tile_mass_reference
 from kvpress.kernels.triton import device
 
 MOST_QUERIES = 64
@@ -199,6 +202,30 @@ def _receive(
         count(name)
         return mass_cpu.receive(q, rows, where, options, statistic, lse, query_weight)
     return mass_reference.receive(q, rows, where, options, statistic, lse, query_weight)
+
+
+def tile_mass(q: Tensor, keys: Tensor, last: Tensor, tile: tuple[int, int], *, scale: float) -> Tensor:
+    """Sum the softmax weights of blocks of queries over tiles of keys, as `kvpress.kernels.tile_mass.contract` says.
+
+    Args:
+        q: queries [H, M, D]; float32, bfloat16 or float16. Query heads that read the same kv head are next to each other.
+        keys: [G, K, D] of the same dtype.
+        last: the last key that each query sees, int64 [M]; negative where it sees none.
+        tile: queries of a block, and keys of a tile.
+        scale: factor of the products.
+
+    Returns:
+        Float32 [H, ceil(M / tile[0]), ceil(K / tile[1])].
+
+    Raises:
+        ValueError: for shapes, dtypes and sizes that do not belong together.
+    """
+    tiles_of.check(q, keys, last, tile)
+    if launch.available(keys):
+        count("tile_mass")
+        return tile_mass_cpu.receive(q, keys, last, tile, scale)
+    # On a GPU the products of plain torch are those of its matrix units.
+    return tile_mass_reference.receive(q, keys, last, tile, scale)
 
 
 def page_bounds(q: Tensor, low: Tensor, high: Tensor, where: Ranges, *, capacity: int | None = None) -> Tensor:

@@ -40,9 +40,9 @@ class FastVPress(BasePress):
         layers behind it get all text and the (1 - ratio) n of n image tokens with the largest a[j]
 
     Layers up to `layer`, counted from 0, read and store everything. The others compute and store nothing of the tokens that
-    were dropped, the share `compression_ratio` of those of images; positions stay. Text is never dropped. Which tokens are
-    images is found in the input ids; `tokens`, ranges of positions such as `4:260`, say it instead. It acts on the first
-    prompt of a cache, which must be read at once. Spans that `ProtectPress` names stay.
+    were dropped, the share `compression_ratio` of those of images; positions stay. Text is never dropped, nor the newest token.
+    Which tokens are images is found in the input ids; `tokens`, ranges of positions such as `4:260`, say it instead. It acts on
+    the first prompt of a cache, which must be read at once. Spans that `ProtectPress` names stay.
 
     Paper: Chen et al., An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large
     Vision-Language Models, 2024, arXiv:2403.06764 (FastV).

@@ -60,7 +60,8 @@ class RestoreKVPress(KVzipPress):
     `adapter` is a file that `kvpress calibrate --method restorekv` wrote for the model, or a folder or a repository of the hub
     with `restore_embeddings.safetensors`, `adapter_config.json` and `adapter_model.safetensors`, the last two as the peft
     package writes them; None is `higokri/RestoreKV-<model>`, with `_plus` behind it for scores with
-    `kvzip_plus_normalization`. The other arguments are those of KVzip.
+    `kvzip_plus_normalization`, and for the bundled reference model the file that ships with it, made for scores without. The
+    other arguments are those of KVzip.
 
     Paper: RestoreKV, 2026, arXiv:2608.01247.
     Differs from the paper: following tokens keep their positions, where the authors let them begin n later; so the
@@ -71,8 +72,13 @@ class RestoreKVPress(KVzipPress):
 
     def learned(self, model: ModelFacts) -> Restore:
         """Return what was learned for a model."""
+        return Restore.of(model, self.adapter or self.published(model))
+
+    def published(self, model: ModelFacts) -> str:
+        """Return where the adapter of a model is, if none is given."""
         plus = "_plus" if self.kvzip_plus_normalization else ""
-        return Restore.of(model, self.adapter or f"higokri/RestoreKV-{name_of(model, NEEDED)}{plus}")
+        shipped = None if plus else calibration.shipped_for(model, METHOD)
+        return str(shipped) if shipped else f"higokri/RestoreKV-{name_of(model, NEEDED)}{plus}"
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         found = super().recipe(model)

@@ -22,6 +22,8 @@ from kvpress.quant.press import QuantisingPress
 from kvpress.quant.uniform import WHOLE_HEAD
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
+WIDEST = E4M3_MOST * torch.finfo(torch.float16).max
+"""What `fp8` can hold."""
 HEADROOM = 16
 """How much larger than all values of a prompt later ones of its head may be before `nvfp4` cuts them off."""
 Format: TypeAlias = Literal["fp8", "nvfp4", "mxfp4"]
@@ -160,7 +162,11 @@ class FloatRows(Held):
 
     @classmethod
     def encode(cls, side: Tensor, format: Format, factor: Tensor | None, stream: Tensor) -> FloatRows:
-        """Code `side [R, D]`, over the `factor [N]` of the `stream [R]` of each row, in blocks whose copies are small."""
+        """Code `side [R, D]`, over the `factor [N]` of the `stream [R]` of each row, in blocks whose copies are small.
+
+        Raises:
+            ValueError: for rows that the largest scale of the format does not reach.
+        """
         codes, scales = [], []
         for rows, of in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
             x = rows.float() if factor is None else rows.float() / factor[of][:, None]
@@ -168,8 +174,13 @@ class FloatRows(Held):
             scale, step = _steps(x.abs().amax(dim=2), format)
             codes.append(_codes(x / step[..., None], format).flatten(1))
             scales.append(scale)
-        bits = 8 if format == "fp8" else 4
-        return cls(kernels.pack(torch.cat(codes), bits), torch.cat(scales), format)
+        bits, scale = 8 if format == "fp8" else 4, torch.cat(scales)
+        if format == "fp8" and bool(scale.isinf().any()):
+            raise ValueError(
+                f"fp8 holds the scale of a row in float16, which reaches {WIDEST:.3g}, and keys or values here are larger; "
+                "use mxfp4, whose scales reach further, or kivi"
+            )
+        return cls(kernels.pack(torch.cat(codes), bits), scale, format)
 
     def operand(self) -> kernels.Packed:
         """As the operators take it."""
@@ -227,7 +238,7 @@ def _factors(segment: DenseSegment, side: Literal["key", "value"], earlier: list
 def _steps(largest: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Scales of blocks with these largest magnitudes, as they are stored and as float32 numbers."""
     if format == "fp8":
-        scale = (largest / E4M3_MOST).clamp(2.0**-24, torch.finfo(torch.float16).max).half()
+        scale = (largest / E4M3_MOST).clamp_min(2.0**-24).half()
         return scale, scale.float()
     if format == "nvfp4":
         held = (largest / E2M1_MOST).clamp(2.0**-9, E4M3_MOST).to(torch.float8_e4m3fn)

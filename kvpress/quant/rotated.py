@@ -96,7 +96,11 @@ class SteppedRows(Held):
 
     @classmethod
     def encode(cls, side: Tensor, centre: Tensor, stream: Tensor, bits: int) -> SteppedRows:
-        """Code `side [R, D]` minus the centre of the `stream [R]` of each row, in blocks whose float32 copies are small."""
+        """Code `side [R, D]` minus the centre of the `stream [R]` of each row, in blocks whose float32 copies are small.
+
+        Raises:
+            ValueError: for rows whose step does not fit into 16 bits.
+        """
         basis, most = hadamard(side.shape[1], side.device), 2**bits - 1
         codes, steps = [], []
         for rows, of in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
@@ -106,8 +110,15 @@ class SteppedRows(Held):
                 z = (y / step + most / 2).round_().clamp_(0, most).sub_(most / 2)
                 step = ((y * z).sum(dim=1, keepdim=True) / z.square().sum(dim=1, keepdim=True)).clamp_min(1e-30)
             codes.append(kernels.pack((z + most / 2).to(torch.uint8), bits))
-            steps.append(step[:, 0].clamp_max(torch.finfo(torch.float16).max).half())
-        return cls(torch.cat(codes), torch.cat(steps), bits)
+            steps.append(step[:, 0])
+        step = torch.cat(steps)
+        limit = torch.finfo(torch.float16).max / max(1.0, most / 2)  # of steps, and of the zeros that they make
+        if len(step) and (found := float(step.amax())) > limit:
+            raise ValueError(
+                f"rotated holds the step of a row in float16, at most {limit:.0f} with {bits} bits, and keys or values here "
+                f"need {found:.3g}; use kivi, whose scales may be float32"
+            )
+        return cls(torch.cat(codes), step.half(), bits)
 
     @property
     def channels(self) -> int:

@@ -12,11 +12,8 @@ from torch.nn.functional import pad
 from kvpress.core.checks import Count, Share
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
-from kvpress.kernels import Tiles
+from kvpress.kernels import Tiles, tile_mass
 from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, per_head
-
-CHUNK = 2**20
-"""Most estimated logits of a kv head that are held at once: few enough to stay in a cache of the processor."""
 
 
 @register(
@@ -38,7 +35,7 @@ class XAttentionPress(EstimatedPress):
 
     Tiles of a row are taken by falling score until the threshold is reached; the first block, with the sinks, always is
     one of them. `stride` must divide `block`. With a threshold of 1 and no `max_density`, everything is read. Estimates cost
-    1 / stride of the products of full attention, of the future left out by parts, and hold at most a few rows of blocks.
+    1 / stride of the products of full attention, and hold the logits of a few blocks of queries.
 
     Paper: Xu et al., XAttention: Block Sparse Attention with Antidiagonal Scoring, 2025, arXiv:2503.16428.
     Differs from the paper: one threshold for all heads, where its code ships one for each head of one model; blocks of 64
@@ -65,24 +62,14 @@ class XAttentionPress(EstimatedPress):
         return Tiles(capped(chosen | (places.at == 0), first, places, self.max_density), self.block)
 
     def _scores(self, queries: Tensor, keys: Tensor, prompt: Prompt) -> Tensor:
-        """Scores of tiles, float32 `[b, G, nq, nk]`."""
+        """Scores of tiles, float32 `[b, G, nq, nk]`, from queries `[b, G, Q, D]` and keys `[b, 1, T, D]`."""
         stride, per = self.stride, self.block // self.stride
         new, total = queries.shape[2], keys.shape[2]
-        # Query blocks are filled up to whole blocks, keys too; what is added is masked below, or falls out with its block.
+        # Query blocks are filled up to whole blocks, keys too; what is added is seen by nobody, or falls out with its block.
         asked = pad(queries, (0, 0, 0, -new % self.block)).unflatten(2, (-1, stride)).flip(3).flatten(3)
-        known = pad(keys, (0, 0, 0, -total % self.block)).unflatten(2, (-1, stride)).flatten(3).transpose(2, 3)
+        known = pad(keys, (0, 0, 0, -total % self.block)).unflatten(2, (-1, stride)).flatten(3)
         newest = torch.arange(stride - 1, asked.shape[2] * stride, stride, device=keys.device).clamp_max(new - 1)
         last = (newest + total - new) // stride
-        at = torch.arange(known.shape[-1], device=keys.device)
         scale = prompt.logits.scale / stride
-        rows = max(1, CHUNK // (asked.shape[1] * known.shape[-1] * per)) * per
-        parts = []
-        for start in range(0, asked.shape[2], rows):
-            end = min(start + rows, asked.shape[2])
-            # Blocks of the future have no score, and are not multiplied with.
-            past = ((min(end * stride, new) - 1 + total - new) // self.block + 1) * per
-            logits = (asked[:, :, start:end] @ known[..., :past]).float().mul_(scale)
-            weights = logits.masked_fill_(at[:past] > last[start:end, None], -torch.inf).softmax(dim=-1)
-            sums = weights.unflatten(3, (-1, per)).sum(dim=4).unflatten(2, (-1, per)).sum(dim=3)
-            parts.append(pad(sums, (0, (len(at) - past) // per)))
-        return torch.cat(parts, dim=2)
+        scores = tile_mass(asked.flatten(0, 1), known.flatten(0, 1), last, (per, per), scale=scale)
+        return scores.unflatten(0, queries.shape[:2])

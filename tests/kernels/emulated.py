@@ -19,7 +19,7 @@ from kvpress import env
 from kvpress.kernels.cpu import launch, libraries
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select")
+SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
 LEVEL = "neon_dot"
 
 missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]

@@ -320,3 +320,13 @@ def test_training_brings_a_cut_cache_nearer_to_the_full_one(tmp_path: Path) -> N
         far, near = (float(distance(prompt.answers(model, each, 0.8), prompt.target)) for each in (fresh, learned))
     assert near < 0.5 * far
     refused(tiny_model("llama", seed=1), RestoreKVPress(0.5, adapter=str(file)), ValueError, "differs from this model")
+
+
+def test_the_reference_model_has_an_adapter_for_plain_scores_alone() -> None:
+    model, _ = kvpress.load_model("reference")
+    cache = prefill(model, RestoreKVPress(0.75), tokens(1, 400))
+    for rows in kvpress.kept_positions(cache):
+        assert all((head == -1).sum() == 8 for head in rows[0])
+    report = kvpress.memory_report(cache)
+    assert report.kept / report.seen == pytest.approx(0.25, abs=0.01)
+    refused(model, RestoreKVPress(0.75, kvzip_plus_normalization=True), FileNotFoundError, "higokri/RestoreKV-")

@@ -14,7 +14,7 @@ from kvpress.cache.attention import Logits
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.quant.floats import FloatCodec, FloatSegment, Format
+from kvpress.quant.floats import WIDEST, FloatCodec, FloatSegment, Format
 
 FORMATS: tuple[Format, ...] = ("fp8", "nvfp4", "mxfp4")
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -122,3 +122,11 @@ def test_heads_that_blocks_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="mxfp4 needs a head dim that is a multiple of 32, the model has 80"):
         kvpress.MXFP4Press().check_shape(layer)
     kvpress.NVFP4Press().check_shape(layer)
+
+
+def test_rows_past_the_largest_scale_are_refused() -> None:
+    largest = float(segment().keys.abs().amax(dim=1).amax())
+    fits = segment(size=0.99 * WIDEST / largest)
+    assert (encode("fp8", fits).read(slice(None))[0] - fits.keys).norm() <= 0.04 * fits.keys.norm()
+    with pytest.raises(ValueError, match=r"which reaches 2.93e\+07, and keys or values here are larger; use mxfp4"):
+        encode("fp8", segment(size=1.01 * WIDEST / largest))

@@ -15,7 +15,7 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.kernels import unpack
 from kvpress.kernels.cpu import build, launch
 from kvpress.quant.hadamard import hadamard
-from kvpress.quant.rotated import CentredCodec, RotatedSegment
+from kvpress.quant.rotated import CentredCodec, RotatedSegment, SteppedRows
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -165,3 +165,18 @@ def test_eight_bits_hardly_move_the_logits_of_a_padded_batch(family: str) -> Non
     assert report.total_bytes < 0.7 * report.uncompressed_bytes
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.25 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rows_whose_step_does_not_fit_are_refused(bits: int) -> None:
+    limit = torch.finfo(torch.float16).max / max(1.0, (2**bits - 1) / 2)
+    rows = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    stream = torch.zeros(40, dtype=torch.long)
+
+    def encode(side: torch.Tensor) -> SteppedRows:
+        return SteppedRows.encode(side, torch.zeros(1, 64), stream, bits)
+
+    unit = limit / float(encode(rows).step.amax())
+    assert bool(encode(0.99 * unit * rows).operand().read(torch.arange(40)).isfinite().all())
+    with pytest.raises(ValueError, match=f"at most {limit:.0f} with {bits} bits, and keys or values .* use kivi"):
+        encode(1.02 * unit * rows)

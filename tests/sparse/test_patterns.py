@@ -21,7 +21,6 @@ from kvpress.core.host import Asked
 from kvpress.core.pattern import Prompt
 from kvpress.hf.attending import attending
 from kvpress.presses.duo_attention import OutsideMass
-from kvpress.sparse import xattention
 from kvpress.sparse.lines import newest_attention, slash_scores
 from kvpress.sparse.minference import A_SHAPE, BLOCKS, LINES, HeadPatterns
 from kvpress.sparse.tiling import PatternPress, covering
@@ -261,37 +260,34 @@ def test_minference_reads_its_lines() -> None:
     assert torch.equal(press.tiles(0, asked).pairs(240, 240), expected)
 
 
-def test_xattention_sums_antidiagonals() -> None:
-    asked, block, stride = prompt(64, 64), 16, 4
+@pytest.mark.parametrize(("new", "total"), [(64, 64), (32, 104)])
+def test_xattention_sums_antidiagonals(new: int, total: int) -> None:
+    asked, block, stride = prompt(new, total), 16, 4
     press = kvpress.XAttentionPress(threshold=0.7, stride=stride, block=block)
     products = asked.queries @ asked.keys.repeat_interleave(2, dim=1).transpose(2, 3)
-    i = torch.arange(64)
-    anti = ((i[:, None] + i) % stride == stride - 1) * products
+    anti = ((torch.arange(new)[:, None] + torch.arange(total)) % stride == stride - 1) * products
     anti = anti.unflatten(2, (-1, stride)).unflatten(4, (-1, stride)).sum(dim=(3, 5)) * 0.25 / stride
-    tile = torch.arange(16)
-    scores = anti.masked_fill(tile > tile[:, None], -math.inf).softmax(dim=-1)
-    scores = scores.unflatten(2, (4, 4)).unflatten(4, (4, 4)).sum(dim=(3, 5))
+    tile = torch.arange(total // stride)
+    own = (torch.arange(new // stride) * stride + stride - 1 + total - new) // stride
+    scores = anti.masked_fill(tile > own[:, None], -math.inf).softmax(dim=-1)
+    scores = (
+        torch.nn.functional.pad(scores, (0, -len(tile) % 4)).unflatten(2, (-1, 4)).unflatten(4, (-1, 4)).sum(dim=(3, 5))
+    )
+    read = press.tiles(0, asked).chosen
     for row in range(2):
         for head in range(4):
-            for at in range(4):
+            for at in range(new // block):
+                first = (at * block + total - new) // block
+                last = (at * block + block - 1 + total - new) // block
                 ranked = scores[row, head, at].argsort(descending=True).tolist()
-                total, expected = 0.0, {0, at}
+                mass, expected = 0.0, {0, *range(first, last + 1)}
                 for place in ranked:
-                    if total >= 0.7 * float(scores[row, head, at].sum()):
+                    if mass >= 0.7 * float(scores[row, head, at].sum()):
                         break
                     expected.add(place)
-                    total += float(scores[row, head, at, place])
-                found = press.tiles(0, asked).chosen[row, head, at].nonzero().flatten().tolist()
-                assert set(found) | {at} == {place for place in expected if place <= at}
-
-
-@pytest.mark.parametrize(("new", "total"), [(300, 300), (101, 333), (5, 130)])
-def test_xattention_estimates_the_same_in_parts(new: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    press, asked = kvpress.XAttentionPress(threshold=0.6, stride=4, block=16), prompt(new, total)
-    whole = press.tiles(0, asked).chosen
-    monkeypatch.setattr(xattention, "CHUNK", 1)
-    assert torch.equal(press.tiles(0, asked).chosen, whole)
-    assert 0 < whole.float().mean() < 0.9
+                    mass += float(scores[row, head, at, place])
+                found = read[row, head, at].nonzero().flatten().tolist()
+                assert {*found, *range(first, last + 1)} == {place for place in expected if place <= last}
 
 
 def test_power_of_two_distances_reach_everything_in_logarithmic_depth() -> None:

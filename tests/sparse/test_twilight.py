@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.cache import attention
 from kvpress.hf.models import facts_of
 from kvpress.kernels import quantise
 from kvpress.sparse.twilight import top_share
@@ -85,10 +86,13 @@ def test_a_share_of_everything_reads_what_the_selector_reads(storage: str) -> No
     torch.testing.assert_close(step(model, cache, mask, whole), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_several_tokens_choose_as_if_each_came_alone() -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_several_tokens_choose_as_if_each_came_alone(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     press = build(f"twilight({INNER['quest']}):p=0.5", 64)
     model, cache, mask = prefilled(press, padded=True)
     new = tokens(2, 4, seed=8)
+    if in_blocks:  # which are pruned to different widths
+        monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
     together = step(model, copy.deepcopy(cache), mask, press, new)
     grown: Tensor | None = mask
     for place in range(4):

@@ -39,7 +39,12 @@ struct Planes {
 class PackedRows {
  public:
   explicit PackedRows(const Rows& side)
-      : side_(side), planes_(side), row_group_(side.group_rows > 1 ? side.row_group : nullptr) {
+      : side_(side),
+        planes_(side),
+        row_group_(side.group_rows > 1 ? side.row_group : nullptr),
+        scales_per_row_(side.channels / side.group_channels) {
+    while (shift_ < 62 && int64_t(1) << (shift_ + 1) <= side.group_rows) ++shift_;
+    if (int64_t(1) << shift_ != side.group_rows) shift_ = -1;
     const f16* levels = static_cast<const f16*>(side.levels);
     for (int code = 0; levels && code < 1 << side.bits; ++code) levels_[code] = to_float(levels[code]);
   }
@@ -55,10 +60,11 @@ class PackedRows {
     for (int t = count; t < padded; ++t) out[t] = out[count - 1];
   }
 
-  int64_t scales_per_row() const { return side_.channels / side_.group_channels; }
+  int64_t scales_per_row() const { return scales_per_row_; }
 
+  // A shift where it can be: a division takes as long as the products with a row.
   int64_t group(int64_t row) const {
-    return row_group_ ? row_group_[row] : side_.group_rows == 1 ? row : row / side_.group_rows;
+    return row_group_ ? row_group_[row] : shift_ >= 0 ? row >> shift_ : row / side_.group_rows;
   }
 
   // Whether all groups named by the rows exist.
@@ -166,6 +172,8 @@ class PackedRows {
   const Rows& side_;
   const Planes planes_;
   const int32_t* row_group_;
+  const int64_t scales_per_row_;
+  int shift_ = 0;  // of the group of a row; -1 where groups have no power of two rows
   float levels_[256];
 };
 

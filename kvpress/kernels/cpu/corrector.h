@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Low-rank terms and outliers of one side, added to logits and outputs directly: no corrected row is ever built.
+//
+// An outlier is one channel of one row. Four queries meet it at once: what it is multiplied with, and what it is added to, lie
+// side by side for them.
 #pragma once
 
 #include "buffer.h"
@@ -15,22 +18,28 @@ class Corrector {
         queries_(int(queries)),
         rank_(int(terms_.rank)),
         factors_(rank_ * kChunk),
+        loaded_(rank_ * kChunk),
         products_(rank_ ? queries * kScoreStride : 0),
         owner_(terms_.first ? kTile * (channels_ + 1) : 0),
-        entry_(terms_.first ? kTile * (channels_ + 1) : 0) {}
+        entry_(terms_.first ? kTile * (channels_ + 1) : 0),
+        channel_fours_(terms_.first ? fours() * channels_ : 0),
+        row_fours_(terms_.first ? kChunk : 0) {}
 
   // Queries float32 [M, stride], zero padded; needed by score() only.
   void begin(const float* q, int stride) {
     q_ = q;
     stride_ = stride;
     projected_ = -1;
+    for (int b = 0; terms_.first && b < fours(); ++b) beside(q, stride, 4 * b, channels_, channel_fours_ + b * channels_);
   }
 
   // Whether all bases, outliers and channels that the rows refer to exist.
   bool stores(const Chunk& chunk) const {
-    if (terms_.factor)
-      for (int t = 0; t < chunk.count; ++t)
-        if (uint32_t(terms_.chunk[chunk.rows[t]]) >= terms_.bases) return false;
+    if (terms_.factor) {
+      uint32_t basis = 0;
+      for_rows(chunk, 0, chunk.count, [&](int, int64_t row) { basis = std::max(basis, uint32_t(terms_.chunk[row])); });
+      if (basis >= terms_.bases) return false;
+    }
     if (!terms_.first) return true;
     for (int t = 0; t < chunk.count; ++t) {
       const int64_t begin = first(chunk, t), end = last(chunk, t);
@@ -45,6 +54,7 @@ class Corrector {
 
   // scores[m, t] += q_m . (terms of row t)
   void score(const Chunk& chunk, float* scores) {
+    prefetch(chunk);
     if (terms_.factor)
       typed(terms_.basis, terms_.factor_dtype, [&](auto* basis) { score_low_rank(basis, chunk, scores); });
     if (terms_.first)
@@ -53,6 +63,7 @@ class Corrector {
 
   // acc[m, :] += sum over t of weights[m, t] * (terms of row t)
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    prefetch(chunk);
     if (terms_.factor)
       typed(terms_.basis, terms_.factor_dtype,
             [&](auto* basis) { mix_low_rank(basis, chunk, weights, acc, acc_stride); });
@@ -62,6 +73,27 @@ class Corrector {
   }
 
  private:
+  // Fetch the terms of as many rows behind a chunk; what lies past the last one is not touched by that.
+  void prefetch(const Chunk& chunk) const {
+    if (!chunk.contiguous) return;
+    const int64_t next = chunk.rows[0] + chunk.count, count = chunk.count;
+    const auto ahead = [](const void* data, int64_t from, int64_t size, int64_t width) {
+      prefetch_row(static_cast<const char*>(data) + from * width, size * width);
+    };
+    if (terms_.factor) {
+      ahead(terms_.factor, next, count, rank_ * width(terms_.factor_dtype));
+      ahead(terms_.chunk, next, count, sizeof(int32_t));
+    }
+    if (terms_.first) {
+      const int64_t begin = first(chunk, 0), end = last(chunk, chunk.count - 1);
+      ahead(terms_.first, next, count, sizeof(int32_t));
+      ahead(terms_.channel, end, end - begin, 1);
+      ahead(terms_.delta, end, end - begin, width(terms_.delta_dtype));
+    }
+  }
+
+  static int64_t width(int64_t dtype) { return dtype == kFloat16 ? 2 : 4; }
+
   template <class Step>
   static void typed(const void* data, int64_t dtype, Step&& step) {
     dtype == kFloat16 ? step(static_cast<const f16*>(data)) : step(static_cast<const float*>(data));
@@ -107,50 +139,116 @@ class Corrector {
   // factors_ [rank, kChunk] then, zero padded to a whole vector.
   template <class T, class Step>
   void for_runs(const T* basis, const Chunk& chunk, Step&& step) {
-    const T* factor = static_cast<const T*>(terms_.factor);
     for (int t = 0, end; t < chunk.count; t = end) {
       const int32_t id = terms_.chunk[chunk.rows[t]];
-      for (end = t + 1; end < chunk.count && terms_.chunk[chunk.rows[end]] == id;) ++end;
+      end = run(chunk, t, id);
       const int count = end - t;
-      for (int k = 0; k < rank_; ++k) {
-        float* out = factors_ + k * kChunk;
-        for (int i = 0; i < count; ++i) out[i] = to_float(factor[chunk.rows[t + i] * rank_ + k]);
-        std::fill(out + count, out + round_up(count, kLanes), 0.f);
-      }
+      read_factors<T>(chunk, t, count);
       const T* first = basis + int64_t(id) * rank_ * channels_;
       step(id, [=](int k) { return first + k * channels_; }, t, count);
     }
   }
 
+  // The end of the run of rows with the basis `id` that begins at t. Usually it is that of all rows.
+  int run(const Chunk& chunk, int t, int32_t id) const {
+    int32_t other = 0;
+    for_rows(chunk, t, chunk.count, [&](int, int64_t row) { other |= terms_.chunk[row] ^ id; });
+    if (!other) return chunk.count;
+    while (++t < chunk.count && terms_.chunk[chunk.rows[t]] == id) {}
+    return t;
+  }
+
+  template <class T>
+  void read_factors(const Chunk& chunk, int t, int count) {
+    const T* from = static_cast<const T*>(terms_.factor);
+    if (chunk.contiguous) {
+      const T* first = from + chunk.rows[t] * rank_;
+      const int size = count * rank_;
+      int i = 0;
+      for (; i + kLanes <= size; i += kLanes) store(loaded_ + i, load(first + i));
+      for (; i < size; ++i) loaded_[i] = to_float(first[i]);
+    } else {
+      for (int i = 0; i < count; ++i)
+        for (int k = 0; k < rank_; ++k) loaded_[i * rank_ + k] = to_float(from[chunk.rows[t + i] * rank_ + k]);
+    }
+    // With the rank known, compilers turn the loops into shuffles.
+    if (rank_ == 2) return transpose<2>(count);
+    if (rank_ == 4) return transpose<4>(count);
+    if (rank_ == 8) return transpose<8>(count);
+    transpose<0>(count);
+  }
+
+  template <int kRank>
+  void transpose(int count) {
+    const int rank = kRank ? kRank : rank_;
+    const float* const from = loaded_;
+    for (int k = 0; k < rank; ++k) {
+      float* const out = factors_ + k * kChunk;
+      for (int i = 0; i < count; ++i) out[i] = from[i * rank + k];
+      std::fill(out + count, out + round_up(count, kLanes), 0.f);
+    }
+  }
+
+  // Calls step(t, its row) for the rows from `begin` to `end`; where they are neighbours, compilers use vectors.
+  template <class Step>
+  static KVPRESS_INLINE void for_rows(const Chunk& chunk, int begin, int end, Step&& step) {
+    if (chunk.contiguous)
+      for (int t = begin; t < end; ++t) step(t, chunk.rows[0] + t);
+    else
+      for (int t = begin; t < end; ++t) step(t, chunk.rows[t]);
+  }
+
+  using Four = float __attribute__((vector_size(16)));
+
+  int fours() const { return (queries_ + 3) / 4; }
+
+  // out[i] = element i of four rows of `from`, that begin at row m; those behind the last query count as zero.
+  void beside(const float* from, int stride, int m, int count, Four* out) const {
+    if (m + 4 <= queries_) {
+      const float *a = from + m * stride, *b = a + stride, *c = b + stride, *d = c + stride;
+      for (int i = 0; i < count; ++i) out[i] = Four{a[i], b[i], c[i], d[i]};
+      return;
+    }
+    std::fill_n(out, count, Four{});
+    for (int k = 0; m + k < queries_; ++k)
+      for (int i = 0; i < count; ++i) out[i][k] = from[(m + k) * stride + i];
+  }
+
+  // The reverse, added: element i of four rows of `to` += from[i].
+  void add_beside(const Four* from, int count, int m, float* to, int stride) const {
+    for (int k = 0; k < std::min(4, queries_ - m); ++k)
+      for (int i = 0; i < count; ++i) to[(m + k) * stride + i] += from[i][k];
+  }
+
   template <class T>
   void score_outliers(const T* delta, const Chunk& chunk, float* scores) {
-    const int stride = stride_;
-    for_outliers(delta, chunk, [&](auto tile, int m, int t, int channel, float value) KVPRESS_INLINE_LAMBDA {
-      const float* q = q_ + m * stride + channel;
-      float* out = scores + m * kScoreStride + t;
-      unrolled<tile>([&](auto i) KVPRESS_INLINE_LAMBDA { out[i * kScoreStride] += q[i * stride] * value; });
-    });
+    for (int b = 0; b < fours(); ++b) {
+      const Four* const queries = channel_fours_ + b * channels_;
+      Four* const sums = row_fours_;
+      std::fill_n(sums, chunk.count, Four{});
+      for_outliers(delta, chunk, [=](int t, int channel, float value) { sums[t] += queries[channel] * value; });
+      add_beside(sums, chunk.count, 4 * b, scores, kScoreStride);
+    }
   }
 
   template <class T>
   void mix_outliers(const T* delta, const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
-    for_outliers(delta, chunk, [&](auto tile, int m, int t, int channel, float value) KVPRESS_INLINE_LAMBDA {
-      const float* weight = weights + m * kScoreStride + t;
-      float* out = acc + m * acc_stride + channel;
-      unrolled<tile>([&](auto i) KVPRESS_INLINE_LAMBDA { out[i * acc_stride] += weight[i * kScoreStride] * value; });
-    });
+    for (int b = 0; b < fours(); ++b) {
+      Four *const sums = channel_fours_, *const shares = row_fours_;
+      beside(weights, kScoreStride, 4 * b, chunk.count, shares);
+      std::fill_n(sums, channels_, Four{});
+      for_outliers(delta, chunk, [=](int t, int channel, float value) { sums[channel] += shares[t] * value; });
+      add_beside(sums, channels_, 4 * b, acc, acc_stride);
+    }
   }
 
-  // Calls step(queries at once, first query, row, channel, value) for every outlier. Those of a few rows are listed
-  // first: a loop over the two or three of each row would be mispredicted at its end every time.
+  // Calls step(row, channel, value) for every outlier. Those of a few rows are listed first: a loop over the two or three of
+  // each row would be mispredicted at its end every time.
   template <class T, class Step>
   void for_outliers(const T* delta, const Chunk& chunk, Step&& step) {
     for (int begin = 0; begin < chunk.count; begin += kTile) {
       const int count = list_outliers(chunk, begin, std::min(begin + kTile, chunk.count));
-      for_query_tiles(queries_, [&](auto tile, int m) {
-        for (int i = 0; i < count; ++i)
-          step(tile, m, owner_[i], terms_.channel[entry_[i]], to_float(delta[entry_[i]]));
-      });
+      for (int i = 0; i < count; ++i) step(owner_[i], terms_.channel[entry_[i]], to_float(delta[entry_[i]]));
     }
   }
 
@@ -179,8 +277,10 @@ class Corrector {
   const float* q_ = nullptr;
   int stride_ = 0;
   int64_t projected_ = -1;  // the basis whose product with the queries is in products_
-  Buffer<float> factors_, products_;
+  Buffer<float> factors_, loaded_, products_;
   Buffer<int32_t> owner_, entry_;
+  Buffer<Four> channel_fours_;  // [M / 4, D]: queries, or for mix() what channels receive of four of them
+  Buffer<Four> row_fours_;      // [kChunk]: logits, or weights
 };
 
 }  // namespace kvpress

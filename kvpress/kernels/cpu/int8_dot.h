@@ -119,16 +119,18 @@ KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
   sum = x;
 }
 #elif defined(__AVX2__)
-constexpr bool kNarrow = true;  // 16-bit sums: 8 x 2 x 15 x 128 fit, then they are taken
+constexpr bool kNarrow = true;  // sums of 16 bits, see kSums
 KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
   int32_t bytes;
   std::memcpy(&bytes, four, sizeof bytes);
 #if defined(__AVX512F__)
-  Words x = (Words)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(bytes)));
+  const Words product = (Words)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(bytes));
 #else
-  Words x = (Words)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(bytes)));
+  const Words product = (Words)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(bytes));
 #endif
-  asm("" : "+v"(x));  // or compilers add up trees of products, which do not fit into the registers
+  // Assembly, because compilers add up trees of products, which do not fit into the registers, or copy every sum.
+  Words x = sum;
+  asm("vpaddw %1, %0, %0" : "+v"(x) : "v"(product));
   sum = x;
 }
 #else
@@ -137,6 +139,10 @@ KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* four) {
   sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)four)));
 }
 #endif
+
+// How many products of two codes of so many bits and two bytes a sum of 16 bits holds: 8, 42 or 127 with 4, 2 or 1 bits.
+template <int kBits>
+constexpr int kSums = INT16_MAX / (2 * 128 * ((1 << std::min(kBits, 4)) - 1));
 
 // The sum per lane of 32 bits.
 KVPRESS_INLINE Words whole(Words sum) {

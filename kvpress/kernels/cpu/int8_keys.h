@@ -129,12 +129,13 @@ class Int8Keys {
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
   void dot(const Plane& plane, const uint8_t* const* codes, int m) {
     const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
-    const int step = kNarrow ? kBlock : plane.bytes;
+    constexpr int kPerBlock = kBlock / 4 * (8 / kBits);  // products that a sum takes
+    const int step = kNarrow ? kSums<kBits> / kPerBlock * kBlock : plane.bytes;
     for (int half = 0; half < kHalves<kBits>; ++half)
       for (int begin = 0; begin < plane.bytes; begin += step) {
         Words high[kQueries], low[kQueries];
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = Words{}; });
-        for (int at = begin; at < begin + step; at += kBlock) {
+        for (int at = begin; at < std::min(begin + step, plane.bytes); at += kBlock) {
           Words* column = columns_ + at / 4;
           if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
           for (int k = 0; k < 4; ++k)

@@ -218,7 +218,7 @@ class Int8Values {
     const float* const units = unit_ + span.m;
     const Interleave interleave;
     const int vector = span.vector, offset = span.plane.offset + span.at, left = span.plane.bytes - span.at;
-    const int step = kNarrow ? 32 : span.rows;
+    const int step = kNarrow ? kSums<kBits> / 8 * 32 : span.rows;
     for (int half = 0; half < kHalves<kBits>; ++half) {
       const Part<kBits> parts[] = {{span.part, half}, {span.part + 1, half}};
       for (int begin = 0; begin < span.rows; begin += step) {
@@ -227,7 +227,7 @@ class Int8Values {
           high[j / kQueries][j % kQueries] = low[j / kQueries][j % kQueries] = Words{};
         });
         Words* word = words_ + begin / 4 * kBlockVectors;
-        for (int t = begin; t < begin + step; t += 4, word += kBlockVectors) {
+        for (int t = begin; t < std::min(begin + step, span.rows); t += 4, word += kBlockVectors) {
           if (kFirst && half == 0) interleave(codes + t, offset, left, word);
           unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
             const Words part = parts[p](word[vector]);

@@ -7,6 +7,7 @@ import functools
 import logging
 import struct
 
+import torch
 from torch import Tensor
 
 from kvpress import env
@@ -32,7 +33,12 @@ def level() -> str | None:
 
 def available(tensor: Tensor) -> bool:
     """Whether the kernels can run on this tensor's device."""
-    return tensor.device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
+    return runs_on(tensor.device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels can run on a device. They are found, loaded or compiled when this is first asked in a process."""
+    return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
 
 
 def run(source: str, entry: str, *fields: Field, level: str | None = None) -> int:

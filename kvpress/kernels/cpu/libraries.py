@@ -34,7 +34,16 @@ PACKAGED = SOURCES / "lib"
 """Where a wheel keeps its libraries."""
 
 PROBE = "probe.cpp"
-KERNELS = ("decode.cpp", "coded.cpp", "prefill.cpp", "mass.cpp", "scores.cpp", "quantise.cpp", "select.cpp")
+KERNELS = (
+    "decode.cpp",
+    "coded.cpp",
+    "prefill.cpp",
+    "mass.cpp",
+    "scores.cpp",
+    "tile_mass.cpp",
+    "quantise.cpp",
+    "select.cpp",
+)
 """The sources of one level, those that take longest to compile first."""
 
 # -w: GCC 12 warns about uninitialised variables inside its own AVX-512 headers.
@@ -254,12 +263,13 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _included(source: str) -> list[str]:
+@functools.cache
+def _included(source: str) -> tuple[str, ...]:
     """The source and every header of ours that it includes, at whatever depth."""
     found = [source]
     for file in found:
         found += [name for name in re.findall(r'^\s*#include "(.+)"', _text(file), re.MULTILINE) if name not in found]
-    return found
+    return tuple(found)
 
 
 @functools.cache

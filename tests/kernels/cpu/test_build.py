@@ -111,6 +111,22 @@ def test_an_unknown_level_is_refused_where_nothing_can_be_compiled_and_before_a_
 
 
 @pytest.mark.usefixtures("forgetful")
+@needs_compiler
+def test_they_are_loaded_before_a_prompt_is_read_and_not_by_the_first_token_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, really = set(), build._open
+
+    def note(path: Path) -> Any:
+        opened.add(path.name.split("-")[0])
+        return really(path)
+
+    monkeypatch.setattr(build, "_open", note)
+    with kvpress.get_press("snapkv:0.5")(tiny_model("llama")):
+        assert {Path(source).stem for source in libraries.KERNELS} <= opened
+
+
+@pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "made nothing")])
 def test_a_compiler_that_fails_is_reported(
     does: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
