@@ -215,7 +215,8 @@ def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None 
         if codec is not None:
             layer.store.settle(codec, Sealing(layer.store.heads))
         for segment in layer.store.segments:
-            if isinstance(segment, CodedSegment):
+            # Those in a basis are coded behind their rotary embedding.
+            if isinstance(segment, CodedSegment) and segment.key_basis is None:
                 angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
                 segment.rotation = KeyRotation(angles)
         layers.append(layer)

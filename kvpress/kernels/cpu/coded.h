@@ -4,7 +4,8 @@
 // Keys: a table holds the product of every centroid with the four queries, so a logit is a sum of table entries.
 // Values: weights are collected per table entry, and one product with the book at the end turns them into the output.
 // A few rows do not pay for tables; they, and keys that were coded before their rotary embedding, are put together from
-// centroids. Scalar books of up to four bits need neither: shuffles look up what codes stand for.
+// centroids. Scalar books of three and four bits, and of fewer where tables do not pay, need neither: shuffles look up what
+// codes stand for.
 #pragma once
 
 #include "logits.h"

@@ -35,15 +35,15 @@ class CodedKeys {
     for (int i = 0; i < 4; ++i)
       for (int c = 0; c < channels; ++c) queries_[c][i] = i < live ? q[i * channels + c] * factor : 0.f;
     stream_ = stream;
-    if (levels_) return levels_->begin(queries_, stream);
     use_table_ = tabled(length);
     if (use_table_) return fill_table(p_.book_of(stream));
+    if (levels_) return levels_->begin(queries_, stream);
     assembler_.begin(p_.book_of(stream));
     rotary_.begin(queries_);
   }
 
   KVPRESS_APART void score(Stretch rows, int count, Quad* scores) {
-    if (levels_) return levels_->score(rows, count, scores);
+    if (levels_ && !use_table_) return levels_->score(rows, count, scores);
     const auto block = indices_.read(rows, count);
     if (use_table_)
       look_up(block, count, scores);
@@ -72,8 +72,12 @@ class CodedKeys {
   }
 
  private:
-  // Rotated keys differ from position to position, and no table holds them.
-  bool tabled(int64_t rows) const { return !p_.coarse && !CodedLevelKeys::fits(p_) && indices_.tables_pay(rows); }
+  // Rotated keys differ from position to position, and no table holds them. Tables have entries for bytes, which pays where
+  // these are four codes or more.
+  bool tabled(int64_t rows) const {
+    const bool looked_up = CodedLevelKeys::fits(p_) && p_.keys.bits > 2;
+    return !p_.coarse && !looked_up && indices_.tables_pay(rows);
+  }
 
   // table[column, index] = sum over the codes of the index of the products of their centroids with the queries.
   void fill_table(int64_t book) {

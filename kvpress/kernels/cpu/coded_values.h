@@ -31,10 +31,7 @@ class CodedValues {
   void begin(int64_t book, int64_t length) {
     number_ = book;
     use_table_ = tabled(length);
-    if (levels_)
-      levels_->begin(book);
-    else if (!use_table_)
-      assembler_.begin(book);
+    if (!use_table_) levels_ ? levels_->begin(book) : assembler_.begin(book);
     if (use_table_)
       std::memset(static_cast<void*>(table_), 0, sizeof(Quad) * indices_.columns() * indices_.size());
     else
@@ -59,7 +56,7 @@ class CodedValues {
   }
 
   KVPRESS_APART void collect(Stretch rows, int count, const Quad* weights) {
-    if (levels_) return levels_->add(rows, count, weights, sums_, stride_);
+    if (levels_ && !use_table_) return levels_->add(rows, count, weights, sums_, stride_);
     const auto block = indices_.read(rows, count);
     if (use_table_)
       add_to_table(block, count, weights);
@@ -80,7 +77,11 @@ class CodedValues {
   }
 
  private:
-  bool tabled(int64_t rows) const { return !CodedLevelValues::fits(side_) && indices_.tables_pay(rows); }
+  bool tabled(int64_t rows) const {
+    const bool looked_up = CodedLevelValues::fits(side_) && side_.bits > 2;  // as for keys
+    return !looked_up && indices_.tables_pay(rows);
+  }
+
   int added() const { return outliers_.none() ? 0 : int(side_.channels()); }
 
   // table[column, index] += weights[t] for every row t.

@@ -34,7 +34,8 @@ class LevelValues {
         for (int t = 0; t < count; t += kLanes) {
           const Words word = columns_.read<kThree>(c / 4, t);
           F weight[kQueries];
-          unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { weight[i] = ::kvpress::load(weights + i * kScoreStride + t); });
+          unrolled<kQueries>(
+              [&](auto i) KVPRESS_INLINE_LAMBDA { weight[i] = ::kvpress::load(weights + i * kScoreStride + t); });
           unrolled<kWidth>([&](auto k) KVPRESS_INLINE_LAMBDA {
             const int j = part * kWidth + k;
             const F x = look_up(tables_.of(c + j), word >> 8 * j);
