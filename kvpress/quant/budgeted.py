@@ -139,7 +139,7 @@ class BudgetedPress(OfSize):
     batch, every head holds means for each width that some row uses. Tokens that follow the prompt take the bits given above;
     pairs that are encoded keep theirs.
 
-    Paper: none; `per_pair` is of the kind of RDKV, 2026, arXiv:2605.08317.
+    Paper: none; `per_pair` is of the kind of RDKV, 2026 (arXiv 2605.08317).
     Differs from the paper: from RDKV, any scorer says what pairs are worth, layers are weighed by their error, all that is held
     is paid for, and keys and values of a pair have the same bits in all channels.
     """
