@@ -158,7 +158,7 @@ class BudgetedPress(OfSize):
     "frontier",
     "budget",
     example="frontier:smaller=20",
-    cases=("frontier:bytes=12KB", "frontier:smaller=8,per_pair=true"),
+    cases=("frontier:bytes=12KB", "frontier:smaller=14,per_pair=true"),
     exempt=ENCODES,
 )
 @dataclass
