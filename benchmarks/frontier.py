@@ -158,7 +158,7 @@ def named(study: dict[str, Any]) -> list[str]:
     best: dict[str, None] = {"frontier": None}
     for size in sorted({row["size"] for row in study["rows"]}):
         rows = [row for row in study["rows"] if row["size"] == size and row["family"] != "frontier"]
-        for column in ("difference", "worst"):
+        for column in ("difference", "worst") if rows else ():
             best[max(rows, key=lambda row: float(row[column]["mean"]))["family"]] = None
     return list(best)[:NAMED]
 

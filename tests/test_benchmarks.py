@@ -343,6 +343,16 @@ def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits:
         assert (kept * smaller <= whole) == fits
 
 
+def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
+    """As `--only frontier` asks for: there is no best other family."""
+    study = json.loads(Path("benchmarks/results/frontier.json").read_text())[0]
+    study["rows"] = [row for row in study["rows"] if row["family"] == "frontier"]
+    assert len(study["rows"]) == len(study["smaller"])
+    assert frontier.named(study) == ["frontier"]
+    frontier.write_figure(tmp_path / "f.png", lambda _, figure: frontier.draw(study, figure), study, 9.0)
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
 def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
