@@ -172,10 +172,14 @@ def learn(name: str, tokens: int, layers: int, path: Path) -> None:
     calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
 
 
-def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
-    """Write what is measured so far, each row as a ratio to that without a press; `keep` the other rows of the file."""
+def compare(rows: dict[str, dict[str, float]]) -> None:
+    """Add each row's ratios to that without a press."""
     for row in rows.values():
         row |= {"times": row["seconds"] / rows[NONE]["seconds"], "peak": row["peak_mib"] / rows[NONE]["peak_mib"]}
+
+
+def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
+    """Write what is measured so far; `keep` the other rows of the file."""
     held = json.loads(out.read_text())["rows"] if keep and out.exists() else {}
     record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
     found = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
@@ -183,16 +187,17 @@ def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[
 
 
 def markdown(rows: dict[str, dict[str, float]]) -> str:
-    """The table of docs/eviction.md."""
+    """The table of docs/eviction.md; with the time of a decoded token where all rows have one, as in docs/frontier.md."""
+    rows = {spec: row for spec, row in rows.items() if spec != SHARED}
+    decoded = all("token_ms" in row for row in rows.values())
     lines = [
-        "| press | seconds | times no press | peak MiB | of no press | cache MiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| press | seconds | times no press | peak MiB | of no press | cache MiB |" + decoded * " ms a token |",
+        "|---|---:|---:|---:|---:|---:|" + decoded * "---:|",
     ]
     lines += [
         f"| `{spec}` | {row['seconds']:.1f} | {row['times']:.2f} | {row['peak_mib']:.0f} | {row['peak']:.2f} | "
-        f"{row['cache_mib']:.0f} |"
+        f"{row['cache_mib']:.0f} |" + (f" {row['token_ms']:.1f} |" if decoded else "")
         for spec, row in rows.items()
-        if spec != SHARED
     ]
     return "\n".join(lines)
 
@@ -234,6 +239,7 @@ def main() -> None:
             f"{spec:60s} {row['seconds']:7.2f} s   peak +{row['peak_mib']:6.0f} MiB   cache {row['cache_mib']:6.1f} MiB",
             flush=True,
         )
+        compare(rows)
         if options.out:
             write(options.out, rows, bool(options.only), {"tokens": options.tokens, "layers": options.layers})
     print("\n" + markdown(rows))

@@ -296,9 +296,18 @@ def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
 def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     full, half = (prefill.measure(spec, 200, 2) for spec in ("none", "knorm:0.5"))
     assert half["cache_mib"] == pytest.approx(full["cache_mib"] / 2, rel=0.05)
+    assert full["token_ms"] > 0
     together = prefill.measure(prefill.SHARED, 200, 2)
     assert together["presses"] > 1
     assert together["cache_mib"] > full["cache_mib"]
+    rows = {"none": full, "knorm:0.5": half}
+    prefill.compare(rows)
+    assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB | ms a token |")
+    rows[prefill.SHARED] = together  # whose caches are not decoded from
+    prefill.compare(rows)
+    assert len(prefill.markdown(rows).splitlines()) == 4
+    del half["token_ms"]
+    assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB |")
 
 
 def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
