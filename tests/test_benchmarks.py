@@ -362,6 +362,17 @@ def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 
+def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
+    results = Path("benchmarks/results")
+    both = [results / "frontier.json", results / "frontier_small.json"]
+    whole = frontier.joined(both)
+    assert whole["smaller"] == [2, 5, 10, 20, 50]
+    assert {row["size"] for row in whole["rows"] if row["family"] == "frontier"} == set(whole["smaller"])
+    assert frontier.joined([both[1], *both])["rows"] == whole["rows"]
+    with pytest.raises(ValueError, match="not of one length"):
+        frontier.joined([both[0], results / "frontier_2048.json"])
+
+
 def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
