@@ -146,8 +146,10 @@ class Int8Keys {
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = Words{}; });
         for (int at = begin; at < std::min(begin + step, plane.bytes); at += kBlock) {
           Words* column = columns_ + at / 4;
-          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
-          for (int k = 0; k < 4; ++k)
+          const int left = plane.bytes - at;
+          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, left, column);
+          for (int k = 0; k < 4; ++k) {
+            if (kBits == 1 && k * 4 >= left) break;  // planes of high bits may be shorter than a block
             unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
               const Words word = Part<kBits>(part, half)(column[k]);
               const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
@@ -156,6 +158,7 @@ class Int8Keys {
                 multiply_add(low[i], word, query + (i * 2 + 1) * kMaxChannels);
               });
             });
+          }
         }
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           int32_t* sum = sums_ + kLanes * (m + i);
