@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -27,6 +28,7 @@ from benchmarks import (
     kernels_gpu,
     openvino_prefill,
     prefill,
+    quality_figures,
     selection,
     tiers,
 )
@@ -360,6 +362,16 @@ def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
     assert frontier.named(study) == ["frontier"]
     frontier.write_figure(tmp_path / "f.png", lambda _, figure: frontier.draw(study, figure), study, 9.0)
     assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+def test_every_codec_is_in_the_figure_of_all() -> None:
+    study = json.loads(Path("benchmarks/results/codecs.json").read_text())
+    figure = Figure()
+    quality_figures.draw_bits(study, figure)
+    for axes in figure.axes:
+        lines, names = axes.get_legend_handles_labels()
+        assert set(names) == {row["method"] for row in study["rows"]}
+        assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
 
 
 def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
