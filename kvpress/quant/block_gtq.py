@@ -23,7 +23,7 @@ from kvpress.kernels import pack
 from kvpress.quant.bits import Bits
 from kvpress.quant.calibrated import CalibratedPress
 from kvpress.quant.codebook import CodedRows, CodedSegment
-from kvpress.quant.rotated import ROUNDS, gaussian_step
+from kvpress.quant.rotated import ROUNDS, gaussian_error, gaussian_step
 from kvpress.quant.turboquant import encode, levels, rotation
 
 METHOD = "block_gtq"
@@ -34,7 +34,7 @@ MOST = 8
 @register(
     METHOD,
     "quantise",
-    "Block-GTQ, 2026, arXiv:2606.24033",
+    "Liang et al., 2026, arXiv:2606.24033",
     example="block_gtq:bits=3",
     needs="energies of the model: `kvpress calibrate --method block_gtq` (`calibration`)",
     refuses=(
@@ -47,24 +47,26 @@ class BlockGTQPress(CalibratedPress):
     """Store keys with more bits for those pairs of channels whose errors move logits most; `bits` is the mean.
 
         energy[i] = mean |q[i]|^2 * mean |k[i]|^2,   the next bit goes to the pair i of most energy[i] * 4^-bits[i]
-        y = k R,   code[d] = round(y[d] / (a step[d]) + m[d]) in [0, 2**bits[d] - 1],   x' = a step (code - m) R^T
+        y = k R,   code[d] = round(y[d] / (a step[d]) + m[d]) in [0, 2**bits[d] - 1],   x' = a gain step (code - m) R^T
 
     i counts the pairs of channels that the rotary embedding turns together; those that it leaves alone are paired, too.
     Energies are of every kv head of a layer, from a calibration, and so are bits, 1 to 8. R is orthogonal and random, drawn
     from `seed`, within the pairs of equal bits and nowhere else; m[d] = (2**bits[d] - 1) / 2; step[d] is the best one for a
     Gaussian channel of the energy that pairs of those bits have on average; a is fitted to every key by least squares, and
-    stored in 16 bits. A row of codes is as long for every head: codes are written as their binary digits, and kernels read
-    these, each with a weight of its own, as one operand. Values are stored as `turboquant` stores them.
+    stored in 16 bits; gain[d] gives a Gaussian in so many bits its norm back. Codes are written as their binary digits, which
+    kernels read as one operand of one bit, each with a weight of its own, so rows of all heads are equally long. Values are
+    stored as `turboquant` stores them.
 
     `calibration` is a file made by `kvpress calibrate --method block_gtq`, which serves all bits; the bundled reference
     model's is found without it. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
     file of them. The newest `residual_length` pairs, up to 31 more, and the first `sinks` stay dense; `skip_layers` are left
     dense.
 
-    Paper: Block-GTQ, 2026, arXiv:2606.24033.
+    Paper: Liang et al., RoPE-Aware Bit Allocation for KV-Cache Quantization (Block-GTQ), 2026, arXiv:2606.24033.
     Differs from the paper: steps of a channel are even, so that digits can be read one by one, where its levels are those of
-    least error for a Gaussian; groups of equal bits share one norm for each key, and their energies relative to it are those
-    of the calibration; the rotation is applied to queries as they come, not folded into the weights of the model.
+    least error for a Gaussian; groups of equal bits share one norm for each key, and their energies relative to it, and the
+    norm that they get back, are those of the calibration; the rotation is applied to queries as they come, not folded into
+    the weights of the model.
     """
 
     bits: Bits = 3
@@ -113,13 +115,13 @@ def allocate(energy: list[float], total: int) -> list[int]:
             f"bits must be {len(energy)} to {MOST * len(energy)} in all for {len(energy)} pairs, got {total}"
         )
     bits = [1] * len(energy)
-    gains = [(-e / 4, pair) for pair, e in enumerate(energy)]
-    heapq.heapify(gains)
+    errors = [(-e / 4, pair) for pair, e in enumerate(energy)]
+    heapq.heapify(errors)
     for _ in range(total - len(energy)):
-        gain, pair = heapq.heappop(gains)  # each bit lowers an error to a quarter, so the largest error falls most
+        error, pair = heapq.heappop(errors)  # each bit lowers an error to a quarter, so the largest error falls most
         bits[pair] += 1
         if bits[pair] < MOST:
-            heapq.heappush(gains, (gain / 4, pair))
+            heapq.heappush(errors, (error / 4, pair))
     return bits
 
 
@@ -158,7 +160,7 @@ class KeyDigits(Held):
         unit = unit.clamp_min(1e-4 * float(unit.amax()) + 1e-30)
         channel = torch.stack([torch.arange(dim).repeat_interleave(width) for width in widths])
         place = torch.stack([torch.cat([torch.arange(n) for n in width.tolist()]) for width in widths])
-        weight = unit.gather(1, channel) * 2.0 ** (place - 1)
+        weight = (unit * gains(widths)).gather(1, channel) * 2.0 ** (place - 1)
         return cls(turned.half().to(device), channel.to(torch.int16).to(device), weight.to(device))
 
     def encode(self, vectors: Tensor, head: Tensor) -> CodedRows:
@@ -168,9 +170,8 @@ class KeyDigits(Held):
         widths = torch.zeros(heads, dim, device=index.device).scatter_add_(1, index, torch.ones_like(self.weight))
         first = (widths.cumsum(1) - widths).long()
         place = torch.arange(index.shape[1], device=index.device) - first.gather(1, index)
-        unit, most = 2 * self.weight.gather(1, first), 2**widths - 1
-        best = torch.tensor([1.0, *(gaussian_step(b) for b in range(1, MOST + 1))], device=index.device)
-        spread = unit / best[widths.long()]
+        unit, most = 2 * self.weight.gather(1, first) / gains(widths), 2**widths - 1
+        spread = unit / steps(widths)
         codes = torch.empty(len(vectors), index.shape[1] // 8, dtype=torch.uint8, device=vectors.device)
         scale = torch.empty(len(vectors), device=vectors.device)
         for h in head.unique().tolist():
@@ -189,6 +190,17 @@ class KeyDigits(Held):
     def operand(self) -> kernels.Digits:
         """As the operators take it."""
         return kernels.Digits(rotation=self.rotation, channel=self.channel, weight=self.weight)
+
+
+def steps(bits: Tensor) -> Tensor:
+    """Return the best steps for a unit Gaussian in so many bits, of the same shape, float32."""
+    return torch.tensor([gaussian_step(b) for b in range(1, MOST + 1)], device=bits.device)[bits.long() - 1]
+
+
+def gains(bits: Tensor) -> Tensor:
+    """Return what gives a Gaussian in so many bits its norm back, float32: the levels of least error have less."""
+    found = [(1 - gaussian_error(b)) ** -0.5 for b in range(1, MOST + 1)]
+    return torch.tensor(found, device=bits.device)[bits.long() - 1]
 
 
 @cache

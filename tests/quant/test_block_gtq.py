@@ -136,6 +136,14 @@ def test_what_is_read_is_what_digits_stand_for() -> None:
         torch.testing.assert_close(found[mine], channels * scale @ digits.rotation[h].float().T, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_keys_keep_their_norms(bits: int) -> None:
+    """Least squares alone would shorten keys of one bit by a fifth, and all logits with them."""
+    keys = keys_of(torch.ones(HEADS, DIM // 2), 200)
+    found = coded(torch.ones(HEADS, DIM // 2), bits, keys).read(slice(None))[0]
+    assert float((found.norm(dim=1) / keys.norm(dim=1)).mean()) == pytest.approx(1, abs=0.02)
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_kernels_read_digits_as_they_are_stored(listed: bool) -> None:
     energy, rows = spread(), 70
