@@ -69,7 +69,7 @@ class BlockGTQPress(CalibratedPress):
     the weights of the model.
     """
 
-    bits: Bits = 3
+    bits: Bits = 4
     calibration: str | None = None
     residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
