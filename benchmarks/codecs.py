@@ -38,6 +38,7 @@ METHODS: dict[str, list[str]] = {
     "gear_l": [f"gear_l:bits={b},{TAIL}" for b in (4, 2)],
     "zipcache": [f"zipcache:bits={high},low_bits={low},interval=64,{TAIL}" for high, low in ((4, 2), (3, 2))],
     "kvquant": [f"kvquant:bits={b},{TAIL}" for b in (4, 3, 2)],
+    "kvquant, no outliers": [f"kvquant:bits={b},outliers=0,{TAIL}" for b in (4, 3, 2)],
     "aquakv": [f"aquakv:bits={b},{TAIL}" for b in ("4", "3", "(3,2)", "2")],
     "cq": [f"cq:coupled={channels},{TAIL}" for channels in (4, 8)],
 }

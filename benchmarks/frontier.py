@@ -3,6 +3,7 @@
 
     python benchmarks/frontier.py [--every] [--only FAMILY ...] [--samples 48] [--lengths 1024] [--smaller 10 20 50]
         [--model FOLDER]
+    python benchmarks/frontier.py --draw RESULTS ... --figure PNG
 
 At every size each scorer keeps what fits, alone in 16 bits and composed with quantised storage, and `frontier` decides all
 itself. `--every` takes all evicting presses that need no file made for the model, in the place of a few good ones. Held bytes
@@ -19,6 +20,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +156,35 @@ def to_text(studies: list[dict[str, Any]]) -> str:
 
 
 def named(study: dict[str, Any]) -> list[str]:
-    """Return `frontier` and the families that are the best other ones at some size, by their mean or their worst task."""
-    best: dict[str, None] = {"frontier": None}
+    """Return `frontier`, its forms, and the families that are the best others at some size, by mean or worst task."""
+    best = {family: None for family in ("frontier", *(row["family"] for row in study["rows"])) if is_ours(family)}
     for size in sorted({row["size"] for row in study["rows"]}):
-        rows = [row for row in study["rows"] if row["size"] == size and row["family"] != "frontier"]
+        rows = [row for row in study["rows"] if row["size"] == size and not is_ours(row["family"])]
         for column in ("difference", "worst") if rows else ():
             best[max(rows, key=lambda row: float(row[column]["mean"]))["family"]] = None
     return list(best)[:NAMED]
+
+
+def is_ours(family: str) -> bool:
+    return family.startswith("frontier")
+
+
+def joined(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the first studies of results as one of all their sizes; of a press that several have measured, the newest row.
+
+    Raises:
+        ValueError: they are not of the same length, or the full cache answered differently.
+    """
+    studies = [json.loads(file.read_text())[0] for file in files]
+    if len({(study["length"], json.dumps(study["full"]["tasks"])) for study in studies}) > 1:
+        raise ValueError(f"{', '.join(map(str, files))} are not of one length and one model: nothing can be compared")
+    newest = sorted(studies, key=itemgetter("date"))
+    rows = {row["press"]: row for study in newest for row in study["rows"]}
+    return {
+        **newest[-1],
+        "smaller": sorted({size for study in studies for size in study["smaller"]}),
+        "rows": list(rows.values()),
+    }
 
 
 def draw(study: dict[str, Any], figure: Figure) -> None:
@@ -179,9 +203,12 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
             rows = sorted((row for row in study["rows"] if row["family"] == family), key=lambda row: row["smaller_by"])
             x, y = [row["smaller_by"] for row in rows], [100 * row[column]["mean"] for row in rows]
             axes.plot(x, y, **styles.get(family, {"color": GREY, "linewidth": 0.6, "alpha": 0.6}))
-        low, high = ([100 * row[column][end] for row in study["rows"] if row["family"] == "frontier"] for end in ENDS)
-        x = [row["smaller_by"] for row in study["rows"] if row["family"] == "frontier"]
-        axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
+        ours = sorted(
+            ((row["smaller_by"], row[column]) for row in study["rows"] if row["family"] == "frontier"),
+            key=itemgetter(0),
+        )
+        low, high = ([100 * change[end] for _, change in ours] for end in ENDS)
+        axes.fill_between([x for x, _ in ours], low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
         axes.set_xscale("log")
         axes.set_xticks(study["smaller"], [f"{size}x" for size in study["smaller"]])
         axes.minorticks_off()
@@ -205,7 +232,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/frontier.json"))
     parser.add_argument("--figure", type=Path, default=Path("docs/frontier_sizes.png"))
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="folder of finished cells")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar="RESULTS", help="draw these in one figure, and measure nothing"
+    )
     options = parser.parse_args()
+    if options.draw:
+        study = joined(options.draw)
+        write_figure(options.figure, lambda _, figure: draw(study, figure), study, 9.0)
+        return
     torch.set_num_threads(1)
     studies = []
     for length in options.lengths:

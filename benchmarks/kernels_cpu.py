@@ -7,6 +7,7 @@ One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one th
 cold caches (192 MiB are streamed between calls), the contenders take turns, and medians and minima are printed with the
 error of each result against float32 attention over the same cache as it is stored. Selection chooses one row in 16 by
 16 channels of the keys, held in 4 bits; its three steps are also timed alone. Rows with a scale each are what ZipCache reads.
+Contenders named float32 stand for models in that type: dense rows of it, and codes whose scales have it.
 The last line of each length is one JSON
 object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one thread, ``x_two_threads`` how many
 times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading alone, on as many threads.
@@ -23,6 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,10 @@ RATIOS = {
     "gear": "gear int2 rank 4",
     "gear_l": "gear_l int2 rank 4",
     "select": "select 1/16",
+    "float32_int4": "int4 float32",
+    "float32_int3": "int3 float32",
 }
-"""Contenders that are compared with dense decode, by their name in the ratios."""
+"""Contenders that are compared with dense decode of their type, by their name in the ratios."""
 
 Calls = dict[tuple[str, int], Callable[[], object]]
 
@@ -62,7 +66,14 @@ def encoded(streams: Streams) -> dict[str, Cache]:
         "int4 by row": Uniform(streams, 4, key_group=(1, D), value_group=(1, D)),
         "gear int2 rank 4": Corrected(streams, 2, key_group=(64, 1), value_group=(1, 64)),
         "gear_l int2 rank 4": Corrected(streams, 2, outliers=False, key_group=(64, 1), value_group=(1, 64)),
+        "int4 float32": Uniform(streams, 4, scales=torch.float32),
+        "int3 float32": Uniform(streams, 3, scales=torch.float32),
     }
+
+
+def dense_of(name: str) -> str:
+    """The contender that reads as many pairs uncompressed."""
+    return "dense float32" if name.endswith("float32") else "dense"
 
 
 def torch_forms(dense: Dense) -> dict[str, Callable[[], Tensor]]:
@@ -126,7 +137,8 @@ def run(tokens: int, repeats: int, flushed: int = 192 * 2**20) -> tuple[dict[str
     streams = Streams.random([tokens] * H, G, D, torch.bfloat16)
     dense = Dense(streams)
     selected = Selected(dense, label_bits=4)
-    held: dict[str, Cache] = {"dense": dense, **encoded(streams), "select 1/16": selected}
+    wide = Dense(replace(streams, q=streams.q.float()))
+    held: dict[str, Cache] = {"dense": dense, "dense float32": wide, **encoded(streams), "select 1/16": selected}
 
     plain = torch_forms(dense)
     expected = {name: cache.reference()[0] for name, cache in held.items()}
@@ -155,7 +167,7 @@ def run(tokens: int, repeats: int, flushed: int = 192 * 2**20) -> tuple[dict[str
         "tokens": tokens,
         "dense_bandwidth": bandwidth(1),
         "dense_vs_torch": min(best[name, 1] for name in plain) / best["dense", 1],
-        **{f"{key}_vs_dense": best["dense", 1] / best[name, 1] for key, name in RATIOS.items()},
+        **{f"{key}_vs_dense": best[dense_of(name), 1] / best[name, 1] for key, name in RATIOS.items()},
         "dense_bandwidth_two_threads": bandwidth(2),
         **{f"{key}_two_threads": best[name, 1] / best[name, 2] for key, name in RATIOS.items()},
         "max_error": max(errors[name] for name in held),

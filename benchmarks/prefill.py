@@ -6,7 +6,8 @@
 A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Besides those named here, every press of the
 registry is measured by its example; what it has to learn of the model is learned first, from a few tokens, as only the time and
 memory of its reading matter here. Peak is the largest resident memory while the prompt is read, above what the process held
-before. Seconds and peak are also printed as ratios to those without a press, which is measured before and after the others. The
+before. Seconds and peak are also printed as ratios to those without a press, which is measured before and after the others.
+Then tokens are decoded behind the prompt, one at a time: `token_ms` is the median, on a cache as the press left it. The
 last row reads the prompt once for all presses named here that share it (`kvpress.prefill`). Patterns, which read a part of a
 prompt, are measured by `benchmarks/patterns.py`.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,8 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Of each press that needs something learned: its argument for the file, the method of `kvpress calibrate`, its settings."""
 LONGEST = 600
 """Seconds after which a press is given up."""
+WARM, DECODED = 4, 32
+"""Tokens that are decoded before any is timed, and that are."""
 SHARED = "shared"
 """Stands for all presses that share a reading."""
 
@@ -115,12 +119,24 @@ def measure(spec: str, tokens: int, layers: int) -> dict[str, float]:
     found = read(ids)
     seconds = time.perf_counter() - start
     caches = found.caches if spec == SHARED else [found]
-    return {
+    row = {
         "seconds": seconds,
         "peak_mib": memory.stop(),
         "cache_mib": sum(kvpress.memory_report(cache).total_bytes for cache in caches) / 2**20,
         "presses": len(caches),
     }
+    return row if spec == SHARED else row | {"token_ms": token_ms(model, presses[0], found)}
+
+
+def token_ms(model: LlamaForCausalLM, press: kvpress.BasePress, cache: DynamicCache) -> float:
+    """Decode tokens behind a cache that a press has left, and return the median of their milliseconds."""
+    token, taken = torch.tensor([[5]]), []
+    with kvpress.reading(model, press):
+        for _ in range(WARM + DECODED):
+            start = time.perf_counter()
+            model(token, past_key_values=cache)
+            taken.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(taken[WARM:])
 
 
 def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Tensor) -> DynamicCache:
@@ -157,10 +173,14 @@ def learn(name: str, tokens: int, layers: int, path: Path) -> None:
     calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
 
 
-def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
-    """Write what is measured so far, each row as a ratio to that without a press; `keep` the other rows of the file."""
+def compare(rows: dict[str, dict[str, float]]) -> None:
+    """Add each row's ratios to that without a press."""
     for row in rows.values():
         row |= {"times": row["seconds"] / rows[NONE]["seconds"], "peak": row["peak_mib"] / rows[NONE]["peak_mib"]}
+
+
+def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
+    """Write what is measured so far; `keep` the other rows of the file."""
     held = json.loads(out.read_text())["rows"] if keep and out.exists() else {}
     record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
     found = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
@@ -168,16 +188,17 @@ def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[
 
 
 def markdown(rows: dict[str, dict[str, float]]) -> str:
-    """The table of docs/eviction.md."""
+    """The table of docs/eviction.md; with the time of a decoded token where all rows have one, as in docs/frontier.md."""
+    rows = {spec: row for spec, row in rows.items() if spec != SHARED}
+    decoded = all("token_ms" in row for row in rows.values())
     lines = [
-        "| press | seconds | times no press | peak MiB | of no press | cache MiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| press | seconds | times no press | peak MiB | of no press | cache MiB |" + decoded * " ms a token |",
+        "|---|---:|---:|---:|---:|---:|" + decoded * "---:|",
     ]
     lines += [
         f"| `{spec}` | {row['seconds']:.1f} | {row['times']:.2f} | {row['peak_mib']:.0f} | {row['peak']:.2f} | "
-        f"{row['cache_mib']:.0f} |"
+        f"{row['cache_mib']:.0f} |" + (f" {row['token_ms']:.1f} |" if decoded else "")
         for spec, row in rows.items()
-        if spec != SHARED
     ]
     return "\n".join(lines)
 
@@ -219,6 +240,7 @@ def main() -> None:
             f"{spec:60s} {row['seconds']:7.2f} s   peak +{row['peak_mib']:6.0f} MiB   cache {row['cache_mib']:6.1f} MiB",
             flush=True,
         )
+        compare(rows)
         if options.out:
             write(options.out, rows, bool(options.only), {"tokens": options.tokens, "layers": options.layers})
     print("\n" + markdown(rows))

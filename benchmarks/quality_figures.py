@@ -20,6 +20,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 # Okabe and Ito's colours, which stay apart for colour-blind readers, and shapes for black and white.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#000000")
 MARKERS = "osD^vPX"
+LINES = ("-", (0, (4, 1)), (0, (1, 1)))
 STYLE = {"font.family": "sans-serif", "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID}
 
 
@@ -67,12 +68,18 @@ def draw_bits(study: dict[str, Any], figure: Figure) -> None:
     lengths = " and ".join(map(str, study["sizes"]["lengths"]))
     left.set_title(f"Along {study['sizes']['tokens']} tokens after {study['sizes']['context']}", loc="left")
     right.set_title(f"Contexts of {lengths} tokens, question unseen; dotted: full cache", loc="left")
-    _series(left, study["rows"], lambda row: row["kl_mean"])
-    _series(right, study["rows"], lambda row: 100 * row["accuracy"]["mean"])
+    labelled = len({row["method"] for row in study["rows"]}) <= len(COLOURS)
+    _series(left, study["rows"], lambda row: row["kl_mean"], labelled)
+    _series(right, study["rows"], lambda row: 100 * row["accuracy"]["mean"], labelled)
+    if not labelled:
+        figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=8)
     right.axhline(100 * study["full"]["accuracy"]["mean"], color=MUTED, linewidth=1, linestyle=":")
 
 
-def _series(axes: Axes, rows: Sequence[dict[str, Any]], height: Callable[[dict[str, Any]], float]) -> None:
+def _series(
+    axes: Axes, rows: Sequence[dict[str, Any]], height: Callable[[dict[str, Any]], float], labelled: bool
+) -> None:
+    """Draw a line for each method, with its name beside it if `labelled`; colours come again, dashed."""
     _prepare(axes)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("Bits per value, all bytes held when the context was read")
@@ -80,16 +87,20 @@ def _series(axes: Axes, rows: Sequence[dict[str, Any]], height: Callable[[dict[s
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     labels = []
-    for method, colour, marker in zip(dict.fromkeys(row["method"] for row in rows), COLOURS, MARKERS, strict=False):
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        again, place = divmod(number, len(COLOURS))
+        colour, marker, line = COLOURS[place], MARKERS[(place + again) % len(MARKERS)], LINES[again % len(LINES)]
         mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row["prompt_bits_per_value"])
         x, y = [row["prompt_bits_per_value"] for row in mine], [height(row) for row in mine]
-        axes.plot(x, y, color=colour, marker=marker, markersize=5.5, markeredgecolor="white", linewidth=1.4)
+        look = {"color": colour, "marker": marker, "linestyle": line}
+        axes.plot(x, y, **look, markersize=5.5, markeredgecolor="white", linewidth=1.4, label=method)
         shared = [row["prompt_bits_per_value"] - row["shared_bits_per_value"] for row in mine]
         if shared != x:
             axes.plot(shared, y, color=colour, marker=marker, markerfacecolor="white", linestyle="--", linewidth=0.8)
             labels.append(Label(f"{method} without shared tables", shared[0], y[0], colour))
         labels.append(Label(method, x[0], y[0], colour))
-    place_labels(axes, labels, [dot for line in axes.lines for dot in _dots(axes, line)])
+    if labelled:
+        place_labels(axes, labels, [dot for line in axes.lines for dot in _dots(axes, line)])
 
 
 def _dots(axes: Axes, line: Line2D) -> Iterator[Segment]:

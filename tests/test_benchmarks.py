@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -27,6 +28,7 @@ from benchmarks import (
     kernels_gpu,
     openvino_prefill,
     prefill,
+    quality_figures,
     selection,
     tiers,
 )
@@ -296,9 +298,18 @@ def test_accuracy_is_summed_up_by_task_and_shown_beside_the_peer() -> None:
 def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     full, half = (prefill.measure(spec, 200, 2) for spec in ("none", "knorm:0.5"))
     assert half["cache_mib"] == pytest.approx(full["cache_mib"] / 2, rel=0.05)
+    assert full["token_ms"] > 0
     together = prefill.measure(prefill.SHARED, 200, 2)
     assert together["presses"] > 1
     assert together["cache_mib"] > full["cache_mib"]
+    rows = {"none": full, "knorm:0.5": half}
+    prefill.compare(rows)
+    assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB | ms a token |")
+    rows[prefill.SHARED] = together  # whose caches are not decoded from
+    prefill.compare(rows)
+    assert len(prefill.markdown(rows).splitlines()) == 4
+    del half["token_ms"]
+    assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB |")
 
 
 def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
@@ -351,6 +362,27 @@ def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
     assert frontier.named(study) == ["frontier"]
     frontier.write_figure(tmp_path / "f.png", lambda _, figure: frontier.draw(study, figure), study, 9.0)
     assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+def test_every_codec_is_in_the_figure_of_all() -> None:
+    study = json.loads(Path("benchmarks/results/codecs.json").read_text())
+    figure = Figure()
+    quality_figures.draw_bits(study, figure)
+    for axes in figure.axes:
+        lines, names = axes.get_legend_handles_labels()
+        assert set(names) == {row["method"] for row in study["rows"]}
+        assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
+
+
+def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
+    results = Path("benchmarks/results")
+    both = [results / "frontier.json", results / "frontier_small.json"]
+    whole = frontier.joined(both)
+    assert whole["smaller"] == [2, 5, 10, 20, 50]
+    assert {row["size"] for row in whole["rows"] if row["family"] == "frontier"} == set(whole["smaller"])
+    assert frontier.joined([both[1], *both])["rows"] == whole["rows"]
+    with pytest.raises(ValueError, match="not of one length"):
+        frontier.joined([both[0], results / "frontier_2048.json"])
 
 
 def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,16 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: in
     assert longest_context(press, model, 0, batch) == 0
 
 
+def test_a_plan_says_what_files_hold(tmp_path: Path) -> None:
+    (tmp_path / "press.yaml").write_text("press: knorm:0.5 + kivi:bits=4\n")
+    (tmp_path / "inner.yaml").write_text("press: snapkv:0.5\n")
+    given = ["--press", f"@{tmp_path}/press.yaml", "--press", f"adakv(@{tmp_path}/inner.yaml)"]
+    shown = runner.invoke(app, ["plan", "--model", "reference", "--context", "1024", *given]).output
+    assert "knorm:compression_ratio=0.5 + kivi:bits=4" in shown
+    assert "adakv(snapkv:compression_ratio=0.5)" in shown
+    assert ".yaml" not in shown
+
+
 def test_what_ever_fits_has_no_longest_context() -> None:
     model = Geometry.of(reference().config)
     assert longest_context(kvpress.get_press("bounded(knorm:budget=100)"), model, 10_000_000) == LONGEST

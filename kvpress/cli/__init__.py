@@ -88,7 +88,7 @@ def plan_command(
 ) -> None:
     """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
     from kvpress.cache.report import format_bytes, parse_bytes
-    from kvpress.core.spec import get_press
+    from kvpress.core.spec import get_press, spelled_out
     from kvpress.hf.models import load_config, parameters_of_config
     from kvpress.plan import LONGEST, Geometry, longest_context, plan
 
@@ -97,7 +97,8 @@ def plan_command(
     with shown():
         settings = load_config(model)
         geometry = Geometry.of(settings)
-        rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in press or PLANNED]
+        specs = map(spelled_out, press or PLANNED)
+        rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in specs]
         if memory is not None:
             weights = parameters_of_config(settings) * geometry.dtype.itemsize
             room = parse_bytes(memory, "memory") - weights

@@ -57,6 +57,11 @@ def get_press(spec: str | BasePress) -> BasePress:
     return presses[0] if len(presses) == 1 else ComposedPress(presses)
 
 
+def spelled_out(spec: str) -> str:
+    """Return a spec with what files of presses hold in their place; as it is if it names none."""
+    return to_spec(get_press(spec)) if FILE in spec or spec.strip().endswith(ENDINGS) else spec
+
+
 def _read_file(path: str) -> BasePress:
     """Build the press that a file holds.
 

@@ -8,13 +8,12 @@ was begun inside a block ends under its press, also where the block has been lef
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_bac
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.dropping import decoder_layers, hand_on
 from kvpress.hf.grids import cells_in, grids_among
+from kvpress.hf.hooks import Hook, Replaced
 from kvpress.hf.layer import stop_recording
 from kvpress.hf.models import embedder_of
 from kvpress.hf.own_attention import attend
@@ -388,47 +388,3 @@ def _generates(model: PreTrainedModel) -> bool:
 
 def _name(config: Any, name: str) -> None:
     config._attn_implementation_internal = name
-
-
-# -- what copies of a model do not have ------------------------------------------------------------------------
-
-
-class Hook(partial[Any]):
-    """A hook that copies of its module do not have."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (nothing,)
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a hook in the copy of a model."""
-
-
-class Replaced:
-    """Stands in for the method `name` of a module: calls `act` with it. Copies of the module have the method itself."""
-
-    def __init__(self, owner: nn.Module, name: str, act: Callable[..., Any]) -> None:
-        self.owner, self.name, self.act = owner, name, act
-        self.before = getattr(owner, name)
-        update_wrapper(self, self.before, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.act(self.before, *args, **kwargs)
-
-    def put(self) -> Callable[[], None]:
-        """Take the place of the method; returns what undoes it."""
-        attributes = self.owner.__dict__
-        own = {self.name: attributes[self.name]} if self.name in attributes else {}
-
-        def undo() -> None:
-            attributes.pop(self.name, None)
-            attributes.update(own)
-
-        attributes[self.name] = self
-        return undo
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.before, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.owner, self.name)

@@ -15,23 +15,20 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from kvpress.cache.attention import group_queries
-from kvpress.cache.store import KVStore, Reader
+from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
-from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
-from kvpress.core.selector import Selector
 from kvpress.hf import dropping, own_attention
 from kvpress.hf.adoption import adopt_layer, check_adopted
-from kvpress.hf.attention import NAME, asked, rotates
+from kvpress.hf.attention import NAME, rotates
 from kvpress.hf.capture import Recorder
 from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.layer_plan import LayerPlan
 from kvpress.hf.merging import merge_prompt
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
@@ -137,11 +134,12 @@ class Session:
         selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
         self.layers = {}
         for known in facts.layers:
-            self.layers[id(known.module)] = LayerPlan(self, known, selectors.get(known.index))
+            depth = sum(layer < known.index for layer in self.growing)
+            self.layers[id(known.module)] = LayerPlan(self.recipe, known, depth, selectors.get(known.index))
         for layer, later in itertools.pairwise(self.growing):
             looking = selectors[later]
             if looking is not None and looking.looks_ahead:
-                self.layers[id(self.modules[layer])].following = self.modules[later]
+                self.layers[id(self.modules[layer])].following = self.layers[id(self.modules[later])]
 
     @property
     def replaces_forward(self) -> bool:
@@ -265,17 +263,8 @@ class Session:
         call.candidates = layer.record_past and seen_before > 0
         call.count(length)
         layer.call = forward.call = call
-        if plan.following is not None and call.phase == "decode" and length == 1 and forward.watch is None:
-            self._look_ahead(plan.following, call)
-
-    def _look_ahead(self, following: nn.Module, call: LayerCall) -> None:
-        """Tell the next layer's selector what that layer will ask, as far as this layer's input says."""
-        layer = call.kwargs["past_key_values"].layers[cache_place(following)]
-        selector = self.layers[id(following)].selector
-        if selector is None or not isinstance(layer, PressLayer) or layer.store is None:
-            return
-        queries = asked(following, call.hidden_states, call.kwargs).queries
-        selector.prefetch(layer.store, group_queries(queries, layer.store.heads))
+        if call.phase == "decode" and length == 1 and forward.watch is None:
+            plan.look_ahead(call)
 
     def tracker(self, cache: Any) -> SpanTracker:
         """Return what has found spans in the tokens of a cache: it hangs on the first layer."""
@@ -390,23 +379,6 @@ class Session:
                 self._seal(call)
         if phase == "prefill":
             tokens.forget()
-
-
-class LayerPlan:
-    """What one attention layer does under a press: the same in every pass, so it is worked out once per session."""
-
-    def __init__(self, session: Session, facts: LayerFacts, selector: Selector | None) -> None:
-        self.facts = facts
-        self.depth = sum(layer < facts.index for layer in session.growing)
-        self.codec = session.recipe.codec_at(facts.index)
-        self.selector = selector
-        self.pattern = None if session.recipe.pattern is None else session.recipe.pattern(facts.index)
-        self.following: nn.Module | None = None
-        self.tiles: int | None = None
-
-    def reader(self, call: LayerCall) -> Reader | None:
-        """Return what a decode step reads sealed pairs with; None reads them all."""
-        return None if self.selector is None else partial(self.selector.attend, call)
 
 
 @contextmanager

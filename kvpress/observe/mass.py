@@ -163,7 +163,7 @@ class ProbeAttention(Observer):
     def _probes(self, before: int, tokens: int, pads: int = 0) -> Tensor:
         """Indexes of the probes among `tokens` new ones after `before` others, ascending, in a row with so many pads."""
         order = torch.arange(tokens)
-        if self.share == 1:
+        if self.share == 1 or self.end - self.start == 1:
             return order
         whole = self.end - max(self.start, pads)
         recent = before + order >= self.end - pads - max(1, round(self.share / 2 * whole))
@@ -197,6 +197,7 @@ class ProbeAttention(Observer):
         received = dense.mass(
             group_queries(call.queries, store.heads), call.logits, lse.view(store.batch * store.heads, -1)
         )
-        seen = asking[dense.layout.stream_of_row // store.heads].to(received.device)
+        of_rows = asking if store.batch == 1 else asking[dense.layout.stream_of_row // store.heads]
+        seen = of_rows.to(received.device)
         for name, new in zip(self.sides, (received, seen), strict=True):
             dense.side[name] = dense.side_array(name) + new

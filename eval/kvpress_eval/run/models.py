@@ -17,8 +17,12 @@ from kvpress.hf.models import load_config
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
-_HASHED_WHOLE = 64 * 2**20
-"""Larger files are identified by their size: hashing tens of gigabytes would take longer than many runs."""
+_WEIGHTS = ("model", "pytorch_model")
+"""How names of files with a model's own weights begin; adapters and calibrations beside them do not change it."""
+_SETTINGS = {".json", ".model", ".txt", ".jinja"}
+_HASHED, _BLOCK = 1024, 2**16
+"""Blocks of a file that are hashed, and their bytes: those of larger files are spread over it, as hashing tens of gigabytes
+would take longer than many runs, and training changes weights everywhere."""
 _HASHED_VALUES = 4096
 """Values of each parameter that distinguish a model that is loaded already."""
 
@@ -149,11 +153,14 @@ def fingerprint(source: str, settings: Any) -> str:
         return str(settings._commit_hash)
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*")):
-        if path.suffix in {".json", ".safetensors", ".model"}:
+        weights = path.suffix in {".safetensors", ".bin"} and path.name.startswith(_WEIGHTS)
+        if weights or path.suffix in _SETTINGS:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}\n".encode())
-            if size <= _HASHED_WHOLE:
-                digest.update(path.read_bytes())
+            with path.open("rb") as file:
+                for at in range(0, size, max(_BLOCK, size // _HASHED)):
+                    file.seek(at)
+                    digest.update(file.read(_BLOCK))
     return digest.hexdigest()[:16]
 
 

@@ -13,9 +13,6 @@ namespace kvpress {
 
 constexpr int kCodedRows = 1024;  // rows whose logits are held at once
 
-// One number for each of four queries.
-typedef float Quad __attribute__((vector_size(16)));
-
 // For loops whose counters a larger function would keep in memory, and for code worth compiling once, not per caller.
 #define KVPRESS_APART __attribute__((noinline))
 

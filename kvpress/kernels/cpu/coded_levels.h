@@ -15,18 +15,18 @@ inline void locate(const Coded& side, Stretch rows, int first, int count, int pa
 }
 
 // Sets tables to channel `part` of each centroid.
-inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, LevelTables& tables) {
+inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, Tables& tables) {
   for (int g = 0; g < side.book_groups; ++g)
-    tables.set(g, read_book(side, book, g, scratch) + part, int(side.entries), int(side.bits), int(side.coupled));
+    tables.set(g, read_book(side, book, g, scratch) + part, int(side.entries), int(side.coupled));
 }
 
 class CodedLevelKeys {
-  static constexpr int kRows = LevelKeys::kRows;
+  static constexpr int kRows = LevelKeys<Tables>::kRows;
 
  public:
   static bool fits(const CodedProblem& p) {
     if (p.keys.coupled > (p.coarse ? 1 : 2) || (p.coarse && p.rotary % 8)) return false;
-    return CodeColumns::fits(p.keys.bits, p.keys.groups);
+    return LevelKeys<Tables>::fits(p.keys.bits, p.keys.groups);
   }
 
   explicit CodedLevelKeys(const CodedProblem& p)
@@ -51,7 +51,7 @@ class CodedLevelKeys {
   void begin(const Quad* queries, int64_t stream) {
     const int coupled = int(p_.keys.coupled);
     for (int part = 0; part < coupled; ++part) {
-      set_levels(p_.keys, p_.book_of(stream), part, book_, keys_.tables(part));
+      set_levels(p_.keys, p_.book_of(stream), part, book_, keys_.levels(part));
       for (int g = 0; g < groups_; ++g) *quad(queries_, part * groups_ + g) = queries[g * coupled + part];
     }
     stream_ = stream;
@@ -121,7 +121,7 @@ class CodedLevelKeys {
   const int groups_, half_;  // codes of a row, and pairs that are rotated
   int64_t stream_ = 0;
   uint64_t block_ = 0;  // that turned_ is for
-  LevelKeys keys_;
+  LevelKeys<Tables> keys_;
   Buffer<float> book_, queries_, turned_;  // queries [coupled, groups, 4], those of pairs [rotary, 4]
   Buffer<float> fine_, angles_;            // cosines and sines [pairs, 2, kStep], and those of some rows [pairs, 2, kRows]
   Buffer<float> products_, ones_;
@@ -129,7 +129,7 @@ class CodedLevelKeys {
 
 class CodedLevelValues {
  public:
-  static bool fits(const Coded& side) { return side.coupled == 1 && CodeColumns::fits(side.bits, side.groups); }
+  static bool fits(const Coded& side) { return side.coupled == 1 && LevelValues<Tables>::fits(side.bits, side.groups); }
 
   explicit CodedLevelValues(const Coded& side)
       : side_(side),
@@ -137,7 +137,7 @@ class CodedLevelValues {
         book_(side.group_size()),
         weights_(4 * kScoreStride) {}
 
-  void begin(int64_t book) { set_levels(side_, book, 0, book_, values_.tables()); }
+  void begin(int64_t book) { set_levels(side_, book, 0, book_, values_.levels()); }
 
   // sums[i, channel] += weights[t, i] * value of row t
   void add(Stretch rows, int count, const Quad* weights, float* sums, int stride) {
@@ -156,7 +156,7 @@ class CodedLevelValues {
 
  private:
   const Coded& side_;
-  LevelValues values_;
+  LevelValues<Tables> values_;
   Buffer<float> book_, weights_;
 };
 

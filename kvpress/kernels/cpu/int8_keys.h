@@ -20,11 +20,11 @@ class Int8Keys {
   // Whether every row has one scale and one zero: then queries are folded once for all rows.
   static bool by_row(const Rows& side) { return side.group_channels == side.channels && side.group_rows == 1; }
 
-  Int8Keys(const PackedRows& rows, int64_t queries, int query_stride)
+  Int8Keys(const PackedRows& rows, int64_t queries)
       : rows_(rows),
         queries_(int(queries)),
-        stride_(query_stride),
-        largest_(query_stride),
+        stride_(round_up(rows.side().channels, kQueryPad)),
+        largest_(stride_),
         zero_dot_(queries),
         bytes_(queries * 2 * kMaxChannels + 64),
         columns_(rows.side().stride / 4 + 8),
@@ -34,8 +34,8 @@ class Int8Keys {
         // So that no sum of products leaves 32 bits.
         range_(std::min(kIntRange, float(INT32_MAX / (rows.side().channels << rows.side().bits)))) {}
 
-  // Queries float32 [M, stride], zero padded.
-  void begin(const float* q) {
+  // Queries float32 [M, stride], zero padded to a multiple of kQueryPad.
+  void begin(const float* q, int) {
     q_ = q;
     group_ = -1;
     for (int c = 0; c < stride_; c += kLanes) {
@@ -48,9 +48,18 @@ class Int8Keys {
     fold(ones_, ones_);
   }
 
-  // Logits of up to 16 rows, of one group where rows share scales; sixteen are written per query.
-  void score(int64_t group, const int64_t* rows, int count, float* scores) {
-    if (!by_row_ && group != group_) {
+  // How many of the rows are scored at once: up to kTile, of one group where rows share scales, or none where there are too
+  // few of it to pay for folding its scales into the queries.
+  int run(const int64_t* rows, int count, bool contiguous) const {
+    count = std::min(count, kTile);
+    if (by_row_) return count;
+    const int run = rows_.run(rows, count, contiguous);
+    return run < 4 ? 0 : run;
+  }
+
+  // Logits of as many rows; kTile are written per query.
+  void score(const int64_t* rows, int count, float* scores) {
+    if (const int64_t group = by_row_ ? -1 : rows_.group(rows[0]); group != group_) {
       const int64_t at = group * rows_.side().channels;
       group_ = group;
       fold(scales() + at, zeros() + at);
@@ -137,8 +146,10 @@ class Int8Keys {
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = Words{}; });
         for (int at = begin; at < std::min(begin + step, plane.bytes); at += kBlock) {
           Words* column = columns_ + at / 4;
-          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, plane.bytes - at, column);
-          for (int k = 0; k < 4; ++k)
+          const int left = plane.bytes - at;
+          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, left, column);
+          for (int k = 0; k < 4; ++k) {
+            if (kBits == 1 && k * 4 >= left) break;  // planes of high bits may be shorter than a block
             unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
               const Words word = Part<kBits>(part, half)(column[k]);
               const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
@@ -147,6 +158,7 @@ class Int8Keys {
                 multiply_add(low[i], word, query + (i * 2 + 1) * kMaxChannels);
               });
             });
+          }
         }
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           int32_t* sum = sums_ + kLanes * (m + i);

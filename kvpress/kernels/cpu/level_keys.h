@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with keys whose codes stand for levels, straight from the codes.
+// Products of queries with keys whose codes stand for levels or numbers, straight from the codes.
 #pragma once
 
 #include "levels.h"
 
 namespace kvpress {
 
+template <class Levels>
 class LevelKeys {
  public:
   static constexpr int kRows = 2 * kLanes;  // worked on at once
 
+  static bool fits(int64_t bits, int64_t channels) { return bits <= Levels::kBits && CodeColumns::fits(bits, channels); }
+
   // A code may stand for a level in each of two sets of tables.
   LevelKeys(int bits, int channels, int tables, int sets = 1)
-      : columns_(bits, channels), tables_{LevelTables(tables), LevelTables(sets > 1 ? tables : 0)} {}
+      : columns_(bits, channels, kRows), levels_{Levels(bits, tables), Levels(bits, sets > 1 ? tables : 0)} {}
 
-  LevelTables& tables(int set = 0) { return tables_[set]; }
+  Levels& levels(int set = 0) { return levels_[set]; }
 
   // Takes up to kRows rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
@@ -22,31 +25,29 @@ class LevelKeys {
   // out[i, t] += scale[t] * product of query i with the channels from `begin` to `end` of row t, both multiples of four.
   // Queries [channels, 4], of which the first kQueries count; out [kQueries, stride].
   template <int kQueries>
-  void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride,
-                int set = 0) const {
-    columns_.three() ? multiply<kQueries, true>(queries, begin, end, scale, out, stride, tables_[set])
-                     : multiply<kQueries, false>(queries, begin, end, scale, out, stride, tables_[set]);
+  void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+    columns_.with_width([&](auto three) {
+      multiply<kQueries, three>(queries, begin, end, scale, out, stride, levels_[set]);
+    });
   }
 
   // The same for the first 2 `half` channels of keys that are rotated on the way, without scales. The cosine of pair i and
   // row t is at angles[i * step + t], its sine `sine` after it.
   void multiply_rotated(const float* queries, int half, const float* angles, int64_t step, int64_t sine, float* out,
                         int stride) const {
-    columns_.three() ? multiply_rotated<true>(queries, half, angles, step, sine, out, stride)
-                     : multiply_rotated<false>(queries, half, angles, step, sine, out, stride);
+    columns_.with_width([&](auto three) { multiply_rotated<three>(queries, half, angles, step, sine, out, stride); });
   }
 
  private:
   template <int kQueries, bool kThree>
   __attribute__((noinline)) void multiply(const float* queries, int begin, int end, const float* scale, float* out,
-                                          int stride, const LevelTables& tables) const {
+                                          int stride, const Levels& levels) const {
     F sums[kQueries][2];
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i][0] = sums[i][1] = set1(0.f); });
     for (int c = begin; c < end; c += 4) {
       const Words a = columns_.read<kThree>(c / 4, 0), b = columns_.read<kThree>(c / 4, kLanes);
       unrolled<4>([&](auto j) KVPRESS_INLINE_LAMBDA {
-        const float *table = tables.of(c + j), *q = queries + 4 * (c + j);
-        add_products<kQueries>(look_up(table, a >> 8 * j), look_up(table, b >> 8 * j), q, sums);
+        add_products<kQueries>(levels.level(c + j, a >> 8 * j), levels.level(c + j, b >> 8 * j), queries + 4 * (c + j), sums);
       });
     }
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
@@ -71,7 +72,7 @@ class LevelKeys {
         unrolled<2>([&](auto v) KVPRESS_INLINE_LAMBDA {
           const float* at = angles + low * step + v * kLanes;
           const F cosine = ::kvpress::load(at), sines = ::kvpress::load(at + sine);
-          const F first = look_up(tables_[0].of(low), a[v] >> 8 * j), second = look_up(tables_[0].of(high), b[v] >> 8 * j);
+          const F first = levels_[0].level(low, a[v] >> 8 * j), second = levels_[0].level(high, b[v] >> 8 * j);
           x[v] = sub(mul(first, cosine), mul(second, sines));
           y[v] = fma(second, cosine, mul(first, sines));
         });
@@ -96,7 +97,7 @@ class LevelKeys {
   }
 
   CodeColumns columns_;
-  LevelTables tables_[2];
+  Levels levels_[2];
 };
 
 }  // namespace kvpress

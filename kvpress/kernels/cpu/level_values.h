@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted sums of values whose codes stand for levels, straight from the codes.
+// Weighted sums of values whose codes stand for levels or numbers, straight from the codes.
 #pragma once
 
 #include "levels.h"
 
 namespace kvpress {
 
+template <class Levels>
 class LevelValues {
  public:
-  LevelValues(int bits, int channels, int tables) : columns_(bits, channels), tables_(tables) {}
+  static bool fits(int64_t bits, int64_t channels) { return bits <= Levels::kBits && CodeColumns::fits(bits, channels); }
 
-  LevelTables& tables() { return tables_; }
+  LevelValues(int bits, int channels, int tables) : columns_(bits, channels, kChunk), levels_(bits, tables) {}
+
+  Levels& levels() { return levels_; }
 
   // Takes up to kChunk rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
@@ -19,8 +22,7 @@ class LevelValues {
   // multiples of four. Weights [kQueries, kScoreStride] are zero from `count` to the next multiple of kLanes.
   template <int kQueries>
   void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride) const {
-    columns_.three() ? mix<kQueries, true>(weights, count, begin, end, acc, acc_stride)
-                     : mix<kQueries, false>(weights, count, begin, end, acc, acc_stride);
+    columns_.with_width([&](auto three) { mix<kQueries, three>(weights, count, begin, end, acc, acc_stride); });
   }
 
  private:
@@ -38,7 +40,7 @@ class LevelValues {
               [&](auto i) KVPRESS_INLINE_LAMBDA { weight[i] = ::kvpress::load(weights + i * kScoreStride + t); });
           unrolled<kWidth>([&](auto k) KVPRESS_INLINE_LAMBDA {
             const int j = part * kWidth + k;
-            const F x = look_up(tables_.of(c + j), word >> 8 * j);
+            const F x = levels_.level(c + j, word >> 8 * j);
             unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[k][i] = fma(weight[i], x, sums[k][i]); });
           });
         }
@@ -51,7 +53,7 @@ class LevelValues {
   }
 
   CodeColumns columns_;
-  LevelTables tables_;
+  Levels levels_;
 };
 
 }  // namespace kvpress

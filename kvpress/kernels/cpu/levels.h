@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of up to four bits that stand for levels, looked up by shuffles: a tile of rows is transposed once, and each register
+// What codes stand for: levels, looked up by shuffles, or their numbers. A tile of rows is transposed once, and each register
 // then holds the codes of one channel of neighbouring rows, or what they stand for.
 #pragma once
 
@@ -28,52 +28,67 @@ KVPRESS_INLINE F look_up(const float* table, Words index) {
 #endif
 }
 
-// What codes stand for: one table for all channels, or one for each.
-class LevelTables {
+// Codes of up to four bits stand for the levels of one table for all channels, or of one for each.
+class Tables {
  public:
-  explicit LevelTables(int tables) : step_(tables > 1 ? kLevels : 0), tables_(tables * kLevels) {}
+  static constexpr int kBits = 4;  // at most
+
+  Tables(int bits, int tables) : mask_((1 << bits) - 1), step_(tables > 1 ? kLevels : 0), tables_(tables * kLevels) {}
 
   // Levels lie `stride` apart; codes past the last of `entries` mean that one.
-  void set(int table, const float* levels, int entries, int bits, int stride = 1) {
-    const int mask = (1 << bits) - 1;
-    for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask, entries - 1) * stride];
+  void set(int table, const float* levels, int entries, int stride = 1) {
+    for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask_, entries - 1) * stride];
   }
 
-  KVPRESS_INLINE const float* of(int channel) const { return tables_ + channel * step_; }
+  // What the low bits of words mean.
+  KVPRESS_INLINE F level(int channel, Words code) const { return look_up(tables_ + channel * step_, code); }
 
  private:
-  const int step_;
+  const int mask_, step_;
   Buffer<float> tables_;
 };
 
-// Codes of up to kChunk rows, by word and row. Neighbouring channels go in fours: the codes of channels 4 i .. 4 i + 3 are
+// Codes stand for their own numbers.
+class Numbers {
+ public:
+  static constexpr int kBits = 8;
+
+  Numbers(int bits, int /*tables*/) : mask_(Words{} + ((1 << bits) - 1)) {}
+
+  KVPRESS_INLINE F level(int /*channel*/, Words code) const { return (F)__builtin_convertvector(code & mask_, Floats); }
+
+ private:
+  const Words mask_;
+};
+
+// Codes of up to `rows` rows, by word and row. Neighbouring channels go in fours: the codes of channels 4 i .. 4 i + 3 are
 // the low bits of the bytes of word i.
 class CodeColumns {
  public:
-  static bool fits(int64_t bits, int64_t channels) { return bits <= 4 && channels % (bits == 3 ? 32 : 32 / bits) == 0; }
+  static bool fits(int64_t bits, int64_t channels) { return channels % (bits == 3 ? 32 : 32 / bits) == 0; }
 
-  CodeColumns(int bits, int channels)
+  CodeColumns(int bits, int channels, int rows)
       : three_(bits == 3),
-        step_(three_ ? 2 : bits),
-        low_(channels * step_ / 32),
+        rows_(rows),
+        low_(channels * (three_ ? 2 : bits) / 32),
         high_(three_ ? channels / 32 : 0),
-        words_(round_up(low_ + high_, 4) * kChunk),
+        words_(round_up(low_ + high_, 4) * rows),
         places_(channels / 4) {
     const int32_t* words = words_;
     for (int i = 0; i < channels / 4; ++i) {
-      places_[i] = {words + i % low_ * kChunk, words, i / low_ * step_, 0};
-      if (three_) places_[i].high = words + (low_ + i % high_) * kChunk, places_[i].high_shift = i / high_;
+      places_[i] = {words + i % low_ * rows, words, i / low_ * (three_ ? 2 : bits), 0};
+      if (three_) places_[i].high = words + (low_ + i % high_) * rows, places_[i].high_shift = i / high_;
     }
   }
 
-  // Takes up to kChunk rows; the list goes on to the end of a vector.
+  // Takes up to `rows` rows; the list goes on to the end of a vector.
   void load(const uint8_t* const* rows, int count) {
     const int bytes = 4 * (low_ + high_);
     for (int t = 0; t < count; t += kLanes)
       for (int at = 0; at < bytes; at += 16) {
         Words column[4];
         transpose_rows(rows + t, at, bytes - at, column);
-        for (int k = 0; k < 4; ++k) std::memcpy(words_ + (at / 4 + k) * kChunk + t, &column[k], sizeof(Words));
+        for (int k = 0; k < 4; ++k) std::memcpy(words_ + (at / 4 + k) * rows_ + t, &column[k], sizeof(Words));
       }
   }
 
@@ -89,7 +104,11 @@ class CodeColumns {
     return (low & 0x03030303) | ((high >> place.high_shift & 0x01010101) << 2);
   }
 
-  bool three() const { return three_; }
+  // step(whether codes have three bits), as a constant.
+  template <class Step>
+  KVPRESS_INLINE void with_width(Step&& step) const {
+    three_ ? step(std::true_type{}) : step(std::false_type{});
+  }
 
  private:
   // Where the words i of all rows are: in which words of a row, and how far to the right they go.
@@ -99,7 +118,7 @@ class CodeColumns {
   };
 
   const bool three_;
-  const int step_, low_, high_;  // bits from one part to the next, and words of a row: of codes or their low bits, of high bits
+  const int rows_, low_, high_;  // words of a row: of codes or their low bits, of high bits
   Buffer<int32_t> words_;
   Buffer<Place> places_;
 };

@@ -6,25 +6,27 @@
 
 namespace kvpress {
 
-inline bool float8_fits(const Rows& side) {
-  if (!side.levels || side.zero || side.bits != 8 || side.group_channels != side.channels) return false;
-  const f16* levels = static_cast<const f16*>(side.levels);
-  for (int code = 0; code < 256; ++code)
-    if (to_float(levels[code]) != to_float(e4m3{uint8_t(code)})) return false;
-  return true;
-}
-
 class Float8Rows {
  public:
-  static constexpr int kRows = 64;  // that are scored at once
+  static bool fits(const Rows& side) {
+    if (!side.levels || side.zero || side.bits != 8 || side.group_channels != side.channels) return false;
+    const f16* levels = static_cast<const f16*>(side.levels);
+    for (int code = 0; code < 256; ++code)
+      if (to_float(levels[code]) != to_float(e4m3{uint8_t(code)})) return false;
+    return true;
+  }
 
   Float8Rows(const PackedRows& rows, int64_t queries)
       : rows_(rows), queries_(int(queries)), scales_(rows), scale_(kChunk), weights_(queries * kScoreStride) {}
 
-  // Products of queries [M, stride], zero padded, with up to kRows rows.
-  void score(const int64_t* rows, int count, const float* queries, int stride, float* scores) {
+  // Queries [M, stride], zero padded.
+  void begin(const float* q, int stride) { q_ = q, stride_ = stride; }
+
+  int run(const int64_t*, int count, bool) const { return std::min(count, 64); }
+
+  void score(const int64_t* rows, int count, float* scores) {
     scales_.read(rows, count, scale_, kChunk);
-    score_rows<FloatDot<e4m3>>([&](int t) { return row(rows[t]); }, count, queries, stride, queries_,
+    score_rows<FloatDot<e4m3>>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_,
                                int(rows_.side().channels), scores, [](int) {});
     for (int m = 0; m < queries_; ++m)
       for (int t = 0; t < count; t += kLanes)
@@ -47,6 +49,8 @@ class Float8Rows {
   const PackedRows& rows_;
   const int queries_;
   const RowScales scales_;
+  const float* q_ = nullptr;
+  int stride_ = 0;
   Buffer<float> scale_, weights_;  // [kChunk] and [M, kScoreStride]
 };
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads quantised keys and values: on codes where the integer kernels or those for levels fit, through a small float32 tile
-// otherwise.
+// Reads quantised keys and values: on codes where a kernel fits them, through a small float32 tile otherwise.
 #pragma once
 
-#include <optional>
+#include <variant>
 
 #include "corrector.h"
 #include "dense_reader.h"
@@ -13,6 +12,29 @@
 #include "packed_levels.h"
 
 namespace kvpress {
+
+// Kernels for keys have begin(queries, stride), run(rows, count, contiguous): how many rows from the first on are scored at
+// once, and score(rows, count, scores); those for values have mix(chunk, weights, acc, acc_stride).
+using KeyKernel = std::variant<std::monostate,
+#if defined(KVPRESS_INT8)
+                               Int8Keys,
+#endif
+                               PackedLevelKeys<Tables>, PackedLevelKeys<Numbers>, Float8Rows>;
+using ValueKernel = std::variant<std::monostate,
+#if defined(KVPRESS_INT8)
+                                 Int8Values,
+#endif
+                                 PackedLevelValues<Tables>, PackedLevelValues<Numbers>, Float8Rows>;
+
+// Puts the first kernel that fits the rows into `kernel`, or none.
+template <class... Kernels>
+void choose(std::variant<std::monostate, Kernels...>& kernel, const PackedRows& rows, int64_t queries) {
+  const auto put = [&](auto* none) {
+    using Kernel = std::remove_pointer_t<decltype(none)>;
+    if (kernel.index() == 0 && Kernel::fits(rows.side())) kernel.template emplace<Kernel>(rows, queries);
+  };
+  (put(static_cast<Kernels*>(nullptr)), ...);
+}
 
 class PackedReader {
  public:
@@ -26,22 +48,13 @@ class PackedReader {
         tile_stride_(round_up(std::max(p.keys.channels, p.values.channels), 16)),
         queries_(p.queries * stride_),
         tile_(kTile * tile_stride_) {
-    if (levels_fit(p.keys)) level_keys_.emplace(keys_, p.queries);
-    if (levels_fit(p.values)) level_values_.emplace(values_, p.queries);
-    if (float8_fits(p.keys)) float8_keys_.emplace(keys_, p.queries);
-    if (float8_fits(p.values)) float8_values_.emplace(values_, p.queries);
-#if defined(KVPRESS_INT8)
-    if (Int8Keys::fits(p.keys)) int8_keys_.emplace(keys_, p.queries, stride_);
-    if (Int8Values::fits(p.values)) int8_values_.emplace(values_, p.queries);
-#endif
+    choose(key_kernel_, keys_, p.queries);
+    choose(value_kernel_, values_, p.queries);
   }
 
   void begin(const float* q) {
     pad_queries(q, p_.queries, p_.keys.channels, static_cast<float*>(queries_), stride_);
-#if defined(KVPRESS_INT8)
-    if (int8_keys_) int8_keys_->begin(queries_);
-#endif
-    if (level_keys_) level_keys_->begin(queries_, stride_);
+    with(key_kernel_, [&](auto& kernel) { kernel.begin(queries_, stride_); });
     key_terms_.begin(queries_, stride_);
   }
 
@@ -69,11 +82,7 @@ class PackedReader {
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     value_terms_.mix(chunk, weights, acc, acc_stride);
-    if (level_values_) return level_values_->mix(chunk, weights, acc, acc_stride);
-    if (float8_values_) return float8_values_->mix(chunk, weights, acc, acc_stride);
-#if defined(KVPRESS_INT8)
-    if (int8_values_) return int8_values_->mix(chunk, weights, acc, acc_stride);
-#endif
+    if (with(value_kernel_, [&](auto& kernel) { kernel.mix(chunk, weights, acc, acc_stride); })) return;
     for (int t = 0; t < chunk.count; t += kTile) {
       const int size = std::min(kTile, chunk.count - t);
       for (int i = 0; i < size; ++i) values_.decode(chunk.rows[t + i], tile_ + i * tile_stride_);
@@ -97,27 +106,27 @@ class PackedReader {
     scale(static_cast<const bf16*>(p_.keys.row_scale));
   }
 
-  // How many rows from row t on are scored by their codes: those of levels, and runs of one group whose scales pay for being
-  // folded into the queries.
-  int codes_run(const Chunk& chunk, int t) const {
-    if (level_keys_) return std::min(chunk.count - t, PackedLevelKeys::kRows);
-    if (float8_keys_) return std::min(chunk.count - t, Float8Rows::kRows);
-#if defined(KVPRESS_INT8)
-    if (!int8_keys_) return 0;
-    if (Int8Keys::by_row(p_.keys)) return std::min(chunk.count - t, kTile);
-    const int run = keys_.run(chunk.rows + t, std::min(chunk.count - t, kTile), chunk.contiguous);
-    return run < 4 ? 0 : run;
-#else
-    return 0;
-#endif
+  // Runs step(kernel) and returns true if there is one.
+  template <class Kernel, class Step>
+  static bool with(Kernel& kernel, Step&& step) {
+    return std::visit(
+        [&](auto& which) {
+          constexpr bool kNone = std::is_same_v<std::decay_t<decltype(which)>, std::monostate>;
+          if constexpr (!kNone) step(which);
+          return !kNone;
+        },
+        kernel);
+  }
+
+  // How many rows from row t on are scored by their codes.
+  int codes_run(const Chunk& chunk, int t) {
+    int run = 0;
+    with(key_kernel_, [&](auto& kernel) { run = kernel.run(chunk.rows + t, chunk.count - t, chunk.contiguous); });
+    return run;
   }
 
   void score_codes(const int64_t* rows, int count, float* scores) {
-    if (level_keys_) return level_keys_->score(rows, count, scores);
-    if (float8_keys_) return float8_keys_->score(rows, count, queries_, stride_, scores);
-#if defined(KVPRESS_INT8)
-    int8_keys_->score(keys_.group(rows[0]), rows, count, scores);
-#endif
+    with(key_kernel_, [&](auto& kernel) { kernel.score(rows, count, scores); });
   }
 
   void score_tile(const int64_t* rows, int count, float* scores) {
@@ -131,13 +140,8 @@ class PackedReader {
   Corrector key_terms_, value_terms_;
   const int stride_, tile_stride_;
   Buffer<float> queries_, tile_;
-  std::optional<PackedLevelKeys> level_keys_;
-  std::optional<PackedLevelValues> level_values_;
-  std::optional<Float8Rows> float8_keys_, float8_values_;
-#if defined(KVPRESS_INT8)
-  std::optional<Int8Keys> int8_keys_;
-  std::optional<Int8Values> int8_values_;
-#endif
+  KeyKernel key_kernel_;
+  ValueKernel value_kernel_;
 };
 
 }  // namespace kvpress

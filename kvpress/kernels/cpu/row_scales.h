@@ -7,22 +7,22 @@
 
 namespace kvpress {
 
-// Scales of rows as float32 by group: [groups, stride].
+// Scales of rows, or their zeros, as float32 by group: [groups, stride].
 class RowScales {
  public:
-  explicit RowScales(const PackedRows& rows)
-      : rows_(rows), groups_(int(rows.scales_per_row())) {}
+  explicit RowScales(const PackedRows& rows, bool zeros = false)
+      : rows_(rows), base_(zeros ? rows.side().zero : rows.side().scale), groups_(int(rows.scales_per_row())) {}
 
   void read(const int64_t* rows, int count, float* out, int stride) const {
     switch (rows_.side().dtype) {
       case kFloat16:
-        return read(static_cast<const f16*>(rows_.side().scale), rows, count, out, stride);
+        return read(static_cast<const f16*>(base_), rows, count, out, stride);
       case kFloat8:
-        return read(static_cast<const e4m3*>(rows_.side().scale), rows, count, out, stride);
+        return read(static_cast<const e4m3*>(base_), rows, count, out, stride);
       case kPower:
-        return read(static_cast<const e8m0*>(rows_.side().scale), rows, count, out, stride);
+        return read(static_cast<const e8m0*>(base_), rows, count, out, stride);
       default:
-        read(static_cast<const float*>(rows_.side().scale), rows, count, out, stride);
+        read(static_cast<const float*>(base_), rows, count, out, stride);
     }
   }
 
@@ -30,14 +30,25 @@ class RowScales {
   template <class S>
   void read(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
     if constexpr (sizeof(S) == 1) return read_bytes(scale, rows, count, out, stride);
-    if (groups_ == 1 && rows_.side().group_rows == 1) {
-      for (int t = 0; t < count; ++t) out[t] = to_float(scale[rows[t]]);
-      return;
+    if (rows_.side().group_rows == 1 && groups_ <= 4) {
+      bool running = true;
+      for (int t = 0; t < count; ++t) running &= rows[t] == rows[0] + t;
+      const S* const from = scale + rows[0] * groups_;
+      if (running && groups_ == 1) return spread<1>(from, count, out, stride);
+      if (running && groups_ == 2) return spread<2>(from, count, out, stride);
+      if (running && groups_ == 4) return spread<4>(from, count, out, stride);
     }
     for (int t = 0; t < count; ++t) {
       const S* from = scale + rows_.group(rows[t]) * groups_;
       for (int g = 0; g < groups_; ++g) out[g * stride + t] = to_float(from[g]);
     }
+  }
+
+  // With the number of groups known, compilers turn the loop into shuffles.
+  template <int kGroups, class S>
+  static void spread(const S* from, int count, float* out, int stride) {
+    for (int g = 0; g < kGroups; ++g)
+      for (int t = 0; t < count; ++t) out[g * stride + t] = to_float(from[t * kGroups + g]);
   }
 
   // Four scales of a row are a word.
@@ -67,6 +78,7 @@ class RowScales {
   }
 
   const PackedRows& rows_;
+  const void* const base_;
   const int groups_;
 };
 

@@ -265,6 +265,9 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 using Words = int32_t __attribute__((vector_size(sizeof(F))));
 using Floats = float __attribute__((vector_size(sizeof(F))));
 
+// One number for each of four queries.
+typedef float Quad __attribute__((vector_size(16)));
+
 inline F abs(F x) { return max(x, sub(set1(0.f), x)); }
 
 // 2^x for x <= 128; relative error 2e-7, zero below -150 (Cephes exp2f coefficients).

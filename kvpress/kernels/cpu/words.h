@@ -13,9 +13,11 @@ constexpr int kBlockVectors = kBlock / kLanes;  // vectors with a word for each 
 #if defined(__AVX2__)
 using Block = __m128i;
 inline Block load_block(const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
+inline Block load_half_block(const uint8_t* p) { return _mm_loadl_epi64((const __m128i*)p); }
 #else
 using Block = uint8x16_t;
 inline Block load_block(const uint8_t* p) { return vld1q_u8(p); }
+inline Block load_half_block(const uint8_t* p) { return vcombine_u8(vld1_u8(p), vdup_n_u8(0)); }
 #endif
 
 // Up to 16 bytes; the rest is zero.
@@ -24,7 +26,8 @@ inline Block load_bytes(const uint8_t* p, int count) {
 #if defined(__AVX512F__)
   return _mm_maskz_loadu_epi8(__mmask16((1u << std::max(count, 0)) - 1), p);
 #else
-  uint8_t bytes[kBlock] = {};
+  if (count == kBlock / 2) return load_half_block(p);
+  uint8_t bytes[kBlock] = {};  // read before it is all written, which takes longer than what is done with the row
   std::memcpy(bytes, p, std::max(count, 0));
   return load_block(bytes);
 #endif

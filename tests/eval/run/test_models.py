@@ -19,6 +19,7 @@ from kvpress_eval.run.estimate import measure_machine
 from kvpress_eval.run.models import load_engine
 from kvpress_eval.run.runner import run
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 TEXT = " The code for tiger is 4837." * 4
@@ -86,3 +87,20 @@ def test_a_model_that_is_not_there_is_told_before_it_is_loaded(
     monkeypatch.setattr(models, "fingerprint", lambda *source: pytest.fail("the model was loaded"))
     with pytest.raises(DataError, match="cannot load model"):
         COMMANDS[command](config.model_copy(update={"model": str(tmp_path / "empty")}))
+
+
+def test_weights_are_told_apart_by_what_they_are_and_not_by_what_lies_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_HASHED", 8)  # so that the file counts as a large one
+    values = torch.zeros(2**20)
+    save_file({"weight": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    first = models.fingerprint(str(tmp_path), None)
+    save_file({"adapter": torch.ones(3)}, tmp_path / "qfilter.safetensors")
+    assert models.fingerprint(str(tmp_path), None) == first
+    save_file({"weight": values + 0.01}, tmp_path / "model.safetensors")  # trained on: as many bytes
+    trained = models.fingerprint(str(tmp_path), None)
+    assert trained != first
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert models.fingerprint(str(tmp_path), None) != trained

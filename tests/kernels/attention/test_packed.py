@@ -65,6 +65,22 @@ def test_every_level_and_grouping_agrees(
     assert_same_lse(lse, expected_lse, LIMIT)
 
 
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("key_group", [(32, 1), (3, 1), (1, 32), (8, 64), (1, 4)])
+def test_float32_scales_are_read_as_exactly_as_float32_rows(level: str, bits: int, key_group: tuple[int, int]) -> None:
+    s = streams([0, 5, 700], 6, 64)
+    keys, exact_keys = quantise(outliers(s.rows, 64), bits, key_group, torch.float32)
+    values, exact_values = quantise(torch.randn(s.rows, 96), bits, (1, 32), torch.float32)
+    exact = dense(exact_keys, exact_values)
+    for where in (s.where, s.listed()):
+        out, lse = cpu.decode(s.q, Rows(keys, values), where, Options(0.125, causal=3), level=level)
+        expected, expected_lse = reference.decode(s.q, exact, where, Options(0.125, causal=3))
+        assert relative_error(out, expected) < 1e-5
+        assert_same_lse(lse, expected_lse, 1e-5)
+
+
 def test_mixed_bits_and_row_groups_after_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     s = streams([150, 300], 4, 128)
     original = outliers(1024, 128)
