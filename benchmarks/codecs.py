@@ -2,6 +2,7 @@
 """All codecs side by side at equal measured bits: divergence along decoding and accuracy, on the reference model.
 
     python benchmarks/codecs.py [--samples 4] [--texts 4] [--tokens 128] [--out benchmarks/results/codecs.json] [--figures docs]
+    python benchmarks/codecs.py --methods turboquant block_gtq --out benchmarks/results/codecs_block_gtq.json [...]
 
 A codec is placed by the bytes that it holds once the context was read, windows, scales and books included. The dense tail is
 32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
@@ -31,6 +32,7 @@ METHODS: dict[str, list[str]] = {
     "saw_int4": [f"saw_int4:bits={b},{TAIL}" for b in (8, 4, 3, 2)],
     "rotated": [f"rotated:bits={b},{TAIL}" for b in (8, 4, 3, 2, 1)],
     "turboquant": [f"turboquant:bits={b},{TAIL}" for b in (4, 3, 2, 1)],
+    "block_gtq": [f"block_gtq:bits={b},sinks=0,{TAIL}" for b in (4, 3, 2, 1)],
     "floats": [f"fp8:{TAIL}", f"nvfp4:{TAIL}", f"mxfp4:{TAIL}"],
     "gear": [f"gear:bits={b},{TAIL}" for b in (4, 2)],
     "gear_l": [f"gear_l:bits={b},{TAIL}" for b in (4, 2)],
@@ -47,13 +49,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="of each task and length")
     parser.add_argument("--texts", type=int, default=4, help="whose next tokens are compared")
     parser.add_argument("--tokens", type=int, default=128, help="that are fed behind the context of each text")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[], help="these alone, without a figure")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codecs.json"))
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the PNG")
     parser.add_argument("--runs", type=Path, default=Path("runs/codecs"), help="folder of finished cells")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sizes = Sizes(options.samples, texts=options.texts, tokens=options.tokens)
-    presses = tuple(spec for specs in METHODS.values() for spec in specs)
+    presses = tuple(spec for name in options.methods or METHODS for spec in METHODS[name])
     moved = divergences(presses, sizes, options.runs)
     result = measure_tasks(("none", *presses), EXACT_TASKS, sizes.lengths, sizes, options.runs)
     full, *summaries = summarise(result.cells)
@@ -63,7 +66,8 @@ def main() -> None:
     rows = [{"method": of[s.press], **accuracy_row(s), **moved[s.press]} for s in summaries]
     study = {**about(result), "sizes": vars(sizes), "full": accuracy_row(full), "rows": rows}
     replace_file(options.out, (json.dumps(study, indent=1) + "\n").encode())
-    write_figure(options.figures / "codecs_bits.png", draw_bits, study, 13.0)
+    if not options.methods:
+        write_figure(options.figures / "codecs_bits.png", draw_bits, study, 13.0)
     print(bits_table(study))
 
 

@@ -124,6 +124,19 @@ class RandomLevels(kvpress.KVQuantPress):
         return super().recipe()
 
 
+class RandomEnergies(kvpress.BlockGTQPress):
+    """Block-GTQ with energies drawn at random over some decades: which channel a bit belongs to costs the same for all."""
+
+    def found(self) -> Calibration:
+        energy = (4 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))).exp()
+        of_layer = {"queries": torch.ones_like(energy), "keys": energy, "rotated": torch.tensor([64.0])}
+        return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        """There is no file to check."""
+        return super().recipe()
+
+
 class RandomPredictors(kvpress.AquaKVPress):
     """AQUA-KV with levels and predictors drawn at random, which cost as much to read as any."""
 
@@ -151,6 +164,7 @@ class RandomChannels(kvpress.DoubleSparsityPress):
 STAND_INS = {
     kvpress.CoupledQuantPress: RandomBooks,
     kvpress.KVQuantPress: RandomLevels,
+    kvpress.BlockGTQPress: RandomEnergies,
     kvpress.AquaKVPress: RandomPredictors,
     kvpress.DoubleSparsityPress: RandomChannels,
 }

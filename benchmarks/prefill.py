@@ -54,7 +54,8 @@ INSTEAD = {
 }  # fmt: skip
 """What is measured in place of examples that keep all pairs, ask a tokenizer or take long to learn."""
 LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "aquakv": ("calibration", "aquakv", {}), "cq": ("calibration", "cq", {"bits": (4, 4), "coupled": (4, 4), "iterations": 3}),
+    "aquakv": ("calibration", "aquakv", {}), "block_gtq": ("calibration", "block_gtq", {}),
+    "cq": ("calibration", "cq", {"bits": (4, 4), "coupled": (4, 4), "iterations": 3}),
     "double_sparsity": ("calibration", "double_sparsity", {}),
     "expected_attention_stats": ("stats_folder", "expected_attention", {}),
     "fastkvzip": ("gates", "fastkvzip", {"steps": 3}), "headkv": ("table", "kvzip_heads", {}),

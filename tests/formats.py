@@ -13,6 +13,7 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.tier import FileTier
+from kvpress.quant.block_gtq import BlockCodec
 from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
@@ -25,6 +26,7 @@ from tests.quant.test_codebook import embedding
 
 HEADS, DIM = 2, 32
 BOOK = torch.randn(HEADS, DIM // 4, 16, 4, generator=torch.Generator().manual_seed(7)).half()
+ENERGY = torch.randn(HEADS, DIM // 2, generator=torch.Generator().manual_seed(8)).exp()
 CODECS: dict[str, Codec] = {
     "dense": DenseCodec(4, 3),
     "host": HostCodec(4, 3),
@@ -37,6 +39,7 @@ CODECS: dict[str, Codec] = {
     "floats": FloatCodec("fp8", 3, group=4),
     "floats in blocks": FloatCodec("nvfp4", 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
+    "digits": BlockCodec(ENERGY, ENERGY, DIM, (3, 4), 0, 3, group=4),
 }
 CODECS["in a file"] = UniformCodec(4, 2, (4, 1), (1, 8), 4, 3)
 CODECS["in a file"].tier = FileTier()

@@ -18,6 +18,7 @@ import kvpress
 from kvpress.calibrate import (
     ChannelSettings,
     CoupledSettings,
+    EnergySettings,
     FastKVzipSettings,
     FilterSettings,
     KeyDirectionSettings,
@@ -36,6 +37,7 @@ from tests.models import tiny_model, tokens
 
 SETTINGS = {
     "aquakv": PredictorSettings(iterations=2),
+    "block_gtq": EnergySettings(),
     "cq": CoupledSettings((4, 4), (2, 2), fisher=False, iterations=2),
     "double_sparsity": ChannelSettings(),
     "expected_attention": QuerySettings(),
@@ -48,6 +50,7 @@ SETTINGS = {
 }
 SPECS = {
     "aquakv": "aquakv:bits=2,calibration='{}'",
+    "block_gtq": "block_gtq:bits=2,calibration='{}'",
     "cq": "cq:coupled=4,bits=2,calibration='{}'",
     "double_sparsity": "double_sparsity:calibration='{}'",
     "expected_attention": "expected_attention_stats:0.5,stats_folder='{}'",
@@ -60,6 +63,7 @@ SPECS = {
 }
 TENSOR = {
     "aquakv": "2.weight.2",
+    "block_gtq": "2.queries",
     "cq": "2.keys",
     "double_sparsity": "2.qk",
     "expected_attention": "2.covariance",

@@ -17,7 +17,14 @@ from typer.testing import CliRunner
 import kvpress
 from benchmarks import tiny
 from kvpress.cache.report import parse_bytes
-from kvpress.calibrate import ChannelSettings, CoupledSettings, LevelSettings, PredictorSettings, calibrate
+from kvpress.calibrate import (
+    ChannelSettings,
+    CoupledSettings,
+    EnergySettings,
+    LevelSettings,
+    PredictorSettings,
+    calibrate,
+)
 from kvpress.cli import PLANNED, app
 from kvpress.plan import LONGEST, Geometry, longest_context, plan
 from tests.models import tiny_model, tokens
@@ -98,6 +105,7 @@ SEALING = {
     "mxfp4": "mxfp4",
     "kvquant": "kvquant:bits=3,calibration='{levels}'",
     "aquakv": "aquakv:bits=3,calibration='{predictors}'",
+    "block_gtq": "block_gtq:calibration='{energies}',residual_length=16",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
     "think": "think:0.5,window_size=16",
     "leank": "leank:0.5,calibration='{scales}',sink_size=4,recent_size=16,interval=16",
@@ -116,12 +124,13 @@ SEALING = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("calibrated")
-    made = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels", "predictors")}
+    made = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels", "predictors", "energies")}
     settings = (
         CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2),
         ChannelSettings(),
         LevelSettings(fisher=False),
         PredictorSettings(iterations=5),
+        EnergySettings(),
     )
     for path, chosen in zip(made.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)

@@ -27,6 +27,7 @@ def calibrate_command(
         Literal[
             "aquakv",
             "bits",
+            "block_gtq",
             "cq",
             "double_sparsity",
             "duo_attention",
@@ -46,7 +47,8 @@ def calibrate_command(
         ],
         typer.Option(
             help="What to fit: bits for every layer, books for coupled quantisation, levels for kvquant, predictors of "
-            "values for aquakv, channels for double_sparsity, directions of keys for loki, scales of channels for leank, "
+            "values for aquakv, energies of pairs of channels for block_gtq, channels for double_sparsity, directions of keys "
+            "for loki, scales of channels for leank, "
             "statistics of queries for expected_attention_stats, triattention or qfilter, networks for kvzap or fastkvzip, "
             "budgets of heads for lukv, tokens and an adapter for restorekv, patterns for minference, or tables of heads by "
             "duo_attention, rlkv or kvzip_heads (a .tsv)."

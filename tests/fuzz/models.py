@@ -110,6 +110,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "levels": ("levels.safetensors", _calibration("kvquant", iterations=3)),
     "predictors": ("predictors.safetensors", _calibration("aquakv", iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
+    "energies": ("energies.safetensors", _calibration("block_gtq")),
     "filters": ("filters.safetensors", _calibration("qfilter")),
     "gates": ("gates.pt", _gates),
     "curve": ("curve.npy", _curve),

@@ -98,6 +98,8 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("cq", "bits"): (4,),
     ("cq", "coupled"): (2,),
     ("cq", "calibration"): ("{books}",),
+    ("block_gtq", "bits"): (2, 3, (4, 2)),
+    ("block_gtq", "calibration"): ("{energies}",),
     ("aquakv", "bits"): (2, 3, (4, 2)),
     ("aquakv", "calibration"): ("{predictors}",),
     ("kvquant", "bits"): (2, 3, (4, 2)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpress.calibrate import CoupledSettings, LevelSettings, PredictorSettings, calibrate
+from kvpress.calibrate import CoupledSettings, EnergySettings, LevelSettings, PredictorSettings, calibrate
 from tests.models import tiny_model, tokens
 
 
@@ -43,4 +43,15 @@ def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in ("llama", "qwen3", "phi3"):
         made[family] = folder / f"{family}.safetensors"
         calibrate(tiny_model(family), tokens(4, 100, seed=50), PredictorSettings(iterations=5), made[family])
+    return made
+
+
+@pytest.fixture(scope="session")
+def energies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration files by model family: energies of pairs of channels for `block_gtq`."""
+    folder = tmp_path_factory.mktemp("energies")
+    made = {}
+    for family in ("llama", "qwen3", "phi3"):
+        made[family] = folder / f"{family}.safetensors"
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), EnergySettings(), made[family])
     return made

@@ -38,9 +38,13 @@ CODECS = {
     "zipcache_all": "zipcache:bits={bits},low_bits={low},interval=10,probe_ratio=1.0,salient_ratio=0.3",
     "cq": "cq:bits=4,coupled=2,residual_length=8,calibration='{cq}'",
     "kvquant": "kvquant:bits=3,outliers=0.02,residual_length=8,calibration='{kvquant}'",
+    "block_gtq": "block_gtq:bits={bits},residual_length=8,calibration='{block_gtq}'",
     "aquakv": "aquakv:bits=3,residual_length=8,calibration='{aquakv}'",
 }
-SPREAD = ("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "cq", "kvquant", "aquakv")
+SPREAD = (
+    *("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "block_gtq", "cq", "kvquant"),
+    "aquakv",
+)
 """Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
 FAMILIES = ["llama", "qwen3", "phi3"]
 Fitted = dict[str, dict[str, Path]]
@@ -48,8 +52,10 @@ Fitted = dict[str, dict[str, Path]]
 
 
 @pytest.fixture(scope="module")
-def fitted(books: dict[str, Path], levels: dict[str, Path], predictors: dict[str, Path]) -> Fitted:
-    made = {"cq": books, "kvquant": levels, "aquakv": predictors}
+def fitted(
+    books: dict[str, Path], levels: dict[str, Path], predictors: dict[str, Path], energies: dict[str, Path]
+) -> Fitted:
+    made = {"cq": books, "kvquant": levels, "aquakv": predictors, "block_gtq": energies}
     return {family: {name: files[family] for name, files in made.items()} for family in FAMILIES}
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of binary digits that come together in channels: codes of several widths in a row, read as one operand of one bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpress.kernels import checks
+from kvpress.kernels.formats.basis import Basis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Basis):
+    """The basis of rows whose S entries are parts of C channels, by head h = n % heads of stream n.
+
+        key or value of stream n = x @ rotation[h].T,   x[c] = sum over s with channel[h, s] = c of weight[h, s] * row[s]
+
+    A code of b bits is b digits of -1 or 1, whose weights are half a step times 1, 2, .., 2^(b - 1). Heads may divide S digits
+    among their channels each in another way.
+
+    Args:
+        rotation: float32 or float16 [heads, D, C].
+        channel: which channel a digit belongs to, int16 [heads, S].
+        weight: what a digit counts for, float32 [heads, S].
+        scale: None.
+        centre: None.
+    """
+
+    rotation: Tensor
+    channel: Tensor
+    weight: Tensor
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *super().tensors(), self.channel, self.weight
+
+    def check(self, name: str, channels: int, outer: int | str) -> None:
+        if self.scale is not None or self.centre is not None:
+            raise ValueError(f"{name} of digits must have no scale and no centre")
+        heads = len(self.rotation)
+        checks.shape(f"{name}.rotation", self.rotation, (heads, outer, "C"), torch.float32, torch.float16)
+        checks.shape(f"{name}.channel", self.channel, (heads, channels), torch.int16)
+        checks.shape(f"{name}.weight", self.weight, (heads, channels), torch.float32)
+
+    def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
+        head, q = self._heads(q, stream), self._turned(q.float(), stream, self.rotation)
+        channel = self.channel[head][:, None].long()
+        return q.gather(2, channel.expand(-1, q.shape[1], -1)) * self.weight[head][:, None]
+
+    def leave(self, out: Tensor, stream: Tensor | None) -> Tensor:
+        head = self._heads(out, stream)
+        channel = self.channel[head][:, None].long().expand_as(out)
+        whole = out.new_zeros(*out.shape[:2], self.rotation.shape[2])
+        whole.scatter_add_(2, channel, out * self.weight[head][:, None])
+        return self._turned(whole, stream, self.rotation.mT)
+
+    def _heads(self, vectors: Tensor, stream: Tensor | None) -> Tensor:
+        """The head of each of N vectors [N, M, D], int64 [N]."""
+        streams = torch.arange(len(vectors), device=vectors.device) if stream is None else stream
+        return streams % len(self.rotation)
+
+    def _turned(self, vectors: Tensor, stream: Tensor | None, by: Tensor) -> Tensor:
+        """Vectors [N, M, .] times the matrix `by` [heads, ., .] of their head."""
+        if stream is not None or len(vectors) % len(by):
+            return vectors @ by[self._heads(vectors, stream)].float()
+        rows = vectors.unflatten(0, (-1, len(by)))  # no matrix is copied for a stream
+        return torch.einsum("bhmi,hij->bhmj", rows, by.float()).flatten(0, 1)
