@@ -2,7 +2,7 @@
 """All codecs side by side at equal measured bits: divergence along decoding and accuracy, on the reference model.
 
     python benchmarks/codecs.py [--samples 4] [--texts 4] [--tokens 128] [--out benchmarks/results/codecs.json] [--figures docs]
-    python benchmarks/codecs.py --methods turboquant block_gtq --out benchmarks/results/codecs_block_gtq.json [...]
+    python benchmarks/codecs.py --methods turboquant block_gtq --out some.json [...]
 
 A codec is placed by the bytes that it holds once the context was read, windows, scales and books included. The dense tail is
 32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
