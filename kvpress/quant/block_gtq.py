@@ -32,7 +32,7 @@ MOST = 8
 
 
 @register(
-    METHOD,
+    "block_gtq",
     "quantise",
     "Liang et al., 2026, arXiv:2606.24033",
     example="block_gtq:bits=3",
