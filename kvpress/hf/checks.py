@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import transformers
 from torch import Tensor
 
 from kvpress.core.model import GROWING, LayerFacts
@@ -53,6 +54,11 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
             f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
         )
     taken = inspect.signature(decoder_of(model).forward).parameters
+    if "past_key_values" not in taken and "cache" in taken:
+        return (
+            f"takes its cache as `cache`, as in transformers from 5.24 on, which kvpress does not know yet; this is "
+            f"{transformers.__version__}: pip install 'transformers<5.24'"
+        )
     if "input_ids" in taken and "past_key_values" not in taken:
         return "takes no cache of keys and values (`past_key_values`), so there is nothing to compress"
     places = [cache_place(module) for module in modules]
