@@ -164,7 +164,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("attention_matching", "tokens"): (32,),
     ("mix", "other"): ({"name": "keydiff"}, {"name": "tova"}),
     ("duo_attention", "on_the_fly_scoring"): (True,),
-    ("protect", "tokens"): ("0:2", "1:3 5:7"),
+    ("protect", "tokens"): ("0:2", "1:3 4:5"),
 }
 """The same where one name means different things, or a method alone needs something."""
 EVERYTHING = 4096
