@@ -237,8 +237,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.draw:
-        study = joined(options.draw)
-        write_figure(options.figure, lambda _, figure: draw(study, figure), study, 9.0)
+        write_figure(options.figure, draw, joined(options.draw), 9.0)
         return
     torch.set_num_threads(1)
     studies = []
@@ -264,8 +263,7 @@ def main() -> None:
         studies.append(study)
         print(f"{length} tokens, full cache {100 * full.accuracy.mean:.1f}%\n{table(study)}", flush=True)
     replace_file(options.out, to_text(studies).encode())
-    with_style = partial(draw, studies[0])
-    write_figure(options.figure, lambda _, figure: with_style(figure), studies[0], 9.0)
+    write_figure(options.figure, draw, studies[0], 9.0)
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
     study["rows"] = [row for row in study["rows"] if row["family"] == "frontier"]
     assert len(study["rows"]) == len(study["smaller"])
     assert frontier.named(study) == ["frontier"]
-    frontier.write_figure(tmp_path / "f.png", lambda _, figure: frontier.draw(study, figure), study, 9.0)
+    frontier.write_figure(tmp_path / "f.png", frontier.draw, study, 9.0)
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 

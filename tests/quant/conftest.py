@@ -3,55 +3,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvpress.calibrate import CoupledSettings, EnergySettings, LevelSettings, PredictorSettings, calibrate
+from kvpress.calibrate import CoupledSettings, EnergySettings, LevelSettings, PredictorSettings, Settings, calibrate
 from tests.models import tiny_model, tokens
+
+
+def calibrated(folder: Path, settings: Callable[[str], Settings]) -> dict[str, Path]:
+    """Calibrate a tiny model of every family with its settings; returns the files."""
+    made = {}
+    for family in ("llama", "qwen3", "phi3"):
+        made[family] = folder / f"{family}.safetensors"
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings(family), made[family])
+    return made
 
 
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration files by model family: two channels in a code of four bits."""
-    folder = tmp_path_factory.mktemp("books")
-    made = {}
-    for family in ("llama", "qwen3", "phi3"):
-        made[family] = folder / f"{family}.safetensors"
-        settings = CoupledSettings((2, 2), (4, 4), fisher=family == "llama", iterations=5)
-        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
-    return made
+    return calibrated(
+        tmp_path_factory.mktemp("books"),
+        lambda family: CoupledSettings((2, 2), (4, 4), fisher=family == "llama", iterations=5),
+    )
 
 
 @pytest.fixture(scope="session")
 def levels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration files by model family: levels for `kvquant`."""
-    folder = tmp_path_factory.mktemp("levels")
-    made = {}
-    for family in ("llama", "qwen3", "phi3"):
-        made[family] = folder / f"{family}.safetensors"
-        settings = LevelSettings(fisher=family == "llama", iterations=5)
-        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings, made[family])
-    return made
+    return calibrated(
+        tmp_path_factory.mktemp("levels"), lambda family: LevelSettings(fisher=family == "llama", iterations=5)
+    )
 
 
 @pytest.fixture(scope="session")
 def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration files by model family: predictors for `aquakv`."""
-    folder = tmp_path_factory.mktemp("predictors")
-    made = {}
-    for family in ("llama", "qwen3", "phi3"):
-        made[family] = folder / f"{family}.safetensors"
-        calibrate(tiny_model(family), tokens(4, 100, seed=50), PredictorSettings(iterations=5), made[family])
-    return made
+    return calibrated(tmp_path_factory.mktemp("predictors"), lambda _: PredictorSettings(iterations=5))
 
 
 @pytest.fixture(scope="session")
 def energies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration files by model family: energies of pairs of channels for `block_gtq`."""
-    folder = tmp_path_factory.mktemp("energies")
-    made = {}
-    for family in ("llama", "qwen3", "phi3"):
-        made[family] = folder / f"{family}.safetensors"
-        calibrate(tiny_model(family), tokens(4, 100, seed=50), EnergySettings(), made[family])
-    return made
+    return calibrated(tmp_path_factory.mktemp("energies"), lambda _: EnergySettings())
