@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.hf.models import with_cache
 
 CODEC = "kivi:bits=4,group_size=4,residual_length=4"
 STORAGES = {
@@ -32,7 +33,7 @@ def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> 
     """Read a prompt `[B, T]` under a press; returns the cache that it left."""
     cache = DynamicCache(config=model.config)
     with press(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **with_cache(cache))
     return cache
 
 

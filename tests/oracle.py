@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import kvpress
+from kvpress.hf.models import with_cache
 from tests.models import grow, position_ids
 
 NAME = "test_oracle"
@@ -72,7 +73,7 @@ class Oracle:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
         try:
-            return self.model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions).logits
+            return self.model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions).logits
         finally:
             self.model.set_attn_implementation(before)
 
@@ -93,18 +94,18 @@ def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps:
     """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
     stock = DynamicCache(config=model.config)
     positions = position_ids(mask)
-    model(ids, attention_mask=mask, past_key_values=stock, position_ids=positions)
+    model(ids, attention_mask=mask, **with_cache(stock), position_ids=positions)
     follow = torch.randint(3, 90, (ids.shape[0], steps), generator=torch.Generator().manual_seed(5))
     cache = DynamicCache(config=model.config)
     found, expected = [], []
     with press(model):
-        model(ids, attention_mask=mask, past_key_values=cache, position_ids=positions)
+        model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions)
         kept, weights = kvpress.kept_positions(cache), weights_of(cache, ids.shape[1])
         for step in range(steps):
             grown = grow(mask, step + 1)
             at = position_ids(grown, 1)
             new = follow[:, step : step + 1]
-            found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
+            found.append(model(new, attention_mask=grown, **with_cache(cache), position_ids=at).logits)
     oracle = Oracle(model, kept, ids.shape[1], weights)
     for step in range(steps):
         grown = grow(mask, step + 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress.hf import rollback
+from kvpress.hf.models import CACHE
 from tests import caches
 from tests.caches import STORAGES, positions
 from tests.fuzz.models import FAMILIES, model_of
@@ -121,7 +122,7 @@ def test_an_assistant_may_be_compressed_too(spec: str) -> None:
         expected = generate(model, PROMPT, max_new_tokens=NEW)
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
-        used.append(kwargs["past_key_values"])
+        used.append(kwargs[CACHE])
 
     handle = assistant.model.register_forward_pre_hook(note, with_kwargs=True)
     with press(model) as session, kvpress.get_press(spec)(assistant) as helping:

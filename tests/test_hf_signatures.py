@@ -24,8 +24,11 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.llama import modeling_llama
 
+import kvpress
 from kvpress.hf import attention
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import CACHE
+from tests.bad_input.refusals import refused
 from tests.models import tiny_model, tokens
 
 
@@ -127,9 +130,25 @@ def test_what_attention_modules_are_given() -> None:
         hook.remove()
     args, kwargs = found[0]
     assert args == (), changed("decoder layers: attention is called with arguments by position")
-    for name in ("hidden_states", "past_key_values", "position_embeddings"):
+    for name in ("hidden_states", CACHE, "position_embeddings"):
         assert name in kwargs, changed(f"decoder layers: {name} is not passed to attention")
-    assert isinstance(kwargs["past_key_values"], Cache), changed("the type of past_key_values")
+    assert isinstance(kwargs[CACHE], Cache), changed(f"the type of {CACHE}")
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+@pytest.mark.parametrize("spec", ["knorm:0.5", "bounded(knorm:0.5):chunk=8"])
+def test_a_cache_may_be_given_by_each_of_its_names(spec: str, name: str) -> None:
+    """`past_key_values` is another name of `cache` from transformers 5.24 on."""
+    model, ids = tiny_model("llama"), tokens(1, 40)
+    with kvpress.get_press(spec)(model) as session, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids, **{name: cache})
+        assert session.cache is cache
+        assert kvpress.memory_report(cache).kept == 3 * 2 * 20
+        refused(model, lambda: model.generate(ids, **{name: cache}), ValueError, "holds all 40 tokens")
+        found = model.generate(tokens(1, 41), **{name: cache}, max_new_tokens=3, return_dict_in_generate=True)
+        assert found[CACHE] is session.cache is cache
+        assert cache.get_seq_length() == 43
 
 
 def test_what_the_decoder_is_given() -> None:
@@ -142,7 +161,7 @@ def test_what_the_decoder_is_given() -> None:
         hook.remove()
     for args, kwargs in found:
         assert args == (), changed("causal language models: the decoder is called by position")
-        for name in ("input_ids", "attention_mask", "past_key_values", "position_ids"):
+        for name in ("input_ids", "attention_mask", CACHE, "position_ids"):
             assert name in kwargs, changed(f"causal language models: {name} is not passed to the decoder")
     assert "output_attentions" in found[0][1], changed("where output_attentions goes")
 
@@ -237,7 +256,7 @@ def test_generate() -> None:
         assert name in settings, changed(f"GenerationConfig.{name}")
     found = []
     hook = model.get_decoder().register_forward_pre_hook(
-        lambda m, a, k: found.append((k["input_ids"].shape[1], k["past_key_values"].get_seq_length())), with_kwargs=True
+        lambda m, a, k: found.append((k["input_ids"].shape[1], k[CACHE].get_seq_length())), with_kwargs=True
     )
     try:
         model.generate(tokens(1, 9), max_new_tokens=3, do_sample=False, prefill_chunk_size=4)

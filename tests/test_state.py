@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.hf.models import with_cache
 from tests.caches import CODEC, STORAGES, generate, positions, prefill
 from tests.models import COMMON, fingerprint, padded_batch, tiny_model, tokens
 from tests.presses.evicting import EVICTING
@@ -231,6 +232,6 @@ def test_a_model_may_be_called_with_gradients(spec: str) -> None:
     ids = tokens(1, 262)
     with torch.enable_grad(), kvpress.get_press(spec)(model):
         cache = model(ids, use_cache=True).past_key_values
-        logits = model(ids[:, -1:], past_key_values=cache).logits
+        logits = model(ids[:, -1:], **with_cache(cache)).logits
     assert logits.requires_grad
     assert logits.isfinite().all()

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
+from kvpress.hf.models import CACHE
 from kvpress.hf.requests import here
 from kvpress.observe.call import LayerCall, rotary_parts
 
@@ -363,7 +364,8 @@ def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> A
     # Models may let layers leave things for each other in a dictionary.
     arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     arguments = {name: None if isinstance(value, Cache) else value for name, value in arguments.items()}
-    arguments |= {"hidden_states": hidden_states, "attention_mask": None, "past_key_values": None}
+    arguments.pop("past_key_values", None)
+    arguments |= {"hidden_states": hidden_states, "attention_mask": None, CACHE: None}
     config: Any = module.config
     before, native, here.asked = here.asked, config._attn_implementation, module
     if native != NAME:

@@ -7,13 +7,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
 from torch import Tensor
 
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.adoption import check_adopted
-from kvpress.hf.models import cache_among, cache_place, decoder_of, layer_types
+from kvpress.hf.models import CACHE, cache_among, cache_place, decoder_of, layer_types
 from kvpress.kernels.cpu import build, launch
 from kvpress.observe.spans import SPANS
 
@@ -54,13 +53,8 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
             f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
         )
     taken = inspect.signature(decoder_of(model).forward).parameters
-    if "past_key_values" not in taken and "cache" in taken:
-        return (
-            f"takes its cache as `cache`, as in transformers from 5.24 on, which kvpress does not know yet; this is "
-            f"{transformers.__version__}: pip install 'transformers<5.24'"
-        )
-    if "input_ids" in taken and "past_key_values" not in taken:
-        return "takes no cache of keys and values (`past_key_values`), so there is nothing to compress"
+    if "input_ids" in taken and CACHE not in taken:
+        return f"takes no cache of keys and values (`{CACHE}`), so there is nothing to compress"
     places = [cache_place(module) for module in modules]
     growing = [place for place in places if place < len(kinds) and kinds[place] in GROWING]
     if not growing:
@@ -91,7 +85,7 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
         check_mask(mask)
-    cache = cache_among([kwargs.get("past_key_values")])
+    cache = cache_among(kwargs.values())
     implementation = setting("cache_implementation", kwargs, settings)
     if cache is None and implementation not in GROWING_CACHES:
         raise NotImplementedError(
@@ -214,7 +208,7 @@ def check_turn(ids: Tensor, mask: Tensor | None, seen: int) -> None:
     if given < seen:
         raise ValueError(
             f"input_ids has {given} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
-            f"the whole sequence too: generate(new_ids, past_key_values=cache, "
+            f"the whole sequence too: generate(new_ids, {CACHE}=cache, "
             f"attention_mask=torch.ones(batch, {seen} + {given})); or pass all {seen} + new ids"
         )
 
@@ -265,7 +259,7 @@ def check_forward(
         )
     if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
         raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
-    cache = cache_among([kwargs.get("past_key_values")])
+    cache = cache_among((*kwargs.values(), *args))
     check_cache_kind(cache)
     seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
     mask = kwargs.get("attention_mask")

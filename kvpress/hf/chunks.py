@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpress.hf.checks import check_ids, check_mask, check_padding
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import CACHE, arguments_of, new_cache, with_cache
 from kvpress.hf.requests import Request, here
 from kvpress.hf.rollback import records, without_repeats
 from kvpress.hf.running import Running
@@ -34,14 +34,14 @@ class ChunkedForward:
         self.names = list(inspect.signature(forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = arguments_of(self.names, args, kwargs)
         given = arguments.get("input_ids")
         given = arguments.get("inputs_embeds") if given is None else given
         config = self.session.model.config
         cached = arguments.get("use_cache", getattr(config.get_text_config(decoder=True), "use_cache", True))
         if given is None or cached is False:
             return self.forward(**arguments)
-        cache, request = arguments.get("past_key_values"), here.request
+        cache, request = arguments.get(CACHE), here.request
         assert request is not None  # noqa: S101 - for type checkers; every call of the model is one
         arguments = without_repeats(self.session, arguments, cache, request)
         given = arguments["input_ids"] if arguments.get("input_ids") is not None else given
@@ -91,8 +91,8 @@ class ChunkedForward:
         length, keep = edges[-1], arguments.get("logits_to_keep", 0)
         wanted = length - keep if keep else 0
         arguments = {**arguments, "return_dict": True}
-        if arguments.get("past_key_values") is None:
-            arguments["past_key_values"] = new_cache(self.session.model)
+        if arguments.get(CACHE) is None:
+            arguments |= with_cache(new_cache(self.session.model))
         found: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
         for start, stop in itertools.pairwise(edges):
             part = self._part(arguments, slice(start, stop), length, seen)

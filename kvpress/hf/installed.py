@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
@@ -29,7 +28,7 @@ from kvpress.hf.dropping import decoder_layers, hand_on
 from kvpress.hf.grids import cells_in, grids_among
 from kvpress.hf.hooks import Hook, Replaced
 from kvpress.hf.layer import stop_recording
-from kvpress.hf.models import embedder_of
+from kvpress.hf.models import cache_among, embedder_of
 from kvpress.hf.own_attention import attend
 from kvpress.hf.replay import check_captured_generate
 from kvpress.hf.requests import Forward, Request, here
@@ -275,8 +274,8 @@ class Installation:
         outer, here.request = here.request, Request(self.model, session, owns_cache)
         try:
             if session is not None:
-                cache = kwargs.get("past_key_values")
-                if isinstance(cache, Cache):
+                cache = cache_among(kwargs.values())
+                if cache is not None:
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
                 given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)

@@ -45,7 +45,7 @@ class LayerPlan:
             return
         module = self.following.facts.module
         assert module is not None  # noqa: S101 - layers of a session are those of a model
-        layer = call.kwargs["past_key_values"].layers[cache_place(module)]
+        layer = call.cache.layers[cache_place(module)]
         if isinstance(layer, PressLayer) and layer.store is not None:
             queries = asked(module, call.hidden_states, call.kwargs).queries
             self.following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

@@ -16,7 +16,14 @@ import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationMixin,
+)
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
@@ -24,6 +31,9 @@ from transformers.utils import CONFIG_NAME, logging
 from kvpress.core.model import VISION, LayerFacts, ModelFacts
 from kvpress.observe.call import rotary_parts
 
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
+"""What `forward` and `generate` call the cache that they are given: `cache` from transformers 5.24 on."""
 ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
 PLACES = ("layer_idx", "layer_id")
@@ -78,6 +88,19 @@ def uses_interface(module: nn.Module) -> bool:
         return False
     sources = [sys.modules.get(base.__module__) for base in type(module).__mro__]
     return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+
+
+def with_cache(cache: Cache) -> dict[str, Any]:
+    """Return a cache as the keyword argument of `forward` and `generate`."""
+    return {CACHE: cache}
+
+
+def arguments_of(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a function with parameters of these names, a cache under its newest name."""
+    found = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "past_key_values" in found:
+        found.setdefault(CACHE, found.pop("past_key_values"))
+    return found
 
 
 def cache_among(arguments: Iterable[Any]) -> Cache | None:

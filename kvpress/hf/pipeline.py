@@ -21,7 +21,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from kvpress.core.press import BasePress
 from kvpress.hf.files import load as load_cache
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import load, new_cache, reference_path
+from kvpress.hf.models import load, new_cache, reference_path, with_cache
 from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.prompts import read_prompt
 from kvpress.hf.session import Session, session
@@ -243,7 +243,7 @@ class KVPressTextGenerationPipeline(Pipeline):
                 output = self.model.generate(
                     question["ids"],
                     attention_mask=torch.cat([mask[rows], question["mask"]], dim=1),
-                    past_key_values=own,
+                    **with_cache(own),
                     **{"do_sample": False, **generate, **({"streamer": streamer} if streamer else {})},
                 )
             answers.append(output[:, question["ids"].shape[1] :])

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
+from kvpress.hf.models import with_cache
 from kvpress.hf.session import session
 
 
@@ -34,7 +35,7 @@ def read_prompt(
             ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **with_cache(cache),
             use_cache=True,
             logits_to_keep=1,
         )

@@ -21,6 +21,7 @@ from kvpress.cache.window import Cursor, RealTokens
 from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
 from kvpress.hf.checks import setting, takes_back
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import CACHE, arguments_of
 from kvpress.hf.requests import Forward, Request, as_pass, here, leave_inference_mode
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
@@ -61,18 +62,18 @@ class CapturedForward(threading.local):
         self.rest: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = arguments_of(self.names, args, kwargs)
         if arguments.get("output_hidden_states", getattr(self.session.model.config, "output_hidden_states", False)):
             raise ValueError("a replayed step gives logits only: leave out output_hidden_states or use capture=False")
         stores = self._stores(arguments)
         if not stores:
             return self.forward(**arguments)
-        with lock_of(arguments["past_key_values"]):
+        with lock_of(arguments[CACHE]):
             return self._read(stores, arguments)
 
     def _read(self, stores: list[KVStore], arguments: dict[str, Any]) -> Any:
         """Read one token per row, by a recorded step where there is one."""
-        self._admit(arguments["past_key_values"])
+        self._admit(arguments[CACHE])
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
         real = None if mask is None else RealTokens(mask.to(ids.device, torch.bool))
         cursors = self._cursors(stores, real)
@@ -90,7 +91,7 @@ class CapturedForward(threading.local):
             call.mask, call.seen_before = None if real is None else real.real, call.store.seen - 1
             self.session.follow(call)
         if self.session.follows:
-            self.session.finish(arguments["past_key_values"], self.calls, ids, arguments["position_ids"])
+            self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
@@ -106,7 +107,7 @@ class CapturedForward(threading.local):
 
     def _stores(self, arguments: dict[str, Any]) -> list[KVStore]:
         """Return the stores of a call that reads one token per row behind a cache of ours; none for other calls."""
-        cache, ids, mask = (arguments.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+        cache, ids, mask = (arguments.get(name) for name in (CACHE, "input_ids", "attention_mask"))
         if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
             return []
         stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]

@@ -161,7 +161,7 @@ class Forward:
         """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
-            layer = call.kwargs["past_key_values"].layers[cache_place(call.module)]
+            layer = call.cache.layers[cache_place(call.module)]
             layer.call, layer.static, layer.padded = None, False, call.mask is not None
         return call
 

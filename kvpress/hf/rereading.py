@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import with_cache
 from kvpress.hf.requests import Forward, as_pass
 from kvpress.hf.running import Running
 from kvpress.observe.passes import Pass, Watch
@@ -73,7 +74,7 @@ class DecoderReader:
                 **tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=done.cache,
+                **with_cache(done.cache),
                 use_cache=True,
             )
 

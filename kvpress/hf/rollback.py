@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import cache_among, cache_place
+from kvpress.hf.models import CACHE, cache_among, cache_place
 from kvpress.hf.requests import Forward, Request
 from kvpress.hf.running import Running
 
@@ -134,9 +134,7 @@ def part_of(session: Running, arguments: dict[str, Any], tokens: slice, seen: in
 def _joined(session: Running, outputs: list[Any]) -> Any:
     """Return the outputs of the parts of a pass as one."""
     last = outputs[-1]
-    other = [
-        name for name, value in dict(last).items() if name not in (*JOINED, "past_key_values") and value is not None
-    ]
+    other = [name for name, value in dict(last).items() if name not in (*JOINED, CACHE) and value is not None]
     if other:
         raise NotImplementedError(
             f"{type(session.model).__name__} returns {other}, which is not available where candidates are read in parts; leave "

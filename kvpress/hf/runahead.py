@@ -29,7 +29,7 @@ from kvpress.core.spec import get_press, to_spec
 from kvpress.hf.adoption import adopt_layer
 from kvpress.hf.checks import check_ids, check_mask, check_padding
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import attention_modules, cache_place, cached_layers, facts_of, new_cache
+from kvpress.hf.models import attention_modules, cache_place, cached_layers, facts_of, new_cache, with_cache
 from kvpress.hf.requests import Request, here
 from kvpress.hf.session import session
 from kvpress.observe.passes import TOKENS, ReadTokens
@@ -135,7 +135,7 @@ def _read(
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
                 position_ids=positions,
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
                 logits_to_keep=1,
             )

@@ -92,7 +92,7 @@ class Session:
         if self._cache is None and self.shares_caches:
             raise RuntimeError(
                 "several blocks of this press were open while a thread that entered none of them used the model, so it is not "
-                "known whose cache that was; take it from generate(..., return_dict_in_generate=True).past_key_values"
+                "known whose cache that was; take it from what generate(..., return_dict_in_generate=True) returns"
             )
         return self._cache
 

@@ -18,7 +18,7 @@ from kvpress.core.press import BasePress
 from kvpress.hf.checks import check_forward
 from kvpress.hf.clock import now
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import cache_place, new_cache
+from kvpress.hf.models import cache_place, new_cache, with_cache
 from kvpress.hf.requests import Forward
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
@@ -61,7 +61,7 @@ def prefill(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=(mask.cumsum(dim=-1) - 1).clamp(min=0),
-            past_key_values=cache,
+            **with_cache(cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
@@ -116,7 +116,7 @@ class SharedSession(Session):
         for branch in self.branches:
             with branch.at_work(call.queries.device):
                 branch.end()
-        layers, index = call.kwargs["past_key_values"].layers, cache_place(call.module)
+        layers, index = call.cache.layers, cache_place(call.module)
         layers[index] = layers[index].empty_twin()
 
     def finish_caches(self, read: Cache, ids: Tensor) -> list[Cache]:

@@ -82,6 +82,11 @@ class LayerCall:
     copies: int = 1
     around: bool = False
 
+    @property
+    def cache(self) -> Any:
+        """The cache of all layers; presses find it under this name in `kwargs`, whatever transformers calls it."""
+        return self.kwargs["past_key_values"]
+
     def count(self, tokens: int) -> None:
         """Work out the phase of a pass of so many new tokens."""
         fresh = self.seen_before == 0 or self.seen_before < self.prompt_end

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.core.press import BasePress
 from kvpress.hf.checks import check_cache_kind, check_ids, check_mask, check_padding, setting
-from kvpress.hf.models import attention_modules, cached_layers, facts_of
+from kvpress.hf.models import attention_modules, cache_among, cached_layers, facts_of
 from kvpress.speculation.eagle import EagleHead
 from kvpress.speculation.forms import RetrievedPassages
 from kvpress.speculation.prompt import reads_alike, selects_only
@@ -82,7 +82,7 @@ def check_settings(given: Mapping[str, Any], settings: tuple[Any, ...]) -> None:
         raise ValueError("num_beams must be 1: drafts are for one sequence a row; call model.generate for beams")
     if setting("use_cache", dict(given), settings) is False:
         raise ValueError("use_cache=False leaves nothing to speculate on; leave it out")
-    check_cache(given.get("past_key_values"))
+    check_cache(cache_among(given.values()))
 
 
 def check_cache(cache: Any) -> None:
@@ -90,7 +90,7 @@ def check_cache(cache: Any) -> None:
     check_cache_kind(cache)
     if cache is not None and cache.get_seq_length():
         raise ValueError(
-            f"past_key_values has seen {cache.get_seq_length()} tokens, which the draft has not; pass an empty cache, and the "
+            f"the cache has seen {cache.get_seq_length()} tokens, which the draft has not; pass an empty cache, and the "
             "whole prompt as inputs"
         )
 

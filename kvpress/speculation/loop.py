@@ -16,7 +16,7 @@ from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
 from kvpress.hf.clock import now
 from kvpress.hf.layer import stop_recording
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import cache_among, new_cache
 from kvpress.speculation.accept import accept, draw, pulled
 from kvpress.speculation.checks import (
     check_cache,
@@ -168,7 +168,7 @@ class Loop:
     ) -> Speculation:
         """Stand in for the decoding loop of `generate`, with everything that it has prepared."""
         del model
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache, mask = cache_among(model_kwargs.values()), model_kwargs.get("attention_mask")
         check_cache(cache)
         self.processors, self.stops = logits_processor, stopping_criteria
         self.samples, self.longest = bool(generation_config.do_sample), int(generation_config.max_length)

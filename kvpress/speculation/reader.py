@@ -14,6 +14,7 @@ from kvpress.cache.attention import Logits
 from kvpress.cache.store import KVStore
 from kvpress.core.press import BasePress
 from kvpress.hf.branches import branch
+from kvpress.hf.models import with_cache
 from kvpress.hf.requests import Forward, as_pass
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
@@ -77,7 +78,7 @@ class Reader:
                 ids.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
                 position_ids=positions.to(self.model.device),
-                past_key_values=self.cache,
+                **with_cache(self.cache),
                 use_cache=True,
                 logits_to_keep=logits,
             )

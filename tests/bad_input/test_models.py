@@ -53,19 +53,6 @@ def test_19_20_23_models(kind: str, auto: Any, settings: dict[str, Any], word: s
     refused(model, lambda: press(model).__enter__(), NotImplementedError, type(model).__name__.split("For")[0], word)
 
 
-def test_models_of_a_newer_transformers_are_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 5.24 on `past_key_values` is called `cache`."""
-    model = tiny_model("llama")
-    forward = type(model.model).forward
-
-    def newer(self: Any, input_ids: Any = None, cache: Any = None, **kwargs: Any) -> Any:
-        return forward(self, input_ids, past_key_values=cache, **kwargs)
-
-    monkeypatch.setattr(type(model.model), "forward", newer)
-    with pytest.raises(NotImplementedError, match=r"pip install 'transformers<5\.24'"), kvpress.KnormPress(0.5)(model):
-        pass
-
-
 def test_20_without_compression_a_sliding_model_runs() -> None:
     model = tiny_model("mistral")
     assert torch.equal(generate(model, "none", tokens(1, 20)).result, model.generate(tokens(1, 20), max_new_tokens=4))

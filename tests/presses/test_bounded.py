@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.window import GROWTH
+from kvpress.hf.models import CACHE
 from kvpress.plan import Geometry, plan
 from tests.models import FAMILIES, padded_batch, position_ids, tiny_model, tokens
 from tests.test_memory import held
@@ -32,7 +33,7 @@ def peaks(model: Any, press: Any, ids: torch.Tensor, **kwargs: Any) -> tuple[int
     found: list[list[int]] = []
 
     def walk(module: Any, args: Any, given: Any, output: Any) -> None:
-        found.append([held([s.window, s.dense, s.segments]) for s in stores(given["past_key_values"])])
+        found.append([held([s.window, s.dense, s.segments]) for s in stores(given[CACHE])])
 
     hooks = [layer.self_attn.register_forward_hook(walk, with_kwargs=True) for layer in model.get_decoder().layers]
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.hf.models import parameters_of_config
+from kvpress.hf.models import parameters_of_config, with_cache
 from kvpress.plan import Geometry, plan
 from tests.caches import positions
 from tests.models import fingerprint, padded_batch, tiny_model
@@ -29,7 +29,7 @@ def read(model: Any, spec: str, inputs: dict[str, Any]) -> DynamicCache:
     """Read a prompt under a press."""
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(spec)(model), torch.no_grad():
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **with_cache(cache))
     return cache
 
 
@@ -48,7 +48,7 @@ def decode_both(model: Any, spec: str, inputs: dict[str, Any]) -> tuple[Tensor, 
     found, expected = [], []
     with torch.no_grad():
         with kvpress.get_press(spec)(model):
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **with_cache(cache))
             kept, weights = kvpress.kept_positions(cache), weights_of(cache, length)
             for step in range(STEPS):
                 new, at = follow[:, step : step + 1], next_position(model, grown[step])

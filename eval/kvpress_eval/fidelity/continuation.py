@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 import kvpress
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import new_cache, with_cache
 from kvpress.hf.session import Session
 from kvpress_eval.common.errors import ConfigError, EvalError
 from kvpress_eval.fidelity.layers import FullLayer
@@ -77,7 +77,7 @@ def continue_reading(
         watch(session) if watch else nullcontext(),
     ):
         for tokens in ids.split(chunk, dim=1):
-            logits.append(model(tokens, past_key_values=cache).logits)
+            logits.append(model(tokens, **with_cache(cache)).logits)
     joined = torch.cat(logits, dim=1)
     if joined.isnan().any():
         raise EvalError(f"press {press!r}: NaN in the logits")
@@ -123,7 +123,7 @@ def _read_together(model: Any, group: Sequence[str], ids: Tensor) -> list[Cache]
 def _read_alone(model: Any, press: str, ids: Tensor) -> Cache:
     cache = new_cache(model)
     with _seeded(_PROMPT), config_errors(press), kvpress.get_press(press)(model):
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **with_cache(cache), logits_to_keep=1)
     return cache
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvpress.cache.attention import group_queries
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import cache_among
 from kvpress.hf.session import Session
 from kvpress.observe.call import LayerCall
 
@@ -38,7 +39,8 @@ def watching(session: Session, see: See, feed: Feed | None = None) -> Iterator[N
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         del args
-        layer = kwargs["past_key_values"].layers[layer_of(module)]
+        cache = cache_among(kwargs.values())
+        layer = None if cache is None else cache.layers[layer_of(module)]
         if session.watch is None and isinstance(layer, PressLayer) and layer.call is not None:
             see(layer.call, output[0] if isinstance(output, tuple) else output)
 

@@ -25,7 +25,7 @@ from transformers import Cache
 
 import kvpress
 from kvpress.core.press import BasePress
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.errors import ConfigError, unknown_name
 from kvpress_eval.config.schema import REFERENCE
 from kvpress_eval.run.generation import pad_left, parts, read
@@ -107,7 +107,7 @@ class KVPressLM(HFLM):
         if beams > 1:
             cache.batch_repeat_interleave(beams)
         with kvpress.reading(self.model, self.press):
-            return super()._model_generate(context, max_length, stop, **kwargs, past_key_values=cache)
+            return super()._model_generate(context, max_length, stop, **kwargs, **with_cache(cache))
 
     # -- scoring ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 
 import kvpress
 from kvpress.hf.clock import now
-from kvpress.hf.models import new_cache
+from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.run.models import Engine
 from kvpress_eval.run.prompts import Prompt
@@ -253,7 +253,7 @@ def read(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        **with_cache(cache),
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
@@ -269,7 +269,7 @@ def _decode(
         out = engine.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **with_cache(cache),
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=limits.max_new_tokens,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.hf.models import with_cache
 from kvpress_eval.common.errors import translated_os_errors
 from kvpress_eval.common.files import replace_file
 from kvpress_eval.results.store import Row, encode_row, read_rows
@@ -225,7 +226,7 @@ class Examiner:
                 input_ids=new,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(dim=-1) - 1)[:, -new.shape[1] :],
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
                 logits_to_keep=keep,
             ).logits
