@@ -53,7 +53,7 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
             f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
         )
     taken = inspect.signature(decoder_of(model).forward).parameters
-    if "input_ids" in taken and CACHE not in taken:
+    if "input_ids" in taken and not {CACHE, "use_cache"} <= set(taken):
         return f"takes no cache of keys and values (`{CACHE}`), so there is nothing to compress"
     places = [cache_place(module) for module in modules]
     growing = [place for place in places if place < len(kinds) and kinds[place] in GROWING]

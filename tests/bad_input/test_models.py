@@ -42,6 +42,7 @@ UNSUPPORTED = [
     pytest.param("mamba", ANY, {}, "no full-attention layer", id="20-ssm"),
     pytest.param("mistral", ANY, {"sliding_window": 8, "num_key_value_heads": 2}, "no full-attention", id="20-sliding"),
     pytest.param("rwkv", ANY, {}, "no cache of keys and values", id="23"),
+    pytest.param("xlm", ANY, {}, "no cache of keys and values", id="23-kept-to-itself"),
 ]
 
 
@@ -94,8 +95,9 @@ def poison(model: Any, value: float) -> Callable[[], None]:
     """Make one channel of one key of the second layer `value` from now on; returns the undo."""
 
     def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output.clone()
-        output[0, 3, 5] = value
+        if output.shape[1] > 3:  # a session asks new models one token beforehand, to see whether they turn their keys
+            output = output.clone()
+            output[0, 3, 5] = value
         return output
 
     return model.model.layers[1].self_attn.k_proj.register_forward_hook(hook).remove
