@@ -13,7 +13,7 @@ TORCH_NEWEST=${TORCH_NEWEST:-2.13.0}
 TRANSFORMERS_OLDEST=${TRANSFORMERS_OLDEST:-5.21.0}
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
-TESTS=(tests/test_spec.py tests/test_hf_signatures.py tests/test_without_press.py tests/test_readme.py tests/test_terminal.py)
+TESTS=(tests/test_families.py tests/test_spec.py tests/test_hf_signatures.py tests/test_without_press.py tests/test_readme.py tests/test_terminal.py)
 
 run() { # run NAME PYTHON TORCH TRANSFORMERS
     echo "== $1: $("$2" --version), torch $3, transformers $4"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.adoption import check_adopted
-from kvpress.hf.models import CACHE, cache_among, cache_place, decoder_of, layer_types
+from kvpress.hf.models import CACHE, NO_PAIRS, cache_among, cache_place, decoder_of, layer_types
 from kvpress.kernels.cpu import build, launch
 from kvpress.observe.spans import SPANS
 
@@ -316,9 +316,11 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
 
 def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
     held, layers = len(cache.layers), len(expected)
+    # Before transformers 5.23, a cache leaves out the layers at the end that read the pairs of others.
+    fewest = 1 + max((layer.cache_index for layer in expected if layer.kind != NO_PAIRS), default=-1)
     # A cache made without a configuration gets its layers as they are first used.
     unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
-    if held != layers and not unused:
+    if not fewest <= held <= layers and not unused:
         raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
     for index, (layer, shape) in enumerate(zip(cache.layers, expected, strict=False)):
         keys = _held_keys(layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
 """What `forward` and `generate` call the cache that they are given: `cache` from transformers 5.24 on."""
 ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """What the kinds of layers that keep keys and values have in their names."""
+NO_PAIRS = "dummy"
+"""What transformers calls layers that keep nothing in the cache."""
 PLACES = ("layer_idx", "layer_id")
 """Names under which attention modules know their layer of the cache."""
 HUB_SECONDS = 5
@@ -243,8 +246,9 @@ def vision_tokens(config: Any) -> dict[str, int]:
 def config_layers(text_config: Any) -> list[LayerFacts]:
     """Return all layers of a decoder, whatever they keep; they may differ, as in Gemma 4. MLA keeps a latent for all heads."""
     found = []
-    kinds = layer_types(text_config)
-    for place, (kind, layer) in enumerate(zip(kinds, text_config.per_layer_config, strict=True)):
+    # Before transformers 5.23, layers at the end that read the pairs of others have no kind.
+    kinds = itertools.chain(layer_types(text_config), itertools.repeat(NO_PAIRS))
+    for place, (kind, layer) in enumerate(zip(kinds, text_config.per_layer_config, strict=False)):
         own = getattr(layer, "num_key_value_heads", None)
         heads = getattr(layer, "num_attention_heads", None) or own or 1
         rank = getattr(layer, "kv_lora_rank", None)

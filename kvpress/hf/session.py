@@ -68,11 +68,10 @@ class Session:
         self.shares_caches = False
         self.modules = attention_modules(model)
         self.layers: dict[int, LayerPlan] = {}
-        text = model.config.get_text_config(decoder=True)
         self.cached = cached_layers(model, self.modules)
         self.kinds = [layer.kind for layer in self.cached]
         self.full = {i for i, layer in enumerate(self.cached) if layer.grows}
-        self.lends = {i for i, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()) if mode == "store"}
+        self.lends = {cache_place(module) for module in self.modules if getattr(module, "store_full_length_kv", False)}
         self.growing = [i for i, module in enumerate(self.modules) if cache_place(module) in self.full]
         self.reads_itself = any(own_attention.reads_itself(self.modules[i]) for i in self.growing)
         self.decoder = decoder_of(model)
