@@ -41,6 +41,7 @@ from kvpress.calibrate.file import Calibration
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import with_cache
 from kvpress.quant.codebook import Angles, CodedSegment, KeyRotation
 from kvpress.quant.press import pair
 from kvpress.sparse.channels import Channels
@@ -295,10 +296,10 @@ def time_token(model: Any, cache: Any, press: Any, extra: Callable[[Any], dict[s
 
     def run() -> float:
         # The first step is not counted: it grows a full window or compiles a kernel.
-        model(token, past_key_values=cache, use_cache=True, **extra(cache))
+        model(token, **with_cache(cache), use_cache=True, **extra(cache))
         start = time.perf_counter()
         for _ in range(STEPS):
-            model(token, past_key_values=cache, use_cache=True, **extra(cache))
+            model(token, **with_cache(cache), use_cache=True, **extra(cache))
         return (time.perf_counter() - start) / STEPS * 1e3
 
     if press is None:

@@ -47,6 +47,51 @@ KVPRESS_INLINE void put_centroid(const f16* from, int coupled, float* out) {
   for (int j = 0; j < coupled; ++j) out[j] = to_float(from[j]);
 }
 
+// Rows of floats, `stride` apart. A cursor reads the vectors of a row, kVectors of them before it has to advance.
+struct FloatRows {
+  static constexpr int kVectors = 1;
+  const float* first;
+  int stride;
+
+  struct Cursor {
+    const float* at;
+    template <int kVector>
+    KVPRESS_INLINE F read() const {
+      return load(at);
+    }
+    KVPRESS_INLINE void advance() { at += kLanes; }
+  };
+  KVPRESS_INLINE Cursor cursor(int row, int channel) const { return {first + row * stride + channel}; }
+};
+
+// Rows as their codes name them: a vector is one centroid, several or a part of one.
+template <int kCoupled, class T, class Index>
+struct CentroidRows {
+  static constexpr int kParts = std::max(1, kLanes / kCoupled), kVectors = std::max(1, kCoupled / kLanes);
+  const T* centroids;
+  int64_t step;  // from the centroids of one group to those of the next
+  IndexBlock<Index> codes;
+
+  struct Cursor {
+    const T* group;
+    const int64_t step;
+    const Index* code;
+    template <int kVector>
+    KVPRESS_INLINE F read() const {
+      const T* parts[kParts];
+      unrolled<kParts>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        parts[i] = group + i * step + int64_t(code[i]) * kCoupled + kVector * kLanes;
+      });
+      return load_parts(parts);
+    }
+    KVPRESS_INLINE void advance() { group += kParts * step, code += kParts; }
+  };
+  KVPRESS_INLINE Cursor cursor(int row, int channel) const {
+    const int group = channel / kCoupled;
+    return {centroids + group * step, step, codes.row(row) + group};
+  }
+};
+
 // Puts rows of one side together, as float32.
 template <class Index>
 class Assembler {
@@ -54,7 +99,7 @@ class Assembler {
   explicit Assembler(const Coded& side)
       : side_(side),
         stride_(round_up(side.channels(), kLanes) + kLanes),
-        narrow_(side.half && side.coupled < 4),
+        narrow_(side.half && (side.coupled < 4 || !kConvertsHalves)),
         book_(narrow_ ? side.book_groups * side.group_size() : 0),
         tile_(kTile * stride_) {}
 
@@ -67,6 +112,10 @@ class Assembler {
     centroids_ = book_;
   }
 
+  // Whether the book that rows are put together from holds float16.
+  bool holds_halves() const { return side_.half && !narrow_; }
+  const void* centroids() const { return centroids_; }  // of the first group
+
   int stride() const { return stride_; }  // of a row; zeros stand after the last channel, a vector of them at least
 
   // Calls step(rows [size, stride()], first row, size) for kTile rows at a time: no load waits for the stores of parts.
@@ -75,7 +124,7 @@ class Assembler {
     for (int t = 0; t < count; t += kTile) {
       const int size = std::min(kTile, count - t);
       const IndexBlock<Index> rows{block.row(t), block.stride};
-      if (side_.half && !narrow_)
+      if (holds_halves())
         fill(static_cast<const f16*>(centroids_), indices, rows, size);
       else
         fill(static_cast<const float*>(centroids_), indices, rows, size);

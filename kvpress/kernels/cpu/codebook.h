@@ -70,6 +70,8 @@ class IndexRows {
         codes_(groups_) {}
 
   int parts() const { return parts_; }
+  // Whether the indices of a row are its codes, and all of them name a centroid.
+  bool names_groups() const { return parts_ == 1 && side_.entries == int64_t(1) << bits_; }
   int columns() const { return groups_ / parts_; }
   int size() const { return table_size<Index>(bits_); }
 

@@ -4,8 +4,8 @@
 // Keys: a table holds the product of every centroid with the four queries, so a logit is a sum of table entries.
 // Values: weights are collected per table entry, and one product with the book at the end turns them into the output.
 // A few rows do not pay for tables; they, and keys that were coded before their rotary embedding, are put together from
-// centroids. Scalar books of three and four bits, and of fewer where tables do not pay, need neither: shuffles look up what
-// codes stand for.
+// centroids, which keys need not be where each is a whole vector or part of one. Scalar books of three and four bits, and
+// of fewer where tables do not pay, need neither: shuffles look up what codes stand for.
 #pragma once
 
 #include "logits.h"
@@ -140,11 +140,12 @@ inline int first_outside_angles(const CodedProblem& p) {
   for (int64_t n = 0; p.coarse && n < p.streams; ++n) {
     const int64_t length = p.lengths[n];
     const Stretch rows = p.stretch(n, 0);
+    const CodedProblem::Places places = p.places(n);
     uint64_t position = 0;
     if (p.listed || p.positions)
-      for (int64_t t = 0; t < length; ++t) position = std::max(position, p.position(n, rows[t]));
+      for (int64_t t = 0; t < length; ++t) position = std::max(position, places[rows[t]]);
     else if (length)
-      position = std::max(p.position(n, rows[0]), p.position(n, rows[length - 1]));
+      position = std::max(places[rows[0]], places[rows[length - 1]]);
     if (length && position >= uint64_t(p.blocks * kStep)) return int(n);
   }
   return -1;

@@ -56,12 +56,13 @@ class CodedKeys {
   // scores[t] += products of the queries with the outliers of row t, which are rotated as its key is.
   KVPRESS_APART void correct(Stretch rows, int count, Quad* scores) const {
     const int half = int(p_.rotary / 2);
+    const CodedProblem::Places places = p_.places(stream_);
     outliers_.for_each(rows, count, [&](int t, int channel, float value) {
       Quad product = queries_[channel];
       if (channel < 2 * half) {
         const bool high = channel >= half;
         const int pair = high ? channel - half : channel;
-        const uint64_t position = p_.position(stream_, rows[t]);
+        const uint64_t position = places[rows[t]];
         const float *coarse = p_.coarse + position / kStep * p_.rotary + pair, *fine = p_.fine + position % kStep * p_.rotary + pair;
         const float cosine = coarse[0] * fine[0] - coarse[half] * fine[half];
         const float sine = coarse[0] * fine[half] + coarse[half] * fine[0];
@@ -129,11 +130,31 @@ class CodedKeys {
 
   // scores[t] = products of the queries with the key, rotated where the stream has angles.
   void put_together(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
+    if (pick<4>(block, rows, count, scores) || pick<8>(block, rows, count, scores) || pick<16>(block, rows, count, scores))
+      return;
     assembler_.for_tiles(indices_, block, count, [&](const float* keys, int t, int size) {
-      uint64_t positions[kTile] = {};
-      for (int i = 0; p_.coarse && i < size; ++i) positions[i] = p_.position(stream_, rows[t + i]);
-      rotary_.multiply(keys, stride_, positions, size, scores + t);
+      multiply(FloatRows{keys, stride_}, rows, t, size, scores);
     });
+  }
+
+  // The same where vectors of keys are centroids or whole parts of them, and need not be put together first; else false.
+  template <int kCoupled>
+  bool pick(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
+    if (p_.keys.coupled != kCoupled || !rotary_.aligned(std::max(kCoupled, kLanes))) return false;
+    if (!indices_.names_groups() || assembler_.holds_halves() != kConvertsHalves) return false;
+    using Book = std::conditional_t<kConvertsHalves, f16, float>;
+    const CentroidRows<kCoupled, Book, Index> keys{
+        static_cast<const Book*>(assembler_.centroids()), p_.keys.group_step(), block};
+    multiply(keys, rows, 0, count, scores);
+    return true;
+  }
+
+  template <class Keys>
+  void multiply(const Keys& keys, Stretch rows, int first, int count, Quad* scores) {
+    uint64_t positions[kCodedRows];
+    const CodedProblem::Places places = p_.places(stream_);
+    for (int i = 0; i < count; ++i) positions[i] = p_.coarse ? places[rows[first + i]] : 0;
+    rotary_.multiply(keys, positions, count, scores + first);
   }
 
   const CodedProblem& p_;

@@ -87,10 +87,11 @@ class CodedLevelKeys {
 
   // Positions of the rows from `first` that stand in one block; `size` becomes their number. True where each follows the last.
   bool positions_of_block(Stretch rows, int first, int& size, uint64_t* positions) const {
+    const CodedProblem::Places places = p_.places(stream_);
     bool running = true;
     int i = 0;
     for (; i < size; ++i) {
-      positions[i] = p_.position(stream_, rows[first + i]);
+      positions[i] = places[rows[first + i]];
       if (positions[i] / kStep != positions[0] / kStep) break;
       running &= positions[i] == positions[0] + i;
     }

@@ -54,10 +54,14 @@ struct CodedProblem : Attention {
 
   int64_t book_of(int64_t stream) const { return owner_of(stream) % keys.books; }
 
-  // Where a row of a stream stands; a negative position wraps past every table.
-  uint64_t position(int64_t stream, int64_t row) const {
-    return uint64_t(positions ? positions[row] : row) + uint64_t(shift[owner_of(stream)]);
-  }
+  // Where the rows of a stream stand; a negative position wraps past every table.
+  struct Places {
+    const int32_t* positions;
+    uint64_t shift;
+
+    uint64_t operator[](int64_t row) const { return uint64_t(positions ? positions[row] : row) + shift; }
+  };
+  Places places(int64_t stream) const { return {positions, coarse ? uint64_t(shift[owner_of(stream)]) : 0}; }
 };
 
 }  // namespace kvpress

@@ -2,7 +2,7 @@
 // Products of queries with keys that are rotated on the way.
 #pragma once
 
-#include "codebook.h"
+#include "centroids.h"
 
 namespace kvpress {
 
@@ -13,32 +13,51 @@ class RotaryDot {
   explicit RotaryDot(const CodedProblem& p)
       : p_(p),
         half_(int(p.rotary / 2)),
-        rest_(int(p.keys.channels() - p.rotary)),
-        high_(round_up(half_, kLanes)),
-        width_(2 * high_ + round_up(rest_, kLanes)),
-        queries_(4 * width_),
-        turned_(4 * width_) {}
+        channels_(int(p.keys.channels())),
+        pairs_(round_up(half_, kLanes) / kLanes),
+        width_(4 * (2 * pairs_ * kLanes + round_up(channels_ - 2 * half_, kLanes))),
+        queries_(width_),
+        turned_(width_) {}
 
   // Takes queries by channel.
   void begin(const Quad* queries) {
-    const int first[] = {0, half_, 2 * half_}, size[] = {half_, half_, rest_};
-    for (int i = 0; i < 4; ++i)
-      for (int part = 0; part < 3; ++part)
-        for (int c = 0; c < size[part]; ++c)
-          queries_[i * width_ + part * high_ + c] = queries[first[part] + c][i];
-    std::copy_n(static_cast<float*>(queries_), 4 * width_, static_cast<float*>(turned_));
+    std::fill_n(static_cast<float*>(queries_), width_, 0.f);
+    const auto put = [&](int vector, int lane, Quad each) {
+      for (int i = 0; i < 4; ++i) queries_[(4 * vector + i) * kLanes + lane] = each[i];
+    };
+    for (int c = 0; c < half_; ++c) {
+      put(2 * (c / kLanes), c % kLanes, queries[c]);
+      put(2 * (c / kLanes) + 1, c % kLanes, queries[half_ + c]);
+    }
+    for (int c = 0; c < channels_ - 2 * half_; ++c) put(2 * pairs_ + c / kLanes, c % kLanes, queries[2 * half_ + c]);
+    std::copy_n(static_cast<float*>(queries_), width_, static_cast<float*>(turned_));
     block_ = ~uint64_t(0);
   }
 
-  // out[i] = products with the key at keys + i * stride. After its channels a key has zeros, a vector of them at least.
-  void multiply(const float* keys, int stride, const uint64_t* positions, int count, Quad* out) {
-    for (int i = 0; i < count;) {
+  // Whether vectors of the keys begin where `step` channels do.
+  bool aligned(int step) const { return half_ % step == 0 && channels_ % step == 0; }
+
+  // out[i] = products with key i. Keys whose vectors are not aligned end on zeros, a vector of them at least.
+  template <class Keys>
+  void multiply(const Keys& keys, const uint64_t* positions, int count, Quad* out) {
+    for (int i = 0, end; i < count; i = end) {
       const uint64_t block = positions[i] / kStep;
       turn_queries(block);
-      int end = i + 1;
-      while (end < count && positions[end] / kStep == block) ++end;
-      for (; i + 4 <= end; i += 4) multiply_rows<4>(keys + i * stride, stride, positions + i, out + i);
-      for (; i < end; ++i) multiply_rows<1>(keys + i * stride, stride, positions + i, out + i);
+      for (end = i + 1; end < count && positions[end] / kStep == block;) ++end;
+      const bool plain = half_ % kLanes == 0 && channels_ == 2 * half_;
+      switch (plain ? pairs_ : 0) {
+        case 2:
+          multiply_rows<2>(keys, i, end, positions, out);
+          break;
+        case 4:
+          multiply_rows<4>(keys, i, end, positions, out);
+          break;
+        case 8:
+          multiply_rows<8>(keys, i, end, positions, out);
+          break;
+        default:
+          multiply_rows<0>(keys, i, end, positions, out);
+      }
     }
   }
 
@@ -46,65 +65,69 @@ class RotaryDot {
   void turn_queries(uint64_t block) {
     if (block == block_) return;
     block_ = block;
-    const float* cos = p_.coarse + block * 2 * half_;
-    for_pairs([&](int c, auto read) KVPRESS_INLINE_LAMBDA {
-      const F cosine = read(cos + c), sine = read(cos + half_ + c);
-      for (int i = 0; i < 4; ++i) {
-        const float* q = queries_ + i * width_ + c;
-        const F low = load(q), high = load(q + high_);
-        store(turned_ + i * width_ + c, fma(low, cosine, mul(high, sine)));
-        store(turned_ + i * width_ + high_ + c, sub(mul(high, cosine), mul(low, sine)));
+    for_pairs(p_.coarse + block * 2 * half_, [&](int c, F cosine, F sine) KVPRESS_INLINE_LAMBDA {
+      const float* q = queries_ + 8 * c;
+      float* out = turned_ + 8 * c;
+      for (int i = 0; i < 4; ++i, q += kLanes, out += kLanes) {
+        const F low = load(q), high = load(q + 4 * kLanes);
+        store(out, fma(low, cosine, mul(high, sine)));
+        store(out + 4 * kLanes, sub(mul(high, cosine), mul(low, sine)));
       }
     });
   }
 
-  template <int kRows>
-  KVPRESS_APART void multiply_rows(const float* keys, int stride, const uint64_t* positions, Quad* out) const {
-    const float *q = turned_, *angles[kRows];
-    F sums[kRows][4];
-    unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
-      angles[r] = p_.fine + positions[r] % kStep * 2 * half_;
-      unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[r][i] = set1(0.f); });
-    });
-    for_pairs([&](int c, auto read) KVPRESS_INLINE_LAMBDA {
-      F low[kRows], high[kRows];
-      unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
-        const F cosine = read(angles[r] + c), sine = read(angles[r] + half_ + c);
-        const F a = load(keys + r * stride + c), b = load(keys + r * stride + half_ + c);
-        low[r] = sub(mul(a, cosine), mul(b, sine)), high[r] = fma(b, cosine, mul(a, sine));
-      });
-      unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA {
-        const F ql = load(q + i * width_ + c), qh = load(q + i * width_ + high_ + c);
-        unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
-          sums[r][i] = fma(high[r], qh, fma(low[r], ql, sums[r][i]));
+  // For keys of kPairs vectors of pairs and nothing else, 0 for all others.
+  template <int kPairs, class Keys>
+  KVPRESS_APART void multiply_rows(const Keys keys, int first, int end, const uint64_t* positions, Quad* out) const {
+    const int half = kPairs ? kPairs * kLanes : half_, channels = kPairs ? 2 * half : channels_;
+    const int whole = half / kLanes * kLanes;
+    const float *fine = p_.fine, *turned = turned_;
+    for (int r = first; r < end; ++r) {
+      F sums[4];
+      unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = set1(0.f); });
+      const float *cosines = fine + positions[r] % kStep * 2 * half, *sines = cosines + half, *q = turned;
+      auto low = keys.cursor(r, 0), high = keys.cursor(r, half);
+      const auto add_pairs = [&](F a, F b, F cosine, F sine) KVPRESS_INLINE_LAMBDA {
+        const F x = sub(mul(a, cosine), mul(b, sine)), y = fma(b, cosine, mul(a, sine));
+        unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          sums[i] = fma(y, load(q + (4 + i) * kLanes), fma(x, load(q + i * kLanes), sums[i]));
         });
-      });
-    });
-    for (int c = 0; c < rest_; c += kLanes)
-      unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA {
-        const F x = load(q + i * width_ + 2 * high_ + c);
-        unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
-          sums[r][i] = fma(load(keys + r * stride + 2 * half_ + c), x, sums[r][i]);
+        q += 8 * kLanes;
+      };
+      for (int c = 0; c < whole; c += Keys::kVectors * kLanes, low.advance(), high.advance())
+        unrolled<Keys::kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA {
+          const int at = c + v * kLanes;
+          add_pairs(low.template read<v>(), high.template read<v>(), load(cosines + at), load(sines + at));
         });
-      });
-    unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
-      store_sums(reinterpret_cast<float*>(out + r), sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
-    });
+      if (const int left = half - whole) {
+        const F cosine = load_part(cosines + whole, left), sine = load_part(sines + whole, left);
+        add_pairs(low.template read<0>(), high.template read<0>(), cosine, sine);
+      }
+      auto rest = keys.cursor(r, 2 * half);
+      for (int c = 2 * half; c < channels; c += Keys::kVectors * kLanes, rest.advance())
+        unrolled<Keys::kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA {
+          const F x = rest.template read<v>();
+          unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = fma(x, load(q + i * kLanes), sums[i]); });
+          q += 4 * kLanes;
+        });
+      store_sums(reinterpret_cast<float*>(out + r), sums[0], sums[1], sums[2], sums[3]);
+    }
   }
 
-  // Calls step(first channel, how to read a vector of angles) for the pairs that are rotated.
+  // Calls step(first channel, cosines, sines) for a vector of pairs at a time.
   template <class Step>
-  KVPRESS_INLINE void for_pairs(Step&& step) const {
+  KVPRESS_INLINE void for_pairs(const float* angles, Step&& step) const {
     int c = 0;
-    for (; c + kLanes <= half_; c += kLanes) step(c, [](const float* p) KVPRESS_INLINE_LAMBDA { return load(p); });
+    for (; c + kLanes <= half_; c += kLanes) step(c, load(angles + c), load(angles + half_ + c));
     const int left = half_ - c;
-    if (left) step(c, [left](const float* p) KVPRESS_INLINE_LAMBDA { return load_part(p, left); });
+    if (left) step(c, load_part(angles + c, left), load_part(angles + half_ + c, left));
   }
 
   const CodedProblem& p_;
-  const int half_, rest_;
-  const int high_, width_;  // of a query: where the second channels of pairs begin, and where the next query does
-  uint64_t block_ = 0;      // that turned_ is for
+  const int half_, channels_;
+  const int pairs_, width_;  // vectors of pairs, and numbers of all queries
+  uint64_t block_ = 0;       // that turned_ is for
+  // By vector of channels, for each query: first and second channels of pairs, then what is not rotated.
   Buffer<float> queries_, turned_;
 };
 

@@ -109,6 +109,7 @@ inline f16 to_half(float x) {
 
 using F = __m512;
 constexpr int kLanes = 16;
+constexpr bool kConvertsHalves = true;  // many at a time
 
 inline F set1(float x) { return _mm512_set1_ps(x); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -121,6 +122,16 @@ inline F load(const e4m3* p) {
   const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
   const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(int16_t(0xbf80)));
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
+}
+inline F load_parts(const f16* const (&p)[2]) {
+  const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p[0]));
+  return _mm512_cvtph_ps(_mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i*)p[1]), 1));
+}
+inline F load_parts(const f16* const (&p)[4]) {
+  const auto pair = [&](int i) KVPRESS_INLINE_LAMBDA {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)p[i]), _mm_loadl_epi64((const __m128i*)p[i + 1]));
+  };
+  return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(pair(0)), pair(2), 1));
 }
 inline F load(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -151,6 +162,7 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 
 using F = __m256;
 constexpr int kLanes = 8;
+constexpr bool kConvertsHalves = true;
 
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -162,6 +174,9 @@ inline F load(const e4m3* p) {
   const __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8);
   const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(int16_t(0xbf80)));
   return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
+}
+inline F load_parts(const f16* const (&p)[2]) {
+  return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)p[0]), _mm_loadl_epi64((const __m128i*)p[1])));
 }
 inline F load(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
@@ -204,6 +219,11 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 // GCC and Clang lower this to whatever the target has (SSE2, NEON, ...).
 typedef float F __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
+#if defined(__aarch64__)
+constexpr bool kConvertsHalves = true;
+#else
+constexpr bool kConvertsHalves = false;
+#endif
 
 inline F set1(float x) { return F{x, x, x, x}; }
 template <class T>
@@ -264,6 +284,12 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 // As many whole numbers of 32 bits, and what conversions between the two are written with.
 using Words = int32_t __attribute__((vector_size(sizeof(F))));
 using Floats = float __attribute__((vector_size(sizeof(F))));
+
+// A vector in one part, or in several that lie apart.
+template <class T>
+KVPRESS_INLINE F load_parts(const T* const (&p)[1]) {
+  return load(p[0]);
+}
 
 // One number for each of four queries.
 typedef float Quad __attribute__((vector_size(16)));

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 import pytest
 import torch
@@ -167,13 +168,24 @@ def test_a_shared_book_is_one_book_for_every_group(bits: int, length: int) -> No
     assert all(map(torch.equal, shared, own))
 
 
+BOOKS: list[dict[str, Any]] = [{"entries": 16}, {}, {"dtype": torch.float32}, {"shared": True}, {"bits": 10}]
+"""Not all centroids named, all, in float32, one book of all groups, and codes of two bytes."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("coupled", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(("dim", "turned"), [(64, 64), (64, 16), (80, 20), (96, 96), (128, 64), (256, 256)])
-def test_rotated_keys_whole_partial_and_scaled(dim: int, turned: int, coupled: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "turned"), [(32, 32), (64, 64), (64, 32), (64, 16), (80, 20), (96, 96), (128, 64), (256, 256)]
+)
+def test_rotated_keys_whole_partial_and_scaled(dim: int, turned: int, coupled: int, level: str) -> None:
     s = streams([70, 40, 1], 4, dim)
-    keys = coded(s.rows, dim, coupled, 8, entries=16)
-    args = (s.q, rotated(keys, keys, rotary(s, turned, length=130, factor=1.2)), s.where, Options(0.3))
-    assert_close(decode(*args), reference.decode(*args))
+    turn = rotary(s, turned, length=130, factor=1.2)
+    for book in BOOKS if dim // coupled % 4 == 0 else BOOKS[:-1]:  # the two bits above a byte fill bytes, too
+        keys = coded(s.rows, dim, coupled, **{"bits": 8, **book})
+        for where in (s.where, s.listed()):
+            args = (s.q, rotated(keys, keys, turn), where, Options(0.3))
+            assert_close(cpu.decode(*args, level=level), reference.decode(*args))
 
 
 @needs_compiler
@@ -263,18 +275,21 @@ def surrounded(x: Tensor, poison: float) -> Tensor:
 
 
 COUPLED = [(bits, 24, 24 * gcd(bits, 8) // 8, 22) for bits in CODE_BITS]
+WHOLE = [(8, 64, coupled, turned) for coupled in (4, 8, 16) for turned in (32, 64)]
+"""All centroids are named, and vectors of keys are centroids or whole parts of them."""
 SCALAR = [(bits, 32, 1, 16) for bits in (1, 2, 3, 4)]
 
 
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("bits", "dim", "coupled", "turned"), COUPLED + SCALAR)
+@pytest.mark.parametrize(("bits", "dim", "coupled", "turned"), COUPLED + SCALAR + WHOLE)
 def test_nothing_outside_the_tensors_is_used_or_written(
     bits: int, dim: int, coupled: int, turned: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = streams([1, 40, 900], 3, dim, gap=0)
     nan = float("nan")
-    keys, values = (coded(s.rows, dim, coupled, bits, entries=2**bits - 1) for _ in range(2))
+    entries = 2**bits - ((bits, dim, coupled, turned) not in WHOLE)
+    keys, values = (coded(s.rows, dim, coupled, bits, entries=entries) for _ in range(2))
     keys, values = (replace(side, row_scale=torch.rand(s.rows)) for side in (keys, values))
     keys = replace(keys, rotary=rotary(s, turned))
     log_weight = torch.randn(s.rows)
