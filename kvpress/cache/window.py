@@ -104,6 +104,11 @@ class Window:
         """Values of the filled part, a view `[B, H, length, Dv]`."""
         return self.values[:, :, : self.length]
 
+    @property
+    def filled_log_weight(self) -> Tensor | None:
+        """Log-weights of the filled part, a view `[B, H, length]`; None for zeros."""
+        return None if self.log_weight is None else self.log_weight[..., : self.length]
+
     def weigh(self, log_weight: Tensor | None) -> None:
         """Give the filled tokens weights `[B, H, length]`."""
         self.log_weight = self.cursor = None
@@ -173,7 +178,7 @@ class Window:
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens."""
         self.length, self.cursor = self.length - tokens, None
-        self.weigh(None if self.log_weight is None else self.log_weight[..., : self.length])
+        self.weigh(self.filled_log_weight)
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
 
     def attend(self, queries: Tensor, logits: Logits, new: int, mask: RealTokens | None) -> Partial:
@@ -183,7 +188,8 @@ class Window:
             return self._attend_flat(queries, logits, new, pads)
         real = None if mask is None else mask.real[:, self.first : self.first + self.length]
         visible = self.visible(queries.shape[1], new, real)
-        weight = None if self.log_weight is None else self.log_weight[..., : self.length].flatten(0, 1)
+        weight = self.filled_log_weight
+        weight = None if weight is None else weight.flatten(0, 1)
         return attend(
             queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible, weight
         )
@@ -256,9 +262,8 @@ class Window:
 
     def written(self) -> dict[str, Any]:
         """Return what is written to a file: the filled part, without the room behind it."""
-        weight = None if self.log_weight is None else self.log_weight[..., : self.length]
-        filled = {"keys": self.filled_keys, "values": self.filled_values, "log_weight": weight, "cursor": None}
-        return {**vars(self), **filled}
+        filled = {"keys": self.filled_keys, "values": self.filled_values, "log_weight": self.filled_log_weight}
+        return {**vars(self), **filled, "cursor": None}
 
     def tensors(self) -> list[Tensor]:
         """Tensors held, side arrays aside."""

@@ -17,6 +17,31 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, hashed
 
 
+def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
+    """Attention `[B, H, length]` that the pairs of the window receive, by the kernels, which take it as flat rows.
+
+    Every query counts `weights [N, G * n]`, 1 by default. None where the kernels do not run or padding is not on the left,
+    which is no part of a stream.
+    """
+    store, window, length = call.store, call.store.window, call.queries.shape[2]
+    real = None if call.mask is None else call.mask[:, window.first : window.first + window.length]
+    pads = None if real is None else left_padding(real)
+    if (real is not None and pads is None) or not kernels.available(window.keys):
+        return None
+    sinks = None
+    if call.lse is None and call.sinks is not None:
+        sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
+    mass = kernels.column_mass(
+        group_queries(call.queries, store.heads),
+        window.rows(),
+        kernels.Ranges(*window.streams(pads)),
+        kernels.Options(call.logits.scale, call.logits.softcap, length, sinks),
+        lse=call.lse,
+        query_weight=weights,
+    )
+    return mass.view(store.batch, store.heads, -1)[..., : window.length]
+
+
 class AttentionMass(Observer):
     """Attention that every stored pair has received from all queries so far: side array `mass`, float32.
 
@@ -47,7 +72,8 @@ class AttentionMass(Observer):
             received = segment.mass(group_queries(call.queries, store.heads), call.logits, lse)
             segment.side[name] = segment.side_array(name) * fade[row] + received
         window = store.window
-        mass = self._window_mass(call, weights)
+        mass = flat_mass(call, weights)
+        mass = self._blocked_mass(call, weights) if mass is None else mass
         window.side[name] = mass + window.side[name] * fade[:, None, None] if name in window.side else mass
 
     def _weights(self, call: LayerCall, real: Tensor | None) -> Tensor | None:
@@ -63,36 +89,13 @@ class AttentionMass(Observer):
         per_head = call.queries.shape[1]
         return weights[:, None].expand(-1, per_head, -1).reshape(streams, -1)
 
-    def _window_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
-        window = call.store.window
-        real = None if call.mask is None else call.mask[:, window.first : window.first + window.length]
-        pads = None if real is None else left_padding(real)
-        if (real is None or pads is not None) and kernels.available(window.keys):
-            return self._flat_mass(call, pads, weights)
-        return self._blocked_mass(call, weights)
-
-    def _flat_mass(self, call: LayerCall, pads: Tensor | None, weights: Tensor | None) -> Tensor:
-        """The window as flat rows; padding is not part of a stream."""
-        store, window, length = call.store, call.store.window, call.queries.shape[2]
-        sinks = None
-        if call.lse is None and call.sinks is not None:
-            sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
-        mass = kernels.column_mass(
-            group_queries(call.queries, store.heads),
-            window.rows(),
-            kernels.Ranges(*window.streams(pads)),
-            kernels.Options(call.logits.scale, call.logits.softcap, length, sinks),
-            lse=call.lse,
-            query_weight=weights,
-        )
-        return mass.view(store.batch, store.heads, -1)[..., : window.length]
-
     def _blocked_mass(self, call: LayerCall, weights: Tensor | None) -> Tensor:
         window, length = call.store.window, call.queries.shape[2]
         streams, groups = call.store.batch * call.store.heads, call.queries.shape[1] // call.store.heads
         block = max(1, attention.BLOCK_BYTES // (4 * streams * groups * max(1, window.length)))
         received = torch.zeros(streams, window.length, device=call.queries.device)
-        keys = window.filled_keys.flatten(0, 1)
+        keys, own = window.filled_keys.flatten(0, 1), window.filled_log_weight
+        own = None if own is None else own.flatten(0, 1)
         real = None if call.mask is None else call.mask.to(received.device)
         newest = window.length - length
         shape = (streams, groups, length)
@@ -102,7 +105,7 @@ class AttentionMass(Observer):
             rows = slice(start, start + block)
             part = call.queries[:, :, rows]
             count = part.shape[2]
-            scores = call.logits(group_queries(part, call.store.heads), keys).view(streams, groups, count, -1)
+            scores = call.logits(group_queries(part, call.store.heads), keys, own).view(streams, groups, count, -1)
             at = torch.arange(newest + start, newest + start + count, device=keys.device)
             visible = torch.arange(window.length, device=keys.device) <= at[:, None]
             scores = scores.masked_fill(~visible, float("-inf"))
@@ -135,6 +138,8 @@ class ProbeAttention(Observer):
         end = max(call.seen_before + length, call.prompt_end)
         if end != self.end:
             self.start, self.end = call.seen_before, end
+        if self.end - self.start == 1 and self._add_token(call):
+            return
         for name in self.sides:
             held = window.side.get(name)
             shape, device = window.filled_keys.shape[:3], window.keys.device
@@ -147,6 +152,20 @@ class ProbeAttention(Observer):
             asking[rows] = len(probes)
         if call.store.dense is not None:
             self._add_dense(call, call.store.dense, asking, lse)
+
+    def _add_token(self, call: LayerCall) -> bool:
+        """Add the attention of a single token by the kernels; False where that takes more."""
+        store, window = call.store, call.store.window
+        if call.lse is None or call.window_lse is not None or (received := flat_mass(call)) is None:
+            return False
+        seen = torch.ones_like(received)
+        if call.mask is not None:
+            seen *= call.mask[:, None, window.first : window.first + window.length].to(seen.device)
+        for name, new in zip(self.sides, (received, seen), strict=True):
+            window.side[name] = window.side[name] + new if name in window.side else new
+        if store.dense is not None:
+            self._add_dense(call, store.dense, torch.ones(store.batch, dtype=torch.long), call.lse)
+        return True
 
     def _rows(self, call: LayerCall) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the batch, and which tokens of this pass are their probes."""
@@ -172,14 +191,15 @@ class ProbeAttention(Observer):
     def _add(self, call: LayerCall, rows: slice, probes: Tensor, lse: Tensor) -> None:
         """Add the attention of the probes, indexes into this pass, in some batch rows, and note their `lse [B, Hq, Q]`."""
         window, device = call.store.window, call.queries.device
-        keys = window.filled_keys[rows]
+        keys, own = window.filled_keys[rows], window.filled_log_weight
         batch, heads, length, _ = keys.shape
         at = probes.to(device) + length - call.queries.shape[2]
         block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
         for part in torch.arange(len(probes)).split(block) if len(probes) else ():
             newest, chosen = at[part], probes[part].to(device)
             queries = call.queries[rows][:, :, chosen].reshape(batch, heads, -1, call.queries.shape[-1])
-            scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
+            scores = call.logits(queries, keys, None if own is None else own[rows])
+            scores = scores.view(batch, heads, -1, len(part), length)
             visible = (torch.arange(length, device=device) <= newest[:, None]).expand(batch, -1, -1)
             if call.mask is not None:
                 real = call.mask[rows, window.first : window.first + length].to(device)

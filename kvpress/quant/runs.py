@@ -33,8 +33,7 @@ class Runs(Axis):
         """Block of each of `total` rows, int32; None where it is `r // size`."""
         if self.lengths is None:
             return None
-        blocks = torch.arange(len(self.lengths), dtype=torch.int32, device=self.lengths.device)
-        return torch.repeat_interleave(blocks, self.lengths, output_size=total)
+        return torch.repeat_interleave(self.lengths, output_size=total)
 
     def of(self, rows: Tensor) -> Tensor:
         """Block of each of the given rows, int64."""

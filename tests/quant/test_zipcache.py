@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -11,9 +13,10 @@ import kvpress
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
+from kvpress.hf.models import with_cache
 from kvpress.observe.observer import hashed
 from kvpress.quant.zipcache import ZipCacheCodec, top_per_stream
-from tests.models import padded_batch, position_ids, tiny_model, tokens
+from tests.models import full_layers, padded_batch, position_ids, tiny_model, tokens
 
 
 class Watching(kvpress.ZipCachePress):
@@ -40,6 +43,49 @@ def test_all_probes_give_the_normalised_column_sums_of_the_model(family: str) ->
     attention = tiny_model(family, "eager")(ids, output_attentions=True).attentions[0]
     torch.testing.assert_close(found, attention.unflatten(1, (2, 2)).sum(dim=(2, 3)), atol=1e-4, rtol=1e-4)
     assert torch.equal(probes, (40 - torch.arange(40.0)).expand(2, 2, 40))
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_generated_tokens_are_probes_of_all_that_they_see(
+    family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    model = tiny_model(family, "eager")
+    place = full_layers(model)[0]
+    ids, mask = padded_batch([43, 31])
+    whole = model(ids, attention_mask=mask, position_ids=position_ids(mask), output_attentions=True)
+    cache = DynamicCache(config=model.config)
+    with Watching(probe_ratio=1.0)(model):
+        for part in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 43)):
+            real = mask[:, : part.stop]
+            at = position_ids(real)[:, part]
+            model(ids[:, part], attention_mask=real, position_ids=at, **with_cache(cache))
+    side = cache.layers[place].store.window.side
+    paid = whole.attentions[place].unflatten(1, (2, 2)).sum(dim=2) * mask[:, None, :, None]
+    torch.testing.assert_close(side["saliency"], paid.sum(dim=2), atol=1e-4, rtol=1e-4)
+    later = mask.flip(1).cumsum(dim=1).flip(1) * mask
+    assert torch.equal(side["probes"], later[:, None].expand(2, 2, 43).float())
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("tokens_at_once", [1, 2])
+def test_probes_see_how_much_a_pair_counts(tokens_at_once: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    model, ids = tiny_model("llama", "eager"), tokens(1, 32)
+    received = []
+    for copies in (1, 3):
+        cache = DynamicCache(config=model.config)
+        with Watching(probe_ratio=1.0)(model):
+            model(ids[:, :30], **with_cache(cache))
+            window = cache.layers[0].store.window
+            before = window.side["saliency"]
+            window.weigh(torch.zeros(1, 2, 30).index_fill_(2, torch.tensor([7]), math.log(copies)))
+            model(ids[:, 30 : 30 + tokens_at_once], **with_cache(cache))
+        received.append(cache.layers[0].store.window.side["saliency"][..., :30] - before)
+    plain, heavy = received[0] / tokens_at_once, received[1] / tokens_at_once
+    assert (heavy[..., 7] > 2 * plain[..., 7]).all()  # three times as much of a slightly larger sum
+    assert (heavy.sum(dim=-1) < 2 + 1e-5).all()  # the group's two heads share out one each
 
 
 def test_ten_per_cent_of_the_queries_are_probes_half_of_them_the_newest() -> None:
