@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -36,21 +37,18 @@ def test_every_decode_step_runs_the_kernels(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pairs were read by the plain PyTorch path")
 
-    model = tiny_model("llama").to(dtype)
-    try:
-        ids, mask = padded_batch([300, 210]) if padded else (tokens(2, 300), None)
-        press = kvpress.get_press(spec)
-        for module in ("segment", "window"):
-            monkeypatch.setattr(f"kvpress.cache.{module}.attend", fail)
-        kernels.reset_counters()
-        with press(model):
-            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-        ran = {name for name, calls in kernels.counters().items() if calls}
-        assert CASES[spec] <= ran
-        layers, steps = 3, 4
-        assert kernels.counters()["dense_decode"] >= layers * steps
-    finally:
-        model.to(torch.float32)
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    ids, mask = padded_batch([300, 210]) if padded else (tokens(2, 300), None)
+    press = kvpress.get_press(spec)
+    for module in ("segment", "window"):
+        monkeypatch.setattr(f"kvpress.cache.{module}.attend", fail)
+    kernels.reset_counters()
+    with press(model):
+        model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    ran = {name for name, calls in kernels.counters().items() if calls}
+    assert CASES[spec] <= ran
+    layers, steps = 3, 4
+    assert kernels.counters()["dense_decode"] >= layers * steps
 
 
 def test_generation_is_the_same_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
