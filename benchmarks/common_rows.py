@@ -20,6 +20,7 @@ import torch
 import kvpress
 from benchmarks.handover import build, write_rows
 from kvpress.cache import common
+from kvpress.hf.models import with_cache
 
 
 def repeated(cache: Any, rows: int, least: int) -> Any:
@@ -60,7 +61,7 @@ def main() -> None:
                 for way, own in ways.items():
                     started = time.perf_counter()
                     with torch.no_grad(), kvpress.reading(model, press):
-                        model(token, past_key_values=own)
+                        model(token, **with_cache(own))
                     took[way].append(time.perf_counter() - started)
             seconds = {way: sorted(times)[len(times) // 2] for way, times in took.items()}
             found.append({

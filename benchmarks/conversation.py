@@ -22,6 +22,7 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from kvpress.hf.models import with_cache
 
 SPECS = (
     "none",
@@ -64,7 +65,7 @@ def talk(model: Any, spec: str, turns: int, said: tuple[int, int] = SAID, answer
             length = int(torch.randint(said[0], said[1] + 1, (1,), generator=generator))
             new = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
             ids = torch.cat([ids, new], dim=1)
-            ids = model.generate(ids, past_key_values=cache, max_new_tokens=answer, do_sample=False)
+            ids = model.generate(ids, **with_cache(cache), max_new_tokens=answer, do_sample=False)
             report = kvpress.memory_report(cache)
             records.append({"seen": cache.get_seq_length(), "kept": report.kept, "held": report.total_bytes})
     return records

@@ -41,13 +41,14 @@ def exact(setting: Setting) -> Array:
     from transformers import DynamicCache
 
     from benchmarks import decode
+    from kvpress.hf.models import with_cache
 
     model = decode.build_model().float()
     cache = DynamicCache()
     for layer in range(8):
         cache.update(*(side.float() for side in decode.random_pairs(setting.tokens, layer)), layer)
     with torch.no_grad():
-        logits = [model(torch.tensor([[TOKEN]]), past_key_values=cache).logits[0, -1] for _ in setting.levels]
+        logits = [model(torch.tensor([[TOKEN]]), **with_cache(cache)).logits[0, -1] for _ in setting.levels]
     answer: Array = torch.stack(logits).numpy()
     return answer
 
@@ -59,6 +60,7 @@ def in_torch(name: str, setting: Setting) -> Built:
 
     import kvpress
     from benchmarks import decode
+    from kvpress.hf.models import with_cache
 
     torch.set_num_threads(setting.threads)
     model = decode.build_model()
@@ -80,7 +82,7 @@ def in_torch(name: str, setting: Setting) -> Built:
         if name == "quanto":  # with a mask of its own, attention takes the faster of its paths
             seen = cache.get_seq_length()
             extra["attention_mask"] = torch.ones(len(ids), seen + len(ids), dtype=torch.bool).tril(seen)[None, None]
-        logits = model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1, **extra).logits[0, -1]
+        logits = model(torch.tensor([ids]), **with_cache(cache), logits_to_keep=1, **extra).logits[0, -1]
         answer: Array = logits.float().numpy()
         return answer
 

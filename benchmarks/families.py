@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpress
 from benchmarks import tiny
-from kvpress.hf.models import attention_modules, cache_place, uses_interface
+from kvpress.hf.models import attention_modules, cache_place, uses_interface, with_cache
 from kvpress.hf.own_attention import reads_itself
 
 PROMPT, STEPS, ROWS = 40, 5, 2
@@ -101,7 +101,7 @@ class Prompt:
         """Read the prompt, then its followers one by one."""
         logits = []
         for ids in (self.ids, *self.next.split(1, dim=1)):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids, **with_cache(cache), use_cache=True)
             cache = getattr(out, "past_key_values", None)
             logits.append(out.logits)
             if cache is None:

@@ -21,6 +21,7 @@ import torch
 
 import kvpress
 from benchmarks.handover import build, write_rows
+from kvpress.hf.models import with_cache
 
 
 def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float, int]:
@@ -29,7 +30,7 @@ def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float,
     started = time.perf_counter()
     cache = make()
     with torch.no_grad(), kvpress.reading(model, press):
-        logits = model(question, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(question, **with_cache(cache), logits_to_keep=1).logits
     return time.perf_counter() - started, int(logits.argmax())
 
 

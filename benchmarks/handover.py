@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpress
 from benchmarks.kernels_cpu import cpu_model
+from kvpress.hf.models import with_cache
 
 
 def build(layers: int, hidden: int) -> Any:
@@ -75,7 +76,7 @@ def measure(stream: socket.socket, model: Any, spec: str, args: argparse.Namespa
     held = kvpress.memory_report(cache).total_bytes if wait else None
     with kvpress.reading(model, kvpress.get_press(spec)):
         model.generate(
-            asked, attention_mask=torch.ones_like(asked), past_key_values=cache, max_new_tokens=1, do_sample=False
+            asked, attention_mask=torch.ones_like(asked), **with_cache(cache), max_new_tokens=1, do_sample=False
         )
     first = time.perf_counter() - started
     return {

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import kvpress
 from kvpress.calibrate import LevelSettings, PredictorSettings, calibrate
 from kvpress.calibrate.corpus import documents, pack
+from kvpress.hf.models import with_cache
 
 BIAS = 40.0
 """Of four channels of every head; keys of the model have a size of about 2."""
@@ -85,7 +86,7 @@ class Exact:
         """Mean divergence of the model under a press that reads the steps one by one."""
         with torch.inference_mode(), kvpress.get_press(spec)(self.model):
             cache = self.model(self.ids, use_cache=True).past_key_values
-            logits = [self.model(step, past_key_values=cache).logits for step in self.steps.split(1, dim=1)]
+            logits = [self.model(step, **with_cache(cache)).logits for step in self.steps.split(1, dim=1)]
         found = torch.cat(logits, dim=1).float().log_softmax(-1)
         return float((self.expected.exp() * (self.expected - found)).sum(-1).mean())
 

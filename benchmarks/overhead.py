@@ -37,6 +37,7 @@ import kvpress
 from kvpress import kernels
 from kvpress.cache.store import KVStore
 from kvpress.hf.layer import PressLayer
+from kvpress.hf.models import with_cache
 from kvpress.hf.session import Session
 
 PROMPT = 64
@@ -119,7 +120,7 @@ def generate(
         for t in range(tokens):
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(ids.shape[0], 1)], dim=1)
-            model(ids[:, :1], attention_mask=mask, position_ids=position + t, past_key_values=cache)
+            model(ids[:, :1], attention_mask=mask, position_ids=position + t, **with_cache(cache))
         return time.perf_counter() - start
 
 

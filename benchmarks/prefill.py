@@ -37,6 +37,7 @@ from benchmarks.pages import put
 from kvpress.calibrate import METHODS
 from kvpress.calibrate.run import calibrate
 from kvpress.core.registry import entries
+from kvpress.hf.models import with_cache
 
 PRESSES = (
     "none", "random:0.5", "knorm:0.5", "streaming_llm:0.5", "snapkv:0.5", "tova:0.5", "expected_attention:0.5", "keydiff:0.5",
@@ -134,7 +135,7 @@ def token_ms(model: LlamaForCausalLM, press: kvpress.BasePress, cache: DynamicCa
     with kvpress.reading(model, press):
         for _ in range(WARM + DECODED):
             start = time.perf_counter()
-            model(token, past_key_values=cache)
+            model(token, **with_cache(cache))
             taken.append(1e3 * (time.perf_counter() - start))
     return statistics.median(taken[WARM:])
 
@@ -143,7 +144,7 @@ def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Ten
     """Read a prompt under one press, as its users do."""
     cache = DynamicCache(config=model.config)
     with press(model):
-        model.model(ids, past_key_values=cache)
+        model.model(ids, **with_cache(cache))
     return cache
 
 

@@ -38,6 +38,7 @@ from transformers import DynamicCache
 
 import kvpress
 from benchmarks.quality_figures import bits_table, composition_table, draw_bits, draw_composition, write_figure
+from kvpress.hf.models import with_cache
 from kvpress.quant.coupled import CoupledQuantPress
 
 METHODS = {
@@ -170,7 +171,7 @@ def held(engine: Engine, ids: torch.Tensor, spec: str) -> tuple[int, int]:
     """Return the bytes held after a prompt, and those of the uncompressed cache."""
     cache = DynamicCache(config=engine.model.config)
     with kvpress.get_press(spec)(engine.model):
-        engine.model(ids, past_key_values=cache, logits_to_keep=1)
+        engine.model(ids, **with_cache(cache), logits_to_keep=1)
     report = kvpress.memory_report(cache)
     return report.total_bytes, report.uncompressed_bytes
 

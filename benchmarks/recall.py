@@ -26,6 +26,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.cache.attention import group_queries
 from kvpress.core.press import BasePress
+from kvpress.hf.models import with_cache
 from kvpress.observe.call import LayerCall
 
 PROMPTS = Path(__file__).parent / "data" / "refmodel_test.jsonl.gz"
@@ -76,9 +77,9 @@ def recall(model: Any, prompts: Sequence[Tensor], press: BasePress) -> Recall:
     for ids in prompts:
         cache = DynamicCache(config=model.config)
         with press(model) as session:
-            model(ids[:, :-1], past_key_values=cache)
+            model(ids[:, :-1], **with_cache(cache))
             with watching(session, see):
-                model(ids[:, -1:], past_key_values=cache)
+                model(ids[:, -1:], **with_cache(cache))
     return Recall(*(float(torch.cat(part).mean()) for part in (read, random, best)))
 
 

@@ -30,6 +30,7 @@ import kvpress
 from benchmarks.decode import build_model, ours, press_of
 from benchmarks.kernels_cpu import cpu_model
 from kvpress.cache.tier import in_file
+from kvpress.hf.models import with_cache
 
 SPECS = {
     "quest 1024": "quest:budget=1024",
@@ -62,7 +63,7 @@ def time_token(model: Any, cache: Any, press: Any, cold: bool) -> float:
             if cold:
                 forget(cache)
             start = time.perf_counter()
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **with_cache(cache), use_cache=True)
             taken.append((time.perf_counter() - start) * 1e3)
     return sum(taken[1:]) / STEPS
 
