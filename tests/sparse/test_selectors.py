@@ -140,6 +140,9 @@ def test_a_fraction_counts_the_pairs_of_each_row(spec: str, padded: bool, monkey
 @every_storage
 @every_selector
 def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> None:
+    # Padding rounds keys in another way, and a number at the edge of two steps may get the next code: seen to change logits by
+    # 1.3e-4 at 8 bits. A page less to read changes them by 0.15 and more.
+    close = 2e-3 if "packed" in storage else 1e-4
     press = build(spec, 32, storage)
     model, cache, mask = prefilled(press, padded=True)
     together = [step(model, cache, mask, press)]
@@ -153,7 +156,7 @@ def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> No
         for i, seed in enumerate((8, 9)):
             with kvpress.reading(model, press):
                 alone = model(tokens(2, 1, seed=seed)[row : row + 1], past_key_values=cache).logits
-            torch.testing.assert_close(together[i][row], alone[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(together[i][row], alone[0], atol=close, rtol=close)
 
 
 @every_storage
