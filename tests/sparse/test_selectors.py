@@ -137,14 +137,30 @@ def test_a_fraction_counts_the_pairs_of_each_row(spec: str, padded: bool, monkey
         assert len(columns) == -(-held // 4) // 4 * 4 if "quest" in spec else -(-held // 4)
 
 
+def decoded(store: Any, stream: int) -> Tensor:
+    """Keys and values `[n, D + Dv]` of a stream, as what is sealed of it is read."""
+    parts = [torch.cat(part.read(part.layout.rows(stream)), dim=1) for part in store.segments]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def decoded_alike(batch: DynamicCache, row: int, alone: DynamicCache) -> bool:
+    """Whether what is sealed of a row of a batch was given the same codes as of the row alone."""
+    for one, other in zip(
+        (layer.store for layer in batch.layers), (layer.store for layer in alone.layers), strict=True
+    ):
+        for head in range(other.heads):
+            found, expected = decoded(one, row * other.heads + head), decoded(other, head)
+            if found.shape != expected.shape or not torch.allclose(found, expected, atol=1e-4, rtol=0):
+                return False
+    return True
+
+
 @every_storage
 @every_selector
 def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> None:
-    # Padding rounds keys in another way, and a number at the edge of two steps may get the next code: seen to change logits by
-    # 1.3e-4 at 8 bits. A page less to read changes them by 0.15 and more.
-    close = 2e-3 if "packed" in storage else 1e-4
     press = build(spec, 32, storage)
     model, cache, mask = prefilled(press, padded=True)
+    batch = copy.deepcopy(cache)
     together = [step(model, cache, mask, press)]
     mask = grow(mask, 1)
     together.append(step(model, cache, mask, press, tokens(2, 1, seed=9)))
@@ -153,6 +169,9 @@ def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> No
         cache = DynamicCache(config=model.config)
         with press(model):
             model(ids, past_key_values=cache)
+        # Where padding, which rounds keys in another way, gave a number the next code, logits differ by up to 1.3e-4 at 8 bits;
+        # a page less to read changes them by 0.15 and more.
+        close = 2e-3 if "packed" in storage and not decoded_alike(batch, row, cache) else 1e-4
         for i, seed in enumerate((8, 9)):
             with kvpress.reading(model, press):
                 alone = model(tokens(2, 1, seed=seed)[row : row + 1], past_key_values=cache).logits
