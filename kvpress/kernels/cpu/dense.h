@@ -24,13 +24,13 @@ struct Chunk {
   bool contiguous;  // each row follows the one before it
 };
 
-// Call `step` with 4 queries at a time, then once with the 1 to 3 left over.
-template <class Step>
+// Call `step` with kMost queries at a time, up to 4 of them, then once with those left over.
+template <int kMost = 4, class Step>
 inline void for_query_tiles(int queries, Step&& step) {
   int m = 0;
-  for (; m + 4 <= queries; m += 4) step(std::integral_constant<int, 4>{}, m);
-  if (queries - m == 3) step(std::integral_constant<int, 3>{}, m);
-  if (queries - m == 2) step(std::integral_constant<int, 2>{}, m);
+  for (; m + kMost <= queries; m += kMost) step(std::integral_constant<int, kMost>{}, m);
+  if (kMost > 3 && queries - m == 3) step(std::integral_constant<int, std::min(kMost, 3)>{}, m);
+  if (kMost > 2 && queries - m == 2) step(std::integral_constant<int, std::min(kMost, 2)>{}, m);
   if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
 }
 
@@ -99,7 +99,7 @@ void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int
       rows[r] = row_at(t + r < count ? t + r : count - 1);
       ahead(t + r);
     }
-    for_query_tiles(query_count, [&](auto tile, int m) {
+    for_query_tiles<kRegisters / 8>(query_count, [&](auto tile, int m) {
       dot_four<Dot, tile>(rows, queries + m * query_stride, query_stride, channels, scores + m * kScoreStride + t);
     });
   }

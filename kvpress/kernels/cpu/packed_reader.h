@@ -6,8 +6,8 @@
 
 #include "corrector.h"
 #include "dense_reader.h"
-#include "int8_keys.h"
-#include "int8_values.h"
+#include "integer_keys.h"
+#include "integer_values.h"
 #include "packed_float8.h"
 #include "packed_levels.h"
 
@@ -16,13 +16,13 @@ namespace kvpress {
 // Kernels for keys have begin(queries, stride), run(rows, count, contiguous): how many rows from the first on are scored at
 // once, and score(rows, count, scores); those for values have mix(chunk, weights, acc, acc_stride).
 using KeyKernel = std::variant<std::monostate,
-#if defined(KVPRESS_INT8)
-                               Int8Keys,
+#if defined(KVPRESS_INTEGERS)
+                               IntegerKeys,
 #endif
                                PackedLevelKeys<Tables>, PackedLevelKeys<Numbers>, Float8Rows>;
 using ValueKernel = std::variant<std::monostate,
-#if defined(KVPRESS_INT8)
-                                 Int8Values,
+#if defined(KVPRESS_INTEGERS)
+                                 IntegerValues,
 #endif
                                  PackedLevelValues<Tables>, PackedLevelValues<Numbers>, Float8Rows>;
 

@@ -281,6 +281,13 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 
 #endif
 
+// Vectors that the register file holds.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
 // As many whole numbers of 32 bits, and what conversions between the two are written with.
 using Words = int32_t __attribute__((vector_size(sizeof(F))));
 using Floats = float __attribute__((vector_size(sizeof(F))));

@@ -68,6 +68,23 @@ def test_every_level_and_grouping_agrees(
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 512), (32, 40), (40, 160), (96, 64), (192, 32), (512, 16)])
+def test_every_level_reads_rows_of_every_width(level: str, bits: int, dim: int, value_dim: int) -> None:
+    for queries in (1, 2, 7):
+        s = streams([3, 300], queries, dim)
+        keys, _ = quantise(outliers(s.rows, dim), bits, (32, 1))
+        values, _ = quantise(torch.randn(s.rows, value_dim), bits, (1, value_dim))
+        for where in (s.where, s.listed()):
+            args = (s.q, Rows(keys, values), where, Options(dim**-0.5))
+            out, lse = cpu.decode(*args, level=level)
+            expected, expected_lse = reference.decode(*args)
+            assert relative_error(out, expected) < LIMIT
+            assert_same_lse(lse, expected_lse, LIMIT)
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("key_group", [(32, 1), (3, 1), (1, 32), (8, 64), (1, 4)])
 def test_float32_scales_are_read_as_exactly_as_float32_rows(level: str, bits: int, key_group: tuple[int, int]) -> None:
     s = streams([0, 5, 700], 6, 64)

@@ -2,10 +2,12 @@
 // Weighted sums of quantised values whose scales are per row and shared by a group of channels.
 #pragma once
 
-#include "int8_dot.h"
+#include <array>
+
+#include "integer_dot.h"
 #include "words.h"
 
-#if defined(KVPRESS_INT8)
+#if defined(KVPRESS_INTEGERS)
 namespace kvpress {
 
 // Brings the scales of each group together: halves [rows, groups] become [groups, kChunk].
@@ -78,7 +80,7 @@ class ScaleColumns {
 #endif
 };
 
-class Int8Values {
+class IntegerValues {
   // Chunks whose weights are all below this add nothing to a sum of weights that is at least one.
   static constexpr float kSmallestWeight = 1e-20f;
   static constexpr float kSmallestHalf = 0x1p-24f;
@@ -87,17 +89,18 @@ class Int8Values {
   // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
   static bool fits(const Rows& side) {
     if (side.dtype != kFloat16 || !side.zero || side.levels || side.group_rows != 1) return false;
-    for (const Plane& plane : Planes(side))
-      for (int first = 0; first < side.channels; first += plane.bytes)
-        for (int at = 0; at < plane.bytes; at += 16) {
-          const int last = first + std::min(at + 16, plane.bytes) - 1;
-          if ((first + at) / side.group_channels != last / side.group_channels) return false;
-        }
+    const Plane plane = WholeCodes::plane_of(side);
+    for (int first = 0; first < side.channels; first += plane.bytes)
+      for (int at = 0; at < plane.bytes; at += 16) {
+        const int last = first + std::min(at + 16, plane.bytes) - 1;
+        if ((first + at) / side.group_channels != last / side.group_channels) return false;
+      }
     return true;
   }
 
-  Int8Values(const PackedRows& rows, int64_t queries)
+  IntegerValues(const PackedRows& rows, int64_t queries)
       : rows_(rows),
+        whole_(rows, kChunk),
         queries_(int(queries)),
         groups_(int(rows.scales_per_row())),
         columns_(groups_),
@@ -113,29 +116,28 @@ class Int8Values {
   // acc[m, :] += sum_t weights[m, t] value_t; weights are zero from `count` to the next multiple of 32.
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     const int padded = round_up(chunk.count, 32);
-    rows_.locate(chunk.rows, chunk.count, padded, codes_);
+    whole_.locate(chunk.rows, chunk.count, padded, codes_);
     const float bound = std::max(transpose_scales(rows_.side().scale, chunk, padded, scale_), kSmallestHalf);
     transpose_scales(rows_.side().zero, chunk, padded, zero_);
     for_query_tiles(queries_, [&](auto tile, int m) { fold<tile>(m, weights + m * kScoreStride, padded, bound); });
-    for (const Plane& plane : rows_.planes())
-      for (int at = 0; at < plane.bytes; at += kBlock) {
-        for_plane(plane, [&](auto bits, auto shift) {
-          for_query_tiles(queries_, [&](auto tile, int m) {
-            constexpr int kParts = kLanes < 16 || bits == 8 ? 1 : 2;  // as many sums as the register file holds
-            for (int part = 0; part < 8 / bits; part += kParts)
-              for (int vector = 0; vector < kBlockVectors; ++vector) {
-                const int first = at + vector * kLanes;
-                if (first >= plane.bytes) break;
-                const Span span{plane, at, vector, std::min(kLanes, plane.bytes - first), part, padded, m};
-                float* out = acc + m * acc_stride;
-                if (m == 0 && part == 0 && vector == 0)
-                  accumulate<bits, shift, tile, kParts, true>(span, out, acc_stride);
-                else
-                  accumulate<bits, shift, tile, kParts, false>(span, out, acc_stride);
-              }
-          });
+    const Plane& plane = whole_.plane();
+    for_bits(plane.bits, [&](auto bits) {
+      constexpr int kParts = std::min(8 / bits, kRegisters / 8 / Part<bits>::kSums);
+      for (int at = 0; at < plane.bytes; at += kBlock)
+        for_query_tiles(queries_, [&](auto tile, int m) {
+          float* out = acc + m * acc_stride;
+          for (int part = 0; part < 8 / bits; part += kParts)
+            for (int vector = 0; vector < kBlockVectors; ++vector) {
+              const int first = at + vector * kLanes;
+              if (first >= plane.bytes) break;
+              const Span span{at, vector, std::min(kLanes, plane.bytes - first), part, padded, m};
+              if (m == 0 && part == 0 && vector == 0)
+                accumulate<bits, tile, kParts, true>(span, out, acc_stride);
+              else
+                accumulate<bits, tile, kParts, false>(span, out, acc_stride);
+            }
         });
-      }
+    });
     const int width = int(rows_.side().group_channels);
     for (int m = 0; m < queries_; ++m)
       for (int g = 0; g < groups_; ++g)
@@ -176,7 +178,7 @@ class Int8Values {
     }
     // Locals, because a store of bytes may alias every member.
     const float* const integral = integral_;
-    const ByteSplit split;
+    const Factors to_factors;
     for (int g = 0; g < groups_; ++g) {
       const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
       int8_t* const byte = bytes(g, m);
@@ -184,9 +186,9 @@ class Int8Values {
       for (int t = 0; t < padded; t += 2 * kLanes) {
         const F s0 = load(scale + t), s1 = load(scale + t + kLanes), z0 = load(zero + t), z1 = load(zero + t + kLanes);
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-          int8_t* high = byte + i * 2 * kChunk + t;
+          int8_t* at = byte + i * 2 * kChunk + t;
           const F w0 = load(integral + i * kChunk + t), w1 = load(integral + i * kChunk + t + kLanes);
-          split(w0, s0, w1, s1, high, high + kChunk);
+          to_factors(w0, s0, w1, s1, at, at + kChunk);
           zeros[i] = fma(w0, z0, fma(w1, z1, zeros[i]));
         });
       }
@@ -196,55 +198,55 @@ class Int8Values {
     }
   }
 
-  // What one call of accumulate covers: `count` bytes in one vector of the block `at` of a plane, the parts from `part`,
+  // What one call of accumulate covers: `count` bytes in one vector of the block `at` of the plane, the parts from `part`,
   // queries from `m`.
   struct Span {
-    const Plane& plane;
     int at, vector, count, part, rows, m;
     int first() const { return at + vector * kLanes; }
   };
 
   // Word q: lane i holds byte `first + i` of rows 4q .. 4q + 3. The first call makes the words as it goes, which overlaps
   // shuffles with multiplications; the others find them in words_.
-  template <int kBits, int kShift, int kQueries, int kParts, bool kFirst>
+  template <int kBits, int kQueries, int kParts, bool kFirst>
   void accumulate(const Span& span, float* acc, int acc_stride) {
+    const Plane& plane = whole_.plane();
     const int8_t* weight[kParts];
     unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
-      const int channel = (span.part + p) * span.plane.bytes + span.first();
+      const int channel = (span.part + p) * plane.bytes + span.first();
       weight[p] = bytes(channel / int(rows_.side().group_channels), span.m);
     });
     // Locals, because stores may alias every member.
     const uint8_t* const* const codes = codes_;
     const float* const units = unit_ + span.m;
     const Interleave interleave;
-    const int vector = span.vector, offset = span.plane.offset + span.at, left = span.plane.bytes - span.at;
-    const int step = kNarrow ? kSums<kBits> / 8 * 32 : span.rows;
-    for (int half = 0; half < kHalves<kBits>; ++half) {
-      const Part<kBits> parts[] = {{span.part, half}, {span.part + 1, half}};
-      for (int begin = 0; begin < span.rows; begin += step) {
-        Words high[kParts][kQueries], low[kParts][kQueries];
-        unrolled<kParts * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA {
-          high[j / kQueries][j % kQueries] = low[j / kQueries][j % kQueries] = Words{};
-        });
-        Words* word = words_ + begin / 4 * kBlockVectors;
-        for (int t = begin; t < std::min(begin + step, span.rows); t += 4, word += kBlockVectors) {
-          if (kFirst && half == 0) interleave(codes + t, offset, left, word);
-          unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
-            const Words part = parts[p](word[vector]);
-            unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-              multiply_add(high[p][i], part, weight[p] + 2 * i * kChunk + t);
-              multiply_add(low[p][i], part, weight[p] + (2 * i + 1) * kChunk + t);
-            });
-          });
-        }
-        unrolled<kParts * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA {
-          constexpr int p = j / kQueries, i = j % kQueries;
-          const Words product = joined(high[p][i], low[p][i], 4 * half + kShift);
-          float* out = acc + i * acc_stride + (span.part + p) * span.plane.bytes + span.first();
-          add_part(out, mul((F)__builtin_convertvector(product, Floats), set1(units[i])), span.count);
-        });
-      }
+    const int vector = span.vector, offset = span.at, left = plane.bytes - span.at;
+    using Codes = Part<kBits>;
+    constexpr int kSums = kQueries * Codes::kSums;
+    const auto parts = parts_from<kBits>(span.part, std::make_integer_sequence<int, kParts>{});
+    Words sums[kParts][kSums];
+    unrolled<kParts * kSums>([&](auto j) KVPRESS_INLINE_LAMBDA { sums[j / kSums][j % kSums] = Words{}; });
+    Words* word = words_;
+    for (int t = 0; t < span.rows; t += 4, word += kBlockVectors) {
+      if (kFirst) interleave(codes + t, offset, left, word);
+      unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+        Words part[Codes::kWords];
+        parts[p](word[vector], part);
+        Codes::template multiply<kQueries>(sums[p], part, weight[p] + t, 2 * kChunk, kChunk);
+      });
     }
+    unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
+      const float power = std::ldexp(1.f, -parts[p].left());
+      float* out = acc + (span.part + p) * plane.bytes + span.first();
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        const F product = (F)__builtin_convertvector(Codes::total(sums[p] + i * Codes::kSums), Floats);
+        add_part(out + i * acc_stride, mul(product, set1(units[i] * power)), span.count);
+      });
+    });
+  }
+
+  template <int kBits, int... kPart>
+  static KVPRESS_INLINE std::array<Part<kBits>, sizeof...(kPart)> parts_from(int first, std::integer_sequence<int, kPart...>) {
+    return {Part<kBits>(first + kPart, true)...};
   }
 
   // out[0 .. count) += x
@@ -263,6 +265,7 @@ class Int8Values {
   int8_t* bytes(int group, int m) const { return bytes_ + (group * queries_ + m) * 2 * kChunk; }
 
   const PackedRows& rows_;
+  WholeCodes whole_;
   const int queries_, groups_;
   const ScaleColumns columns_;
   Buffer<uint16_t> halves_;

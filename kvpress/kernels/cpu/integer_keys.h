@@ -2,32 +2,35 @@
 // Logits of quantised keys whose scales are per channel and shared by a group of rows, or per row and shared by its channels.
 #pragma once
 
-#include "int8_dot.h"
+#include "integer_dot.h"
 #include "words.h"
 
-#if defined(KVPRESS_INT8)
+#if defined(KVPRESS_INTEGERS)
 namespace kvpress {
 
-class Int8Keys {
+class IntegerKeys {
   static constexpr f16 kOne{0x3c00};
   static constexpr int kMaxChannels = 512;  // a constant distance between queries keeps them addressable by offset
 
  public:
   static bool fits(const Rows& side) {
-    return side.dtype == kFloat16 && side.zero && !side.levels && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
+    const bool numbers = side.dtype == kFloat16 && side.zero && !side.levels;
+    if (kWholeFactors && WholeCodes::plane_of(side).bytes % 2) return false;  // pairs of factors begin at even channels
+    return numbers && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
   }
 
   // Whether every row has one scale and one zero: then queries are folded once for all rows.
   static bool by_row(const Rows& side) { return side.group_channels == side.channels && side.group_rows == 1; }
 
-  Int8Keys(const PackedRows& rows, int64_t queries)
+  IntegerKeys(const PackedRows& rows, int64_t queries)
       : rows_(rows),
+        codes_(rows, kTile),
         queries_(int(queries)),
         stride_(round_up(rows.side().channels, kQueryPad)),
         largest_(stride_),
         zero_dot_(queries),
         bytes_(queries * 2 * kMaxChannels + 64),
-        columns_(rows.side().stride / 4 + 8),
+        columns_(round_up(codes_.plane().bytes, kBlock) / 4),
         sums_(queries * kLanes),
         ones_(round_up(rows.side().channels, 2 * kLanes)),
         by_row_(by_row(rows.side())),
@@ -65,16 +68,13 @@ class Int8Keys {
       fold(scales() + at, zeros() + at);
     }
     const uint8_t* codes[kTile];
-    rows_.locate(rows, count, kTile, codes);
+    codes_.locate(rows, count, kTile, codes);
     for (int first = 0; first < count; first += kLanes) {
-      std::memset(static_cast<void*>(sums_), 0, queries_ * kLanes * sizeof(int32_t));
-      for (const Plane& plane : rows_.planes())
-        for_plane(plane, [&](auto bits, auto shift) {
-          for_query_tiles(queries_, [&](auto tile, int m) {
-            m == 0 ? dot<bits, shift, tile, true>(plane, codes + first, m)
-                   : dot<bits, shift, tile, false>(plane, codes + first, m);
-          });
+      for_bits(codes_.plane().bits, [&](auto bits) {
+        for_query_tiles(queries_, [&](auto tile, int m) {
+          m == 0 ? dot<bits, tile, true>(codes + first, m) : dot<bits, tile, false>(codes + first, m);
         });
+      });
       F unit = set1(unit_), offset = set1(1.f);
       if (by_row_) {
         float scale[kLanes], zero[kLanes];
@@ -114,7 +114,7 @@ class Int8Keys {
     const float* const queries = q_ + m * stride_;
     int8_t* const bytes = bytes_ + m * 2 * kMaxChannels;
     const int stride = stride_;
-    const ByteSplit split;
+    const Factors to_factors;
     F dot[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
     for (int c = 0; c < channels; c += 2 * kLanes) {
       const int left = channels - c, rest = left - kLanes;
@@ -122,9 +122,9 @@ class Int8Keys {
       const F z0 = load_half(zero + c, left), z1 = load_half(zero + c + kLanes, rest);
       unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
         const float* q = queries + i * stride + c;
-        int8_t* high = bytes + i * 2 * kMaxChannels + c;
+        int8_t* at = bytes + i * 2 * kMaxChannels + c;
         const F q0 = load(q), q1 = load(q + kLanes);
-        split(q0, s0, q1, s1, high, high + kMaxChannels);
+        to_factors(q0, s0, q1, s1, at, at + kMaxChannels);
         dot[i] = fma(q0, z0, fma(q1, z1, dot[i]));
       });
     }
@@ -134,40 +134,35 @@ class Int8Keys {
   }
 
   // The first tile of queries transposes as it goes, which overlaps shuffles with multiplications.
-  template <int kBits, int kShift, int kQueries, bool kFirst>
+  template <int kBits, int kQueries, bool kFirst>
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
-  void dot(const Plane& plane, const uint8_t* const* codes, int m) {
-    const int8_t* bytes = bytes_ + m * 2 * kMaxChannels;
-    constexpr int kPerBlock = kBlock / 4 * (8 / kBits);  // products that a sum takes
-    const int step = kNarrow ? kSums<kBits> / kPerBlock * kBlock : plane.bytes;
-    for (int half = 0; half < kHalves<kBits>; ++half)
-      for (int begin = 0; begin < plane.bytes; begin += step) {
-        Words high[kQueries], low[kQueries];
-        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { high[i] = low[i] = Words{}; });
-        for (int at = begin; at < std::min(begin + step, plane.bytes); at += kBlock) {
-          Words* column = columns_ + at / 4;
-          const int left = plane.bytes - at;
-          if (kFirst && half == 0) transpose_rows(codes, plane.offset + at, left, column);
-          for (int k = 0; k < 4; ++k) {
-            if (kBits == 1 && k * 4 >= left) break;  // planes of high bits may be shorter than a block
-            unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
-              const Words word = Part<kBits>(part, half)(column[k]);
-              const int8_t* query = bytes + part * plane.bytes + at + 4 * k;
-              unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-                multiply_add(high[i], word, query + i * 2 * kMaxChannels);
-                multiply_add(low[i], word, query + (i * 2 + 1) * kMaxChannels);
-              });
-            });
-          }
-        }
-        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-          int32_t* sum = sums_ + kLanes * (m + i);
-          store_words(sum, load_words(sum) + joined(high[i], low[i], 4 * half + kShift));
+  void dot(const uint8_t* const* codes, int m) {
+    const Plane& plane = codes_.plane();
+    const int8_t* factors = bytes_ + m * 2 * kMaxChannels;
+    using Codes = Part<kBits>;
+    Words sums[kQueries * Codes::kSums];
+    unrolled<kQueries * Codes::kSums>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = Words{}; });
+    for (int at = 0; at < plane.bytes; at += kBlock) {
+      Words* column = columns_ + at / 4;
+      const int left = plane.bytes - at;
+      if (kFirst) transpose_rows(codes, at, left, column);
+      for (int k = 0; k < 4; ++k) {
+        if (kBits == 1 && k * 4 >= left) break;  // the plane may be shorter than a block
+        unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
+          Words word[Codes::kWords];
+          Codes(part, false)(column[k], word);
+          const int8_t* const of_part = factors + part * plane.bytes + at + 4 * k;
+          Codes::template multiply<kQueries>(sums, word, of_part, 2 * kMaxChannels, kMaxChannels);
         });
       }
+    }
+    unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+      store_words(sums_ + kLanes * (m + i), Codes::total(sums + i * Codes::kSums));
+    });
   }
 
   const PackedRows& rows_;
+  WholeCodes codes_;
   const int queries_, stride_;
   const float* q_ = nullptr;
   int64_t group_ = -1;

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention on codes with integer dot products: nothing is dequantised.
+//
+// A key group folds its scales into the queries, which become 16-bit integers: dot products of integers give the logit to
+// about 2^-15 of the largest term. Probabilities times value scales are rounded likewise.
+#pragma once
+
+#include "whole_codes.h"
+
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+#define KVPRESS_INTEGERS 1
+
+namespace kvpress {
+
+constexpr float kIntRange = 32512.f;  // 127 * 256: the largest magnitude whose high byte stays within int8
+
+using UnsignedWords = uint32_t __attribute__((vector_size(sizeof(F))));
+using SignedBytes = int8_t __attribute__((vector_size(kLanes)));
+
+inline Words load_words(const int32_t* p) {
+  Words x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store_words(int32_t* p, Words x) { std::memcpy(p, &x, sizeof x); }
+
+inline F load_half(const f16* p, int count) {
+  if (count >= kLanes) return load(p);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << std::max(count, 0)) - 1), p));
+#else
+  return load_part(p, std::max(count, 0));
+#endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#define KVPRESS_WHOLE_FACTORS 1
+constexpr bool kWholeFactors = true;  // products of 16 bits, two of which an instruction adds
+#else
+constexpr bool kWholeFactors = false;  // products of bytes, four of which an instruction adds, with less to do for the codes
+#endif
+
+// Makes round(x * y) of two vectors the factors that codes are multiplied with. Of four factors in a row, two go to the same
+// four bytes of each plane: the first and third, and the second and fourth, where they stay whole; otherwise the high bytes
+// of all four, and the low ones: factor = 256 * high + low, both signed.
+class Factors {
+ public:
+  KVPRESS_INLINE void operator()(F x0, F y0, F x1, F y1, int8_t* first, int8_t* second) const {
+    // 1.5 * 2^23 puts the integer into the low mantissa bits; 128 rounds the high byte and is undone by the xor.
+    const F magic = set1(0x1.8p23f + (kWholeFactors ? 0.f : 128.f));
+    const Words a = (Words)fma(x0, y0, magic), b = (Words)fma(x1, y1, magic);
+#if defined(KVPRESS_WHOLE_FACTORS) && defined(__AVX512F__)
+    const __m512i factors = _mm512_permutex2var_epi16((__m512i)a, pick_, (__m512i)b);
+    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(factors));
+    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(factors, 1));
+#elif defined(KVPRESS_WHOLE_FACTORS)
+    const __m256i from_a = _mm256_shuffle_epi8((__m256i)a, pick_), from_b = _mm256_shuffle_epi8((__m256i)b, pick_);
+    const __m256i factors = _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(from_a, from_b), order_);
+    _mm_storeu_si128((__m128i*)first, _mm256_castsi256_si128(factors));
+    _mm_storeu_si128((__m128i*)second, _mm256_extracti128_si256(factors, 1));
+#elif defined(__AVX512VBMI__)
+    const __m512i bytes = _mm512_xor_si512(_mm512_permutex2var_epi8((__m512i)a, pick_, (__m512i)b), flip_);
+    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(bytes, 1));
+#else
+    put(first, a >> 8), put(first + kLanes, b >> 8);
+    put(second, a ^ 0x80), put(second + kLanes, b ^ 0x80);
+#endif
+  }
+
+ private:
+#if defined(KVPRESS_WHOLE_FACTORS) && defined(__AVX512F__)
+  static __m512i pick() {
+    alignas(64) uint16_t index[32];
+    for (int i = 0; i < 32; ++i) index[i] = uint16_t(2 * (i % 16 / 2 * 4 + i % 2 * 2 + i / 16));
+    return _mm512_load_si512(index);
+  }
+  const __m512i pick_ = pick();
+#elif defined(KVPRESS_WHOLE_FACTORS)
+  // Of each half, the first and third factor, then the second and fourth; then all that go to the same plane.
+  const __m256i pick_ = _mm256_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 8, 9, 4, 5, 12, 13,
+                                         -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i order_ = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+#elif defined(__AVX512VBMI__)
+  static __m512i pick() {
+    alignas(64) uint8_t index[64];
+    for (int i = 0; i < 64; ++i) index[i] = uint8_t(4 * (i % 32) + (i < 32));
+    return _mm512_load_si512(index);
+  }
+  const __m512i pick_ = pick();
+  const __m512i flip_ = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(int8_t(0x80)), 1);
+#else
+  static KVPRESS_INLINE void put(int8_t* out, Words x) {
+    const SignedBytes bytes = __builtin_convertvector(x, SignedBytes);
+    std::memcpy(out, &bytes, sizeof bytes);
+  }
+#endif
+};
+
+// sum[lane] += codes of the lane times the same four bytes of factors. Sums are plain vectors: compilers leave arrays of
+// classes that hold one on the stack. Assembly, because compilers add up trees of products, which do not fit into the
+// registers, or copy every sum; nor do they fold the broadcast into the instruction.
+KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* factors) {
+#if defined(__AVX512VNNI__)
+  Words x = sum;  // an operand of its own, because what is passed by reference must live in memory
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(x) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(factors)));
+  sum = x;
+#elif defined(__AVX2__)
+  int32_t pair;
+  std::memcpy(&pair, factors, sizeof pair);
+#if defined(__AVX512F__)
+  const Words product = (Words)_mm512_madd_epi16((__m512i)codes, _mm512_set1_epi32(pair));
+#else
+  const Words product = (Words)_mm256_madd_epi16((__m256i)codes, _mm256_set1_epi32(pair));
+#endif
+  Words x = sum;
+  asm("vpaddd %1, %0, %0" : "+v"(x) : "v"(product));
+  sum = x;
+#else
+  sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)factors)));
+#endif
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kSignedCodes = true;  // codes are multiplied as signed bytes, so they must be less than 128
+#else
+constexpr bool kSignedCodes = false;
+#endif
+
+// Takes the codes of one part out of words of four bytes, and multiplies them.
+template <int kBits>
+class Part {
+  static constexpr bool kTwoDigits = kSignedCodes && kBits == 8;
+  static constexpr int kDigit = kTwoDigits ? 4 : kBits;  // bits of a code that are multiplied at once
+
+ public:
+  // Vectors with codes: whole factors meet 16 bits each, the first and third, then the second and fourth; bytes meet the four
+  // codes, which come as their low and high digit where they are too large.
+  static constexpr int kWords = kWholeFactors || kTwoDigits ? 2 : 1;
+  // Sums of a query: one for each plane of its factors where they are bytes, and for each digit.
+  static constexpr int kSums = kWholeFactors ? 1 : 2 * kWords;
+
+  // Codes may stay in their place unless they are signed: they are 2^left() times as large then, and take less to get at.
+  KVPRESS_INLINE Part(int part, bool in_place)
+      : left_(in_place && !kSignedCodes ? kBits * part : 0),
+        right_(UnsignedWords{} + uint32_t(kBits * part - left_)),
+        mask_(UnsignedWords{} + (((1u << kDigit) - 1) << left_) * (kWholeFactors ? 0x00010001u : 0x01010101u)) {}
+
+  int left() const { return left_; }
+
+  KVPRESS_INLINE void operator()(Words word, Words* codes) const {
+    const UnsignedWords first = (UnsignedWords)word >> right_;
+    codes[0] = (Words)(first & mask_);
+    if constexpr (kWords == 2) codes[1] = (Words)(first >> (kTwoDigits ? 4 : 8) & mask_);
+  }
+
+  // sums[kSums m ...] += codes times the factors of kQueries queries, `stride` bytes apart, whose planes are `plane` apart.
+  template <int kQueries>
+  static KVPRESS_INLINE void multiply(Words* sums, const Words* codes, const int8_t* factors, int stride, int plane) {
+    unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+      unrolled<2 * (kWholeFactors ? 1 : kWords)>([&](auto s) KVPRESS_INLINE_LAMBDA {
+        multiply_add(sums[i * kSums + s % kSums], codes[kWholeFactors ? s : s / 2], factors + i * stride + s % 2 * plane);
+      });
+    });
+  }
+
+  // What the sums of one query come to.
+  static KVPRESS_INLINE Words total(const Words* sums) {
+    if constexpr (kWholeFactors) return sums[0];
+    const Words low = (sums[0] << 8) + sums[1 % kSums];
+    if constexpr (!kTwoDigits) return low;
+    return low + (((sums[2 % kSums] << 8) + sums[3 % kSums]) << 4);
+  }
+
+ private:
+  const int left_;
+  const UnsignedWords right_, mask_;
+};
+
+// Instantiate `step` for the widths that a plane can have.
+template <class Step>
+inline void for_bits(int bits, Step&& step) {
+  using std::integral_constant;
+  if (bits == 1) return step(integral_constant<int, 1>{});
+  if (bits == 2) return step(integral_constant<int, 2>{});
+  if (bits == 4) return step(integral_constant<int, 4>{});
+  step(integral_constant<int, 8>{});
+}
+
+}  // namespace kvpress
+#endif
