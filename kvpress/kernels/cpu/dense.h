@@ -34,6 +34,10 @@ inline void for_query_tiles(int queries, Step&& step) {
   if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
 }
 
+// Queries that four rows meet at once. Sixteen registers have no room for the sums of four, and converting rows twice costs
+// less than keeping sums in memory, unless numbers are converted one at a time.
+constexpr int kDotQueries = kRegisters == 16 && kConvertsHalves ? 2 : 4;
+
 // Multiply-accumulate one vector of a key with one vector of a query, in float32.
 template <class T>
 struct FloatDot {
@@ -99,7 +103,7 @@ void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int
       rows[r] = row_at(t + r < count ? t + r : count - 1);
       ahead(t + r);
     }
-    for_query_tiles<kRegisters / 8>(query_count, [&](auto tile, int m) {
+    for_query_tiles<kDotQueries>(query_count, [&](auto tile, int m) {
       dot_four<Dot, tile>(rows, queries + m * query_stride, query_stride, channels, scores + m * kScoreStride + t);
     });
   }
