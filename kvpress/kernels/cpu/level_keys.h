@@ -47,7 +47,8 @@ class LevelKeys {
     for (int c = begin; c < end; c += 4) {
       const Words a = columns_.read<kThree>(c / 4, 0), b = columns_.read<kThree>(c / 4, kLanes);
       unrolled<4>([&](auto j) KVPRESS_INLINE_LAMBDA {
-        add_products<kQueries>(levels.level(c + j, a >> 8 * j), levels.level(c + j, b >> 8 * j), queries + 4 * (c + j), sums);
+        const F x = levels.template level<kThree>(c + j, a >> 8 * j), y = levels.template level<kThree>(c + j, b >> 8 * j);
+        add_products<kQueries>(x, y, queries + 4 * (c + j), sums);
       });
     }
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
@@ -72,7 +73,8 @@ class LevelKeys {
         unrolled<2>([&](auto v) KVPRESS_INLINE_LAMBDA {
           const float* at = angles + low * step + v * kLanes;
           const F cosine = ::kvpress::load(at), sines = ::kvpress::load(at + sine);
-          const F first = levels_[0].level(low, a[v] >> 8 * j), second = levels_[0].level(high, b[v] >> 8 * j);
+          const F first = levels_[0].template level<kThree>(low, a[v] >> 8 * j);
+          const F second = levels_[0].template level<kThree>(high, b[v] >> 8 * j);
           x[v] = sub(mul(first, cosine), mul(second, sines));
           y[v] = fma(second, cosine, mul(first, sines));
         });

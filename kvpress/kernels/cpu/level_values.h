@@ -40,7 +40,7 @@ class LevelValues {
               [&](auto i) KVPRESS_INLINE_LAMBDA { weight[i] = ::kvpress::load(weights + i * kScoreStride + t); });
           unrolled<kWidth>([&](auto k) KVPRESS_INLINE_LAMBDA {
             const int j = part * kWidth + k;
-            const F x = levels_.level(c + j, word >> 8 * j);
+            const F x = levels_.template level<kThree>(c + j, word >> 8 * j);
             unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[k][i] = fma(weight[i], x, sums[k][i]); });
           });
         }

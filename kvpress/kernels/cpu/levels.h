@@ -11,12 +11,14 @@ namespace kvpress {
 
 constexpr int kLevels = 16;  // entries of a table; shorter ones are repeated, so that higher bits of an index do not count
 
-// table[index & 15] in every lane.
+// table[index & 15] in every lane; where the second half of the table repeats the first, bit 3 of an index need not be seen.
+template <bool kRepeats>
 KVPRESS_INLINE F look_up(const float* table, Words index) {
 #if defined(__AVX512F__)
   return _mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
 #elif defined(__AVX2__)
   const F low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+  if constexpr (kRepeats) return low;
   const F high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
   return _mm256_blendv_ps(low, high, (F)_mm256_slli_epi32((__m256i)index, 28));
 #elif defined(__aarch64__)
@@ -41,7 +43,10 @@ class Tables {
   }
 
   // What the low bits of words mean.
-  KVPRESS_INLINE F level(int channel, Words code) const { return look_up(tables_ + channel * step_, code); }
+  template <bool kThree>
+  KVPRESS_INLINE F level(int channel, Words code) const {
+    return look_up<kThree>(tables_ + channel * step_, code);
+  }
 
  private:
   const int mask_, step_;
@@ -55,7 +60,10 @@ class Numbers {
 
   Numbers(int bits, int /*tables*/) : mask_(Words{} + ((1 << bits) - 1)) {}
 
-  KVPRESS_INLINE F level(int /*channel*/, Words code) const { return (F)__builtin_convertvector(code & mask_, Floats); }
+  template <bool kThree>
+  KVPRESS_INLINE F level(int /*channel*/, Words code) const {
+    return (F)__builtin_convertvector(code & mask_, Floats);
+  }
 
  private:
   const Words mask_;
