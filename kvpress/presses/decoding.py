@@ -17,6 +17,15 @@ from kvpress.core.recipe import Eviction, Recipe
 from kvpress.core.registry import Refusal, register
 
 
+def check_scores_generated(press: Wrapping, step: Eviction) -> None:
+    """Raise TypeError where a press would judge generated tokens by scores that only a prompt has."""
+    if step.prepare is not None:
+        raise TypeError(
+            f"{type(press.inner).__name__} scores by reading a prompt again, which generated tokens are not; "
+            f"{type(press).__name__} needs a press that scores pairs, such as SnapKVPress"
+        )
+
+
 @register(
     "decoding",
     "schedule",
@@ -51,11 +60,7 @@ class DecodingPress(Wrapping):
         return self.base_press
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        if step.prepare is not None:
-            raise TypeError(
-                f"{type(self.base_press).__name__} scores by reading a prompt again, which generated tokens are not; "
-                "DecodingPress needs a press that scores pairs, such as SnapKVPress"
-            )
+        check_scores_generated(self, step)
         if step.amount.ratios:
             raise TypeError(
                 f"DecodingPress needs a press that scores pairs and leaves it to the target how many stay; the ratios of "

@@ -17,6 +17,7 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
+from kvpress.presses.decoding import check_scores_generated
 
 
 @register(
@@ -28,6 +29,9 @@ from kvpress.presses.adakv import Competition
     refuses=(
         Refusal("dms(knorm)", "neither a threshold nor a ratio or budget says what goes"),
         Refusal("dms(knorm:0.5):threshold=-3", "both would say how many pairs stay"),
+        Refusal(
+            "dms(kvcompose:0.5):decoding=true", "it scores by reading a prompt again, which generated tokens are not"
+        ),
         Refusal("adakv(dms(knorm:0.5))", "both would choose the pairs to keep"),
         Refusal(
             "decoding(dms(keydiff):threshold=0)", "the threshold says how many stay; `decoding=true` evicts of them"
@@ -70,6 +74,8 @@ class DMSPress(WrapperPress):
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
+        if self.decoding:
+            check_scores_generated(self, step)
         name, told = type(self.press).__name__, not step.amount.keeps_all
         if self.threshold is not None and told:
             raise ValueError(f"give either threshold={self.threshold} or a ratio or budget of {name}, not both")
