@@ -168,7 +168,7 @@ class IntegerKeys {
   int64_t group_ = -1;
   float unit_ = 0;
   Buffer<float> largest_, zero_dot_;
-  Buffer<int8_t> bytes_;  // [M, {high, low}, kMaxChannels]
+  Buffer<int8_t> bytes_;  // [M, 2, kMaxChannels]: the two planes of factors
   Buffer<Words> columns_;
   Buffer<int32_t> sums_;
   Buffer<f16> ones_;

@@ -164,7 +164,7 @@ class IntegerValues {
     return halves_;
   }
 
-  // Weights times scales as two bytes per row and group, and the weighted sum of the zeros.
+  // Weights times scales as factors of two bytes per row and group, and the weighted sum of the zeros.
   template <int kQueries>
   void fold(int m, const float* weights, int padded, float bound) {
     for (int i = 0; i < kQueries; ++i) {
@@ -272,7 +272,7 @@ class IntegerValues {
   Buffer<f16> scale_, zero_;  // [groups, kChunk]
   Buffer<float> integral_;    // [4, kChunk]: weights in units of the integers that they become, before their scale
   Buffer<float> zero_sum_, unit_;
-  Buffer<int8_t> bytes_;      // [groups, M, {high, low}, kChunk]
+  Buffer<int8_t> bytes_;      // [groups, M, 2, kChunk]: the two planes of factors
   Buffer<Words> words_;       // [kChunk / 4, kBlockVectors]
   const uint8_t* codes_[kChunk];
 };
