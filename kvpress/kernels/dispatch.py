@@ -69,14 +69,14 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     if isinstance(where, Listed) and not where.rows.shape[1]:
         # Back ends get lists with a place, which counts of zero leave unread and which is no row.
         where = replace(where, rows=where.rows.new_full((len(where.rows), 1), -1))
-    moved = None
+    moved, model_dtype = None, q.dtype
     if rows.key_basis is not None:
         moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
         q = rows.key_basis.enter(q, where.stream)
     name = f"{rows.keys.name}_{'select' if isinstance(where, Listed) else 'decode'}"
     if launch.available(rows.keys.storage):
         count(name)
-        out, lse = attention_cpu.decode(q, rows, where, options)
+        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype)
     elif device.available(rows.keys.storage):
         from kvpress.kernels.attention import triton as attention_triton
 

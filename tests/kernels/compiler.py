@@ -11,5 +11,5 @@ from tests.kernels import emulated
 
 needs_compiler = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
 NATIVE = build.supported_levels() if launch.level() else ()
-LEVELS = (*NATIVE, *(() if emulated.missing else (emulated.LEVEL,)))
+LEVELS = (*NATIVE, *emulated.SIMULATED, *(() if emulated.missing else (emulated.LEVEL,)))
 """Instruction-set levels that kernels are tested at."""

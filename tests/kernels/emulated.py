@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compiled for ARM and run by qemu, call by call, where a cross-compiler and an emulator are installed."""
+"""Kernels of levels that this machine lacks, where Debian's tools for that are installed.
+
+Those for ARM are cross-compiled and run by qemu, call by call. Those for AVX-512 run on any processor with AVX2: SIMDe computes
+what their intrinsics say, see `avx512/immintrin.h`; only the few products that are written as assembly are other code there.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +22,71 @@ import torch
 from torch import Tensor
 
 from kvpress import env
-from kvpress.kernels.cpu import launch, libraries
+from kvpress.kernels.cpu import build, launch, libraries
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
 LEVEL = "neon_dot"
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+AVX512 = {"avx512": 1, "avx512_vnni": 2, "avx512_bf16": 4}
+"""Levels that are run by SIMDe, and their number in the header; `avx512_vbmi` has nothing that the last one lacks."""
 
 missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
-"""Tools that would be needed; Debian has them as g++-aarch64-linux-gnu and qemu-user."""
+"""Tools that kernels for ARM would need; Debian has them as g++-aarch64-linux-gnu and qemu-user."""
+
+
+def simulated() -> tuple[str, ...]:
+    """Levels with AVX-512 that this processor lacks and SIMDe can stand in for."""
+    native = build.supported_levels() if launch.level() else ()
+    able = "avx2" in native and SIMDE.exists()
+    return tuple(level for level in AVX512 if able and level not in native)
+
+
+@functools.cache
+def library(level: str) -> ctypes.CDLL:
+    """Compile the kernels of a level for SIMDe, once for all processes, and load them."""
+    shim = Path(__file__).with_name("avx512")
+    flags = [
+        *libraries.COMMON_FLAGS,
+        *libraries.AVX2,
+        "-O1",
+        "-Wno-psabi",
+        f"-DKVPRESS_EMULATED={AVX512[level]}",
+        f"-I{shim}",
+    ]
+    return ctypes.CDLL(str(built([libraries.compiler(), *flags], [], [shim / "immintrin.h"])))
 
 
 @functools.cache
 def runner() -> Path:
     """Compile the kernels and `runner.cpp` into one program for ARM, once for all processes."""
-    files = [Path(__file__).with_name("runner.cpp"), *(libraries.SOURCES / f"{name}.cpp" for name in SOURCES)]
-    key = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *sorted(libraries.SOURCES.glob("*.h"))]))
+    flags = [flag for flag in (*libraries.COMMON_FLAGS, *libraries.ARM_LEVELS[LEVEL], "-static") if flag != "-shared"]
+    return built([COMPILER, *flags], [Path(__file__).with_name("runner.cpp")], [])
+
+
+def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path]) -> Path:
+    """Return what a compiler makes of all kernels and some more sources, compiled if it was not yet."""
+    files = [*sources, *(libraries.SOURCES / f"{name}.cpp" for name in SOURCES)]
+    key = hashlib.sha256(" ".join(command).encode())
+    for file in [*files, *headers, *sorted(libraries.SOURCES.glob("*.h"))]:
+        key.update(file.read_bytes())
     program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
-            built = Path(scratch) / program.name
-            flags = (*libraries.COMMON_FLAGS, *libraries.ARM_LEVELS[LEVEL], "-static")
-            command = [COMPILER, *(flag for flag in flags if flag != "-shared"), *map(str, files), "-o", str(built)]
-            subprocess.run(command, check=True, timeout=600)  # noqa: S603 - fixed flags
-            built.replace(program)
+            made = Path(scratch) / program.name
+            subprocess.run([*command, *map(str, files), "-o", str(made)], check=True, timeout=600)  # noqa: S603 - fixed flags
+            made.replace(program)
     return program
 
 
 def run(source: str, entry: str, *fields: Any, level: str | None = None) -> int:
     """Stand in for `kvpress.kernels.cpu.launch.run`; calls of other levels go there."""
+    if level in SIMULATED:
+        values = [field.data_ptr() if isinstance(field, Tensor) else 0 if field is None else field for field in fields]
+        layout = "".join("d" if isinstance(value, float) else "q" for value in values)
+        answer: int = library(level)[entry](struct.pack(layout, *values))
+        return answer
     if level != LEVEL:
         return RUN(source, entry, *fields, level=level)
     storages: dict[int, tuple[int, Any]] = {}
@@ -81,3 +123,4 @@ def as_bytes(storage: Any) -> Tensor:
 
 
 RUN = launch.run
+SIMULATED = simulated()

@@ -17,7 +17,14 @@ _SOURCES = {
 }
 
 
-def decode(q: Tensor, rows: Rows, where: Where, options: Options, level: str | None = None) -> tuple[Tensor, Tensor]:
+def decode(
+    q: Tensor,
+    rows: Rows,
+    where: Where,
+    options: Options,
+    level: str | None = None,
+    model_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Run the kernel on checked arguments.
 
     Args:
@@ -26,6 +33,7 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options, level: str | N
         where: the rows of each stream.
         options: of the logits; sinks are left to the caller.
         level: instruction-set level; the best one by default.
+        model_dtype: dtype of the queries before a basis; float32 asks for products as exact as that. That of `q` by default.
 
     Raises:
         ValueError: a stream refers to something that is not stored.
@@ -58,6 +66,7 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options, level: str | N
         width,
         options.causal,
         q.dtype == torch.bfloat16,
+        (model_dtype or q.dtype) == torch.float32,
         torch.get_num_threads(),
         float(options.scale),
         float(options.softcap or 0),

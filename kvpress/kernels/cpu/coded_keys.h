@@ -2,8 +2,6 @@
 // Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
 #pragma once
 
-#include <optional>
-
 #include "centroids.h"
 #include "coded_levels.h"
 #include "coded_outliers.h"
@@ -26,7 +24,7 @@ class CodedKeys {
         queries_(stride_),
         book_(p.keys.entries * p.keys.coupled),
         rotary_(p) {
-    if (CodedLevelKeys::fits(p)) levels_.emplace(p);
+    if (keys_are_levels(p)) choose_levels<CodedLevelKeys>(levels_, p, p.keys, p.coarse, p);
   }
 
   // Takes the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
@@ -37,13 +35,13 @@ class CodedKeys {
     stream_ = stream;
     use_table_ = tabled(length);
     if (use_table_) return fill_table(p_.book_of(stream));
-    if (levels_) return levels_->begin(queries_, stream);
+    if (with(levels_, [&](auto& kernel) { kernel.begin(queries_, stream); })) return;
     assembler_.begin(p_.book_of(stream));
     rotary_.begin(queries_);
   }
 
   KVPRESS_APART void score(Stretch rows, int count, Quad* scores) {
-    if (levels_ && !use_table_) return levels_->score(rows, count, scores);
+    if (!use_table_ && with(levels_, [&](auto& kernel) { kernel.score(rows, count, scores); })) return;
     const auto block = indices_.read(rows, count);
     if (use_table_)
       look_up(block, count, scores);
@@ -76,7 +74,7 @@ class CodedKeys {
   // Rotated keys differ from position to position, and no table holds them. Tables have entries for bytes, which pays where
   // these are four codes or more.
   bool tabled(int64_t rows) const {
-    const bool looked_up = CodedLevelKeys::fits(p_) && p_.keys.bits > 2;
+    const bool looked_up = keys_are_levels(p_) && p_.keys.bits > 2;
     return !p_.coarse && !looked_up && indices_.tables_pay(rows);
   }
 
@@ -167,7 +165,7 @@ class CodedKeys {
   Buffer<Quad> table_, products_, queries_;  // the table by column and index, queries by channel
   Buffer<float> book_;
   RotaryDot rotary_;
-  std::optional<CodedLevelKeys> levels_;
+  OfLevels<CodedLevelKeys> levels_;
 };
 
 }  // namespace kvpress

@@ -5,6 +5,7 @@
 #include "centroids.h"
 #include "level_keys.h"
 #include "level_values.h"
+#include "variants.h"
 
 namespace kvpress {
 
@@ -15,28 +16,34 @@ inline void locate(const Coded& side, Stretch rows, int first, int count, int pa
 }
 
 // Sets tables to channel `part` of each centroid.
-inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, Tables& tables) {
+template <class Levels>
+inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, Levels& tables) {
   for (int g = 0; g < side.book_groups; ++g)
     tables.set(g, read_book(side, book, g, scratch) + part, int(side.entries), int(side.coupled));
 }
 
+// Whether codes are looked up in books of levels.
+inline bool keys_are_levels(const CodedProblem& p) {
+  if (p.keys.coupled > (p.coarse ? 1 : 2) || (p.coarse && p.rotary % 8)) return false;
+  return LevelKeys<Tables>::fits(p.keys.bits, p.keys.groups);
+}
+inline bool values_are_levels(const Coded& side) {
+  return side.coupled == 1 && LevelValues<Tables>::fits(side.bits, side.groups);
+}
+template <class Levels>
 class CodedLevelKeys {
-  static constexpr int kRows = LevelKeys<Tables>::kRows;
+  static constexpr int kRows = LevelKeys<Levels>::kRows;
+  static constexpr bool kRotates = std::is_same_v<Levels, Tables>;
 
  public:
-  static bool fits(const CodedProblem& p) {
-    if (p.keys.coupled > (p.coarse ? 1 : 2) || (p.coarse && p.rotary % 8)) return false;
-    return LevelKeys<Tables>::fits(p.keys.bits, p.keys.groups);
-  }
-
   explicit CodedLevelKeys(const CodedProblem& p)
       : p_(p),
         groups_(int(p.keys.groups)),
         half_(p.coarse ? int(p.rotary / 2) : 0),
-        keys_(int(p.keys.bits), groups_, int(p.keys.book_groups), int(p.keys.coupled)),
+        keys_(int(p.keys.bits), groups_, int(p.keys.book_groups), int(p.keys.coupled), int(p.keys.coupled)),
         book_(p.keys.group_size()),
-        queries_(p.keys.channels() * 4),
         turned_(half_ * 8),
+        queries_(p.keys.channels()),
         fine_(half_ * 2 * kStep + kRows),
         angles_(half_ * 2 * kRows),
         products_(4 * kRows),
@@ -52,8 +59,9 @@ class CodedLevelKeys {
     const int coupled = int(p_.keys.coupled);
     for (int part = 0; part < coupled; ++part) {
       set_levels(p_.keys, p_.book_of(stream), part, book_, keys_.levels(part));
-      for (int g = 0; g < groups_; ++g) *quad(queries_, part * groups_ + g) = queries[g * coupled + part];
+      for (int g = 0; g < groups_; ++g) queries_[part * groups_ + g] = queries[g * coupled + part];
     }
+    keys_.take(queries_, coupled);
     stream_ = stream;
     block_ = ~uint64_t(0);
   }
@@ -74,9 +82,10 @@ class CodedLevelKeys {
       locate(p_.keys, rows, t, size, kRows, codes);
       keys_.load(codes, size);
       std::fill_n(static_cast<float*>(products_), 4 * kRows, 0.f);
-      if (half_) keys_.multiply_rotated(turned_, half_, angles, step, step / 2, products_, kRows);
+      if constexpr (kRotates)
+        if (half_) keys_.multiply_rotated(turned_, half_, angles, step, step / 2, products_, kRows);
       for (int part = 0; part < p_.keys.coupled; ++part)
-        keys_.multiply<4>(queries_ + part * groups_ * 4, 2 * half_, groups_, ones_, products_, kRows, part);
+        keys_.template multiply<4>(part, 2 * half_, groups_, ones_, products_, kRows, part);
       for (int i = 0; i < size; ++i)
         scores[t + i] = Quad{products_[i], products_[kRows + i], products_[2 * kRows + i], products_[3 * kRows + i]};
     }
@@ -112,7 +121,7 @@ class CodedLevelKeys {
     block_ = block;
     const float *cosine = p_.coarse + block * 2 * half_, *sine = cosine + half_;
     for (int i = 0; i < half_; ++i) {
-      const Quad low = *quad(queries_, i), high = *quad(queries_, half_ + i);
+      const Quad low = queries_[i], high = queries_[half_ + i];
       *quad(turned_, i) = low * cosine[i] + high * sine[i];
       *quad(turned_, half_ + i) = high * cosine[i] - low * sine[i];
     }
@@ -122,16 +131,16 @@ class CodedLevelKeys {
   const int groups_, half_;  // codes of a row, and pairs that are rotated
   int64_t stream_ = 0;
   uint64_t block_ = 0;  // that turned_ is for
-  LevelKeys<Tables> keys_;
-  Buffer<float> book_, queries_, turned_;  // queries [coupled, groups, 4], those of pairs [rotary, 4]
+  LevelKeys<Levels> keys_;
+  Buffer<float> book_, turned_;            // queries of pairs [rotary, 4]
+  Buffer<Quad> queries_;                   // [coupled, groups]
   Buffer<float> fine_, angles_;            // cosines and sines [pairs, 2, kStep], and those of some rows [pairs, 2, kRows]
   Buffer<float> products_, ones_;
 };
 
+template <class Levels>
 class CodedLevelValues {
  public:
-  static bool fits(const Coded& side) { return side.coupled == 1 && LevelValues<Tables>::fits(side.bits, side.groups); }
-
   explicit CodedLevelValues(const Coded& side)
       : side_(side),
         values_(int(side.bits), int(side.groups), int(side.book_groups)),
@@ -151,14 +160,34 @@ class CodedLevelValues {
         for (int r = 0; r < size; ++r) weights_[i * kScoreStride + r] = weights[t + r][i];
         std::fill(weights_ + i * kScoreStride + size, weights_ + i * kScoreStride + padded, 0.f);
       }
-      values_.mix<4>(weights_, size, 0, int(side_.groups), sums, stride);
+      values_.template mix<4>(weights_, size, 0, int(side_.groups), sums, stride);
     }
   }
 
  private:
   const Coded& side_;
-  LevelValues<Tables> values_;
+  LevelValues<Levels> values_;
   Buffer<float> book_, weights_;
 };
+
+// Puts what reads one side into `kernel`: whole numbers stand for levels where these may be rounded and one book serves all
+// channels, unless keys are rotated.
+template <template <class> class Kernel, class Variant, class... Arguments>
+void choose_levels(Variant& kernel, const CodedProblem& p, const Coded& side, bool rotated, const Arguments&... arguments) {
+#if defined(KVPRESS_WHOLE_LEVELS)
+  if (!p.exact && !rotated && side.book_groups == 1) {
+    kernel.template emplace<Kernel<WholeLevels>>(arguments...);
+    return;
+  }
+#endif
+  kernel.template emplace<Kernel<Tables>>(arguments...);
+}
+
+template <template <class> class Kernel>
+using OfLevels = std::variant<std::monostate,
+#if defined(KVPRESS_WHOLE_LEVELS)
+                              Kernel<WholeLevels>,
+#endif
+                              Kernel<Tables>>;
 
 }  // namespace kvpress

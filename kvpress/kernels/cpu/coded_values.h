@@ -2,8 +2,6 @@
 // Values of attention on codes: weights of four queries are collected per table entry, or rows put together and mixed.
 #pragma once
 
-#include <optional>
-
 #include "centroids.h"
 #include "coded_levels.h"
 #include "coded_outliers.h"
@@ -25,13 +23,13 @@ class CodedValues {
         book_(p.values.entries * p.values.coupled),
         sums_(4 * stride_),
         added_(outliers_.none() ? 0 : side_.channels()) {
-    if (CodedLevelValues::fits(side_)) levels_.emplace(side_);
+    if (values_are_levels(side_)) choose_levels<CodedLevelValues>(levels_, p, side_, false, side_);
   }
 
   void begin(int64_t book, int64_t length) {
     number_ = book;
     use_table_ = tabled(length);
-    if (!use_table_) levels_ ? levels_->begin(book) : assembler_.begin(book);
+    if (!use_table_ && !with(levels_, [&](auto& kernel) { kernel.begin(book); })) assembler_.begin(book);
     if (use_table_)
       std::memset(static_cast<void*>(table_), 0, sizeof(Quad) * indices_.columns() * indices_.size());
     else
@@ -56,7 +54,7 @@ class CodedValues {
   }
 
   KVPRESS_APART void collect(Stretch rows, int count, const Quad* weights) {
-    if (levels_ && !use_table_) return levels_->add(rows, count, weights, sums_, stride_);
+    if (!use_table_ && with(levels_, [&](auto& kernel) { kernel.add(rows, count, weights, sums_, stride_); })) return;
     const auto block = indices_.read(rows, count);
     if (use_table_)
       add_to_table(block, count, weights);
@@ -78,7 +76,7 @@ class CodedValues {
 
  private:
   bool tabled(int64_t rows) const {
-    const bool looked_up = CodedLevelValues::fits(side_) && side_.bits > 2;  // as for keys
+    const bool looked_up = values_are_levels(side_) && side_.bits > 2;  // as for keys
     return !looked_up && indices_.tables_pay(rows);
   }
 
@@ -176,7 +174,7 @@ class CodedValues {
   Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into
   Buffer<float> book_, sums_;
   Buffer<Quad> added_;  // weighted sums of outliers, by channel
-  std::optional<CodedLevelValues> levels_;
+  OfLevels<CodedLevelValues> levels_;
 };
 
 }  // namespace kvpress

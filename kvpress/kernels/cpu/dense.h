@@ -45,10 +45,34 @@ struct FloatDot {
   using Query = float;
   using Vector = F;
   static constexpr int kWidth = kLanes;
+  static void put_query(const float* q, int channels, float* out) { std::copy_n(q, channels, out); }
   static Vector load_key(const T* p) { return load(p); }
   static Vector load_query(const float* p) { return load(p); }
   static F step(F sum, Vector key, Vector query) { return fma(key, query, sum); }
 };
+
+#if defined(KVPRESS_PAIRS)
+template <>
+struct FloatDot<bf16> {
+  using Key = bf16;
+  using Query = float;
+  struct Vector {
+    F even, odd;
+  };
+  static constexpr int kWidth = 2 * kLanes;
+  static void put_query(const float* q, int channels, float* out) {
+    std::fill(std::copy_n(q, channels, out), out + round_up(channels, kWidth), 0.f);
+    for (int c = 0; c < channels; c += kWidth) part_pairs(out + c);
+  }
+  static KVPRESS_INLINE Vector load_key(const bf16* p) {
+    Vector key;
+    load_pairs(p, key.even, key.odd);
+    return key;
+  }
+  static KVPRESS_INLINE Vector load_query(const float* p) { return {load(p), load(p + kLanes)}; }
+  static KVPRESS_INLINE F step(F sum, Vector key, Vector query) { return fma(key.odd, query.odd, fma(key.even, query.even, sum)); }
+};
+#endif
 
 #if defined(__AVX512BF16__)
 // Exact products of bfloat16 pairs, float32 sums: half the instructions of FloatDot<bf16>.
@@ -57,11 +81,24 @@ struct PairDot {
   using Query = bf16;
   using Vector = __m512bh;
   static constexpr int kWidth = 2 * kLanes;
+  static void put_query(const float* q, int channels, bf16* out) {
+    for (int c = 0; c < channels; ++c) {
+      uint32_t wide;  // exact by contract (Problem::bf16_queries), so truncation is not rounding
+      std::memcpy(&wide, &q[c], sizeof wide);
+      out[c] = {uint16_t(wide >> 16)};
+    }
+  }
   static Vector load_key(const bf16* p) { return (Vector)_mm512_loadu_si512(p); }
   static Vector load_query(const bf16* p) { return (Vector)_mm512_loadu_si512(p); }
   static F step(F sum, Vector key, Vector query) { return _mm512_dpbf16_ps(sum, key, query); }
 };
 #endif
+
+// Queries float32 [queries, channels] as the products take them, [queries, stride]; what is behind the last channel stays zero.
+template <class Dot>
+inline void pad_queries(const float* q, int64_t queries, int64_t channels, typename Dot::Query* out, int stride) {
+  for (int64_t m = 0; m < queries; ++m) Dot::put_query(q + m * channels, int(channels), out + m * stride);
+}
 
 // scores[m * kScoreStride + r] = row_r . query_m for four rows and kQueries queries.
 template <class Dot, int kQueries>
@@ -78,13 +115,15 @@ inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot:
     if (channels - at < Dot::kWidth) {
       std::memset(static_cast<void*>(tail), 0, sizeof tail);
       for (int r = 0; r < 4; ++r) std::memcpy(tail[r], rows[r] + at, (channels - at) * sizeof(tail[r][0]));
-      a = tail[0], b = tail[1], c = tail[2], d = tail[3];
+      a = tail[0] - at, b = tail[1] - at, c = tail[2] - at, d = tail[3] - at;
     }
-    const typename Dot::Vector keys[4] = {Dot::load_key(a), Dot::load_key(b), Dot::load_key(c), Dot::load_key(d)};
-    a += Dot::kWidth, b += Dot::kWidth, c += Dot::kWidth, d += Dot::kWidth;
-    unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
-      const auto query = Dot::load_query(queries + m * query_stride + at);
-      unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA { sums[m][r] = Dot::step(sums[m][r], keys[r], query); });
+    typename Dot::Vector query[kQueries];
+    unrolled<kQueries>(
+        [&](auto m) KVPRESS_INLINE_LAMBDA { query[m] = Dot::load_query(queries + m * query_stride + at); });
+    const typename Dot::Key* const at_rows[4] = {a + at, b + at, c + at, d + at};
+    unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA {
+      const typename Dot::Vector key = Dot::load_key(at_rows[r]);
+      unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA { sums[m][r] = Dot::step(sums[m][r], key, query[m]); });
     });
   }
   unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
@@ -109,9 +148,18 @@ void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int
   }
 }
 
+// How mix_block reads kVectors vectors of neighbouring channels.
+template <class T, int kVectors>
+KVPRESS_INLINE void load_block(const T* p, F (&x)[kVectors]) {
+#if defined(KVPRESS_PAIRS)
+  if constexpr (std::is_same_v<T, bf16> && kVectors == 2) return load_pairs(p, x[0], x[1]);
+#endif
+  unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load(p + v * kLanes); });
+}
+
 // acc[m, c ..] += sum_t weights[m, t] * row_t[c ..] for kVectors vectors of channels.
-template <class T, int kQueries, int kVectors, class RowAt, class Load, class Ahead>
-inline void mix_block(RowAt row_at, int count, const float* weights, float* acc, int acc_stride, int c, Load load_at,
+template <class T, int kQueries, int kVectors, class Load, class Ahead>
+inline void mix_block(const T* const* rows, int count, const float* weights, float* acc, int acc_stride, int c, Load load_at,
                       Ahead ahead) {
   F sums[kQueries][kVectors];
   const auto for_sums = [&](auto&& step) KVPRESS_INLINE_LAMBDA {
@@ -122,10 +170,9 @@ inline void mix_block(RowAt row_at, int count, const float* weights, float* acc,
   };
   for_sums([](F& sum, const float* at) KVPRESS_INLINE_LAMBDA { sum = load(at); });
   for (int t = 0; t < count; ++t) {
-    const T* row = row_at(t) + c;
     ahead(t);
     F x[kVectors];
-    unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load_at(row + v * kLanes); });
+    load_at(rows[t] + c, x);
     unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
       const F weight = set1(weights[m * kScoreStride + t]);
       unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { sums[m][v] = fma(weight, x[v], sums[m][v]); });
@@ -143,26 +190,38 @@ template <class T, class RowAt, class Ahead>
 void mix_rows(RowAt row_at, int count, const float* weights, int query_count, int channels, float* acc, int acc_stride,
               Ahead ahead) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as the register file holds
-  const auto whole = [](const T* p) { return load(p); };
+  constexpr int kBlockChannels = kVectors * kLanes;
+  const auto for_blocks = [&](auto&& step) {
+    for (int m = 0; m < query_count; ++m)
+      for (int c = 0; c + kBlockChannels <= channels; c += kBlockChannels) step(acc + m * acc_stride + c);
+  };
+#if defined(KVPRESS_PAIRS)
+  constexpr bool kPairs = std::is_same_v<T, bf16>;
+  if constexpr (kPairs) for_blocks(part_pairs);
+#endif
+  const auto whole = [](const T* p, auto& x) KVPRESS_INLINE_LAMBDA { load_block(p, x); };
+  const auto part = [&](const T* p, F(&x)[1]) { x[0] = load_part(p, channels % kLanes); };
   const auto quiet = [](int) {};
   for (int t = 0; t < count; t += kTile) {
     const int size = std::min(kTile, count - t);
-    const auto row = [&](int i) { return row_at(t + i); };
+    const T* rows[kTile];
+    for (int i = 0; i < size; ++i) rows[i] = row_at(t + i);
     for_query_tiles(query_count, [&](auto tile, int m) {
       const float* w = weights + m * kScoreStride + t;
       float* a = acc + m * acc_stride;
       int c = 0;
-      for (; c + kVectors * kLanes <= channels; c += kVectors * kLanes)
+      for (; c + kBlockChannels <= channels; c += kBlockChannels)
         if (m == 0 && c == 0)
-          mix_block<T, tile, kVectors>(row, size, w, a, acc_stride, c, whole, [&](int i) { ahead(t + i); });
+          mix_block<T, tile, kVectors>(rows, size, w, a, acc_stride, c, whole, [&](int i) { ahead(t + i); });
         else
-          mix_block<T, tile, kVectors>(row, size, w, a, acc_stride, c, whole, quiet);
-      for (; c + kLanes <= channels; c += kLanes) mix_block<T, tile, 1>(row, size, w, a, acc_stride, c, whole, quiet);
-      if (c < channels)
-        mix_block<T, tile, 1>(
-            row, size, w, a, acc_stride, c, [&](const T* p) { return load_part(p, channels - c); }, quiet);
+          mix_block<T, tile, kVectors>(rows, size, w, a, acc_stride, c, whole, quiet);
+      for (; c + kLanes <= channels; c += kLanes) mix_block<T, tile, 1>(rows, size, w, a, acc_stride, c, whole, quiet);
+      if (c < channels) mix_block<T, tile, 1>(rows, size, w, a, acc_stride, c, part, quiet);
     });
   }
+#if defined(KVPRESS_PAIRS)
+  if constexpr (kPairs) for_blocks(join_pairs);
+#endif
 }
 
 }  // namespace kvpress

@@ -6,20 +6,6 @@
 
 namespace kvpress {
 
-template <class Query>
-inline void pad_queries(const float* q, int64_t queries, int64_t channels, Query* out, int stride) {
-  for (int64_t m = 0; m < queries; ++m)
-    for (int64_t c = 0; c < channels; ++c) {
-      if constexpr (sizeof(Query) == 4) {
-        out[m * stride + c] = q[m * channels + c];
-      } else {
-        uint32_t wide;  // exact by contract (Problem::bf16_queries), so truncation is not rounding
-        std::memcpy(&wide, &q[m * channels + c], sizeof wide);
-        out[m * stride + c] = Query{uint16_t(wide >> 16)};
-      }
-    }
-}
-
 template <class Dot>
 class DenseReader {
   using T = typename Dot::Key;
@@ -29,7 +15,7 @@ class DenseReader {
       : p_(p), stride_(round_up(p.keys.channels, kQueryPad)), queries_(p.queries * stride_) {}
 
   void begin(const float* q) {
-    pad_queries(q, p_.queries, p_.keys.channels, static_cast<typename Dot::Query*>(queries_), stride_);
+    pad_queries<Dot>(q, p_.queries, p_.keys.channels, queries_, stride_);
   }
 
   static bool stores(const Chunk&) { return true; }  // attend_all has checked the rows

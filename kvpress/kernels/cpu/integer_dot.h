@@ -5,6 +5,7 @@
 // about 2^-15 of the largest term. Probabilities times value scales are rounded likewise.
 #pragma once
 
+#include "products.h"
 #include "whole_codes.h"
 
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
@@ -97,27 +98,22 @@ class Factors {
 #endif
 };
 
-// sum[lane] += codes of the lane times the same four bytes of factors. Sums are plain vectors: compilers leave arrays of
-// classes that hold one on the stack. Assembly, because compilers add up trees of products, which do not fit into the
-// registers, or copy every sum; nor do they fold the broadcast into the instruction.
+// sum[lane] += codes of the lane times the same four bytes of factors.
 KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* factors) {
-#if defined(__AVX512VNNI__)
-  Words x = sum;  // an operand of its own, because what is passed by reference must live in memory
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(x) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(factors)));
-  sum = x;
-#elif defined(__AVX2__)
-  int32_t pair;
-  std::memcpy(&pair, factors, sizeof pair);
-#if defined(__AVX512F__)
-  const Words product = (Words)_mm512_madd_epi16((__m512i)codes, _mm512_set1_epi32(pair));
-#else
-  const Words product = (Words)_mm256_madd_epi16((__m256i)codes, _mm256_set1_epi32(pair));
-#endif
-  Words x = sum;
-  asm("vpaddd %1, %0, %0" : "+v"(x) : "v"(product));
-  sum = x;
-#else
+#if defined(__ARM_FEATURE_DOTPROD)
   sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)factors)));
+#else
+  int32_t four;
+  std::memcpy(&four, factors, sizeof four);
+#if defined(KVPRESS_WHOLE_FACTORS)
+  add_to(sum, multiply_pairs(codes, Words{} + four));
+#elif defined(KVPRESS_EMULATED)
+  sum = (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#else
+  Words total = sum;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(*reinterpret_cast<const int32_t(*)[1]>(factors)));
+  sum = total;
+#endif
 #endif
 }
 

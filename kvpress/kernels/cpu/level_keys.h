@@ -2,7 +2,7 @@
 // Products of queries with keys whose codes stand for levels or numbers, straight from the codes.
 #pragma once
 
-#include "levels.h"
+#include "whole_levels.h"
 
 namespace kvpress {
 
@@ -13,19 +13,23 @@ class LevelKeys {
 
   static bool fits(int64_t bits, int64_t channels) { return bits <= Levels::kBits && CodeColumns::fits(bits, channels); }
 
-  // A code may stand for a level in each of two sets of tables.
-  LevelKeys(int bits, int channels, int tables, int sets = 1)
-      : columns_(bits, channels, kRows), levels_{Levels(bits, tables), Levels(bits, sets > 1 ? tables : 0)} {}
+  // Of at most `tiles` tiles of four queries. A code may stand for a level in each of two sets of tables.
+  LevelKeys(int bits, int channels, int tables, int /*tiles*/, int sets = 1)
+      : channels_(channels), columns_(bits, channels, kRows), levels_{Levels(bits, tables), Levels(bits, sets > 1 ? tables : 0)} {}
 
   Levels& levels(int set = 0) { return levels_[set]; }
+
+  // Takes queries [tiles, channels] in fours, which stay where they are.
+  void take(const Quad* queries, int /*tiles*/) { queries_ = queries; }
 
   // Takes up to kRows rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
-  // out[i, t] += scale[t] * product of query i with the channels from `begin` to `end` of row t, both multiples of four.
-  // Queries [channels, 4], of which the first kQueries count; out [kQueries, stride].
+  // out[i, t] += scale[t] * product of query i of a tile, one of the first kQueries, with the channels from `begin` to `end` of
+  // row t, both multiples of four; out [kQueries, stride].
   template <int kQueries>
-  void multiply(const float* queries, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+    const float* const queries = reinterpret_cast<const float*>(queries_ + tile * channels_);
     columns_.with_width([&](auto three) {
       multiply<kQueries, three>(queries, begin, end, scale, out, stride, levels_[set]);
     });
@@ -98,8 +102,88 @@ class LevelKeys {
     });
   }
 
+  const int channels_;
+  const Quad* queries_ = nullptr;
   CodeColumns columns_;
   Levels levels_[2];
 };
+
+#if defined(KVPRESS_WHOLE_LEVELS)
+// The same with queries and levels as whole numbers, and without rotation.
+template <>
+class LevelKeys<WholeLevels> {
+ public:
+  static constexpr int kRows = 2 * kLanes;
+
+  static bool fits(int64_t bits, int64_t channels) { return bits <= WholeLevels::kBits && CodeColumns::fits(bits, channels); }
+
+  LevelKeys(int bits, int channels, int tables, int tiles, int /*sets*/ = 1)
+      : channels_(channels),
+        columns_(bits, channels, kRows),
+        levels_{WholeLevels(bits, tables), WholeLevels(bits, tables)},
+        whole_(tiles * channels * 4),
+        unit_(tiles * 4) {}
+
+  WholeLevels& levels(int set = 0) { return levels_[set]; }
+
+  void take(const Quad* queries, int tiles) {
+    for (int tile = 0; tile < tiles; ++tile, queries += channels_)
+      for (int i = 0; i < 4; ++i) {
+        float largest = 0, sum = 0;
+        for (int c = 0; c < channels_; ++c) {
+          const float magnitude = std::abs(queries[c][i]);
+          largest = std::max(largest, magnitude), sum += magnitude;
+        }
+        const FactorUnit unit(largest, sum, channels_);
+        unit_[4 * tile + i] = unit.unit();
+        for (int c = 0; c < channels_; ++c) *place(tile, i, c) = int16_t(std::lrint(queries[c][i] * unit.inverse()));
+      }
+  }
+
+  void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
+
+  template <int kQueries>
+  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+    columns_.with_width([&](auto three) {
+      multiply<kQueries, three>(tile, begin, end, scale, out, stride, levels_[set]);
+    });
+  }
+
+ private:
+  // Query i of a tile from channel c on, which is a multiple of four: its four channels, and those of the next queries.
+  int16_t* place(int tile, int i, int c) const { return whole_ + ((tile * channels_ + c / 4 * 4) + i) * 4 + c % 4; }
+
+  template <int kQueries, bool kThree>
+  __attribute__((noinline)) void multiply(int tile, int begin, int end, const float* scale, float* out, int stride,
+                                          const WholeLevels& given) const {
+    const WholeLevels levels = given;
+    for (int t = 0; t < kRows; t += kLanes) {
+      Words sums[kQueries][2];
+      unrolled<2 * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA { sums[j / 2][j % 2] = Words{}; });
+      const int16_t* queries = place(tile, 0, begin);
+      for (int c = begin; c < end; c += 4, queries += 16) {
+        Words found[2];
+        levels.look_up(columns_.read<kThree>(c / 4, t), found);
+        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+          const Words query = repeat_four(queries + 4 * i);
+          add_pairs(sums[i][0], found[0], query), add_pairs(sums[i][1], found[1], query);
+        });
+      }
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        const F product = (F)__builtin_convertvector(add_neighbours(sums[i][0], sums[i][1]), Floats);
+        const F unit = mul(::kvpress::load(scale + t), set1(unit_[4 * tile + i] * levels.unit()));
+        float* const at = out + i * stride + t;
+        store(at, fma(product, unit, ::kvpress::load(at)));
+      });
+    }
+  }
+
+  const int channels_;
+  CodeColumns columns_;
+  WholeLevels levels_[2];
+  Buffer<int16_t> whole_;  // [tiles, channels / 4, 4, 4]: four channels of each of four queries
+  Buffer<float> unit_;     // [tiles, 4]
+};
+#endif
 
 }  // namespace kvpress

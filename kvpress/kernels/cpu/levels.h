@@ -100,6 +100,19 @@ class CodeColumns {
       }
   }
 
+  // Puts change(words) for the words of the first `count` rows, a vector at a time.
+  template <class Change>
+  void change(int count, Change&& change) {
+    for (int i = 0; i < low_ + high_; ++i)
+      for (int t = 0; t < count; t += kLanes) {
+        int32_t* const at = words_ + i * rows_ + t;
+        Words words;
+        std::memcpy(&words, at, sizeof words);
+        words = change(words);
+        std::memcpy(at, &words, sizeof words);
+      }
+  }
+
   // Word i of the rows from `first`, a multiple of kLanes.
   template <bool kThree>
   KVPRESS_INLINE Words read(int i, int first) const {

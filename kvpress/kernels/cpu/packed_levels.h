@@ -20,7 +20,8 @@ inline bool levels_fit(const Rows& side) {
   return LevelKeys<Levels>::fits(side.bits, side.channels) && side.group_channels % 4 == 0;
 }
 
-inline void set_levels(const Rows& side, Tables& tables) {
+template <class Levels>
+inline void set_levels(const Rows& side, Levels& tables) {
   float levels[kLevels];
   for (int i = 0; i < 1 << side.bits; ++i) levels[i] = to_float(static_cast<const f16*>(side.levels)[i]);
   tables.set(0, levels, 1 << side.bits);
@@ -48,7 +49,7 @@ class PackedLevelKeys {
         by_channel_(by_channel(rows.side())),
         width_(by_channel_ ? channels_ : int(rows.side().group_channels)),
         groups_(channels_ / width_),
-        keys_(int(rows.side().bits), channels_, 1),
+        keys_(int(rows.side().bits), channels_, 1, tiles()),
         scales_(rows),
         zeros_(rows, true),
         scale_(groups_ * kRows),
@@ -68,7 +69,9 @@ class PackedLevelKeys {
     for (int m = 0; m < queries_; ++m)
       for (int c = 0; c < channels_; ++c) quads_[m / 4 * channels_ + c][m % 4] = q[m * stride + c];
     group_ = -1;
-    if (by_channel_ || !rows_.side().zero) return;
+    if (by_channel_) return;
+    keys_.take(quads_, tiles());
+    if (!rows_.side().zero) return;
     for (int i = 0; i < tiles() * groups_; ++i) {
       const Quad* const q = quads_ + i * width_;
       sums_[i] = sum([&](int c) { return q[c]; }, width_);
@@ -93,13 +96,11 @@ class PackedLevelKeys {
       scales_.read(rows, count, scale_, kRows);
       if (rows_.side().zero) zeros_.read(rows, count, zero_, kRows);
     }
-    const Quad* const queries = by_channel_ ? scaled_ : quads_;
     for_query_tiles(queries_, [&](auto tile, int m) {
       float* out = scores + m * kScoreStride;
       for (int i = 0; i < tile; ++i) add_zeros(sums_ + m / 4 * groups_, i, out + i * kScoreStride);
       for (int g = 0; g < groups_; ++g)
-        keys_.template multiply<tile>(reinterpret_cast<const float*>(queries + m / 4 * channels_), g * width_,
-                                      (g + 1) * width_, scale_ + g * kRows, out, kScoreStride);
+        keys_.template multiply<tile>(m / 4, g * width_, (g + 1) * width_, scale_ + g * kRows, out, kScoreStride);
     });
   }
 
@@ -130,6 +131,7 @@ class PackedLevelKeys {
           },
           channels_);
     }
+    keys_.take(scaled_, tiles());
   }
 
   // The row of scales or zeros that belongs to the group, in place where it is float32.

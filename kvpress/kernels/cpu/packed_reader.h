@@ -2,14 +2,13 @@
 // Reads quantised keys and values: on codes where a kernel fits them, through a small float32 tile otherwise.
 #pragma once
 
-#include <variant>
-
 #include "corrector.h"
 #include "dense_reader.h"
 #include "integer_keys.h"
 #include "integer_values.h"
 #include "packed_float8.h"
 #include "packed_levels.h"
+#include "variants.h"
 
 namespace kvpress {
 
@@ -19,19 +18,36 @@ using KeyKernel = std::variant<std::monostate,
 #if defined(KVPRESS_INTEGERS)
                                IntegerKeys,
 #endif
+#if defined(KVPRESS_WHOLE_LEVELS)
+                               PackedLevelKeys<WholeLevels>,
+#endif
                                PackedLevelKeys<Tables>, PackedLevelKeys<Numbers>, Float8Rows>;
 using ValueKernel = std::variant<std::monostate,
 #if defined(KVPRESS_INTEGERS)
                                  IntegerValues,
 #endif
+#if defined(KVPRESS_WHOLE_LEVELS)
+                                 PackedLevelValues<WholeLevels>,
+#endif
                                  PackedLevelValues<Tables>, PackedLevelValues<Numbers>, Float8Rows>;
+
+// Kernels that round what others read exactly.
+template <class Kernel>
+constexpr bool kRounds = false;
+#if defined(KVPRESS_WHOLE_LEVELS)
+template <>
+constexpr bool kRounds<PackedLevelKeys<WholeLevels>> = true;
+template <>
+constexpr bool kRounds<PackedLevelValues<WholeLevels>> = true;
+#endif
 
 // Puts the first kernel that fits the rows into `kernel`, or none.
 template <class... Kernels>
-void choose(std::variant<std::monostate, Kernels...>& kernel, const PackedRows& rows, int64_t queries) {
+void choose(std::variant<std::monostate, Kernels...>& kernel, const PackedRows& rows, int64_t queries, bool exact) {
   const auto put = [&](auto* none) {
     using Kernel = std::remove_pointer_t<decltype(none)>;
-    if (kernel.index() == 0 && Kernel::fits(rows.side())) kernel.template emplace<Kernel>(rows, queries);
+    if (kernel.index() != 0 || (exact && kRounds<Kernel>)) return;
+    if (Kernel::fits(rows.side())) kernel.template emplace<Kernel>(rows, queries);
   };
   (put(static_cast<Kernels*>(nullptr)), ...);
 }
@@ -48,12 +64,12 @@ class PackedReader {
         tile_stride_(round_up(std::max(p.keys.channels, p.values.channels), 16)),
         queries_(p.queries * stride_),
         tile_(kTile * tile_stride_) {
-    choose(key_kernel_, keys_, p.queries);
-    choose(value_kernel_, values_, p.queries);
+    choose(key_kernel_, keys_, p.queries, p.exact);
+    choose(value_kernel_, values_, p.queries, p.exact);
   }
 
   void begin(const float* q) {
-    pad_queries(q, p_.queries, p_.keys.channels, static_cast<float*>(queries_), stride_);
+    pad_queries<FloatDot<float>>(q, p_.queries, p_.keys.channels, queries_, stride_);
     with(key_kernel_, [&](auto& kernel) { kernel.begin(queries_, stride_); });
     key_terms_.begin(queries_, stride_);
   }
@@ -104,18 +120,6 @@ class PackedReader {
     if (p_.keys.row_dtype == kFloat32) return scale(static_cast<const float*>(p_.keys.row_scale));
     if (p_.keys.row_dtype == kFloat16) return scale(static_cast<const f16*>(p_.keys.row_scale));
     scale(static_cast<const bf16*>(p_.keys.row_scale));
-  }
-
-  // Runs step(kernel) and returns true if there is one.
-  template <class Kernel, class Step>
-  static bool with(Kernel& kernel, Step&& step) {
-    return std::visit(
-        [&](auto& which) {
-          constexpr bool kNone = std::is_same_v<std::decay_t<decltype(which)>, std::monostate>;
-          if constexpr (!kNone) step(which);
-          return !kNone;
-        },
-        kernel);
   }
 
   // How many rows from row t on are scored by their codes.

@@ -59,6 +59,7 @@ struct Attention {
   int64_t listed_stride;
   int64_t causal;           // query tokens per stream, 0 when every query sees every row
   int64_t bf16_queries;     // every element of q is exactly representable in bfloat16
+  int64_t exact;            // the model computes in float32: levels are not rounded to whole numbers
   int64_t threads;
   double scale;
   double softcap;           // 0 when absent

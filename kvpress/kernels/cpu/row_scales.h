@@ -29,7 +29,6 @@ class RowScales {
  private:
   template <class S>
   void read(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
-    if constexpr (sizeof(S) == 1) return read_bytes(scale, rows, count, out, stride);
     if (rows_.side().group_rows == 1 && groups_ <= 4) {
       bool running = true;
       for (int t = 0; t < count; ++t) running &= rows[t] == rows[0] + t;
@@ -38,6 +37,7 @@ class RowScales {
       if (running && groups_ == 2) return spread<2>(from, count, out, stride);
       if (running && groups_ == 4) return spread<4>(from, count, out, stride);
     }
+    if constexpr (sizeof(S) == 1) return read_bytes(scale, rows, count, out, stride);
     for (int t = 0; t < count; ++t) {
       const S* from = scale + rows_.group(rows[t]) * groups_;
       for (int g = 0; g < groups_; ++g) out[g * stride + t] = to_float(from[g]);
@@ -47,8 +47,21 @@ class RowScales {
   // With the number of groups known, compilers turn the loop into shuffles.
   template <int kGroups, class S>
   static void spread(const S* from, int count, float* out, int stride) {
+    if constexpr (sizeof(S) == 1) return spread_bytes<kGroups>(from, count, out, stride);
     for (int g = 0; g < kGroups; ++g)
       for (int t = 0; t < count; ++t) out[g * stride + t] = to_float(from[t * kGroups + g]);
+  }
+
+  template <int kGroups, class S>
+  static void spread_bytes(const S* from, int count, float* out, int stride) {
+    for (int t = 0; t < count; t += kLanes)
+      for (int g = 0; g < kGroups; ++g) {
+        int32_t bits[kLanes];
+        for (int i = 0; i < kLanes; ++i) bits[i] = from[std::min(t + i, count - 1) * kGroups + g].bits;
+        Words words;
+        std::memcpy(&words, bits, sizeof words);
+        store(out + g * stride + t, wide(S{}, words));
+      }
   }
 
   // Four scales of a row are a word.

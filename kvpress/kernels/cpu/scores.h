@@ -48,9 +48,9 @@ class BoundWorker {
     const int64_t count = p_.queries * p_.channels;
     Elements(p_.q, p_.query_dtype).read(stream * count, count, whole_);
     for (int64_t i = 0; i < count; ++i) part_[i] = std::max(whole_[i], 0.f);
-    pad_queries(part_, p_.queries, p_.channels, static_cast<Query*>(positive_), stride_);
+    pad_queries<Dot>(part_, p_.queries, p_.channels, positive_, stride_);
     for (int64_t i = 0; i < count; ++i) part_[i] = std::min(whole_[i], 0.f);
-    pad_queries(part_, p_.queries, p_.channels, static_cast<Query*>(negative_), stride_);
+    pad_queries<Dot>(part_, p_.queries, p_.channels, negative_, stride_);
   }
 
   void product(const void* data, int64_t first, int count, int64_t left, const Query* queries, float* scores) const {

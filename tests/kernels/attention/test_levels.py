@@ -57,6 +57,60 @@ def test_every_level_reads_what_the_rows_decode_to(kind: str, bits: int, group: 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "bits", "groups"), [
+    ("e4m3", 4, (16, 16)), ("e8m0", 4, (32, 32)), ("float16", 2, (128, 64)), ("e4m3", 3, (4, 32)), ("e8m0", 1, (8, 128)),
+    ("e4m3", 4, (32, 8)), ("e8m0", 4, (128, 128)),
+])  # fmt: skip
+def test_models_of_16_bits_read_levels_nearly_as_exactly(
+    kind: str, bits: int, groups: tuple[int, int], dtype: torch.dtype, level: str
+) -> None:
+    torch.manual_seed(0)
+    for queries in (1, 3, 4, 6):
+        s = streams([0, 1, 70, 300], queries, 128, dtype)
+        rows = Rows(*(levelled(s.rows, 128, bits, (1, width), kind) for width in groups))
+        for where in (s.where, s.listed()):
+            args = (s.q, rows, where, Options(0.02))
+            out, lse = cpu.decode(*args, level=level)
+            expected, total = reference.decode(*args)
+            assert relative_error(out, expected) < 1e-3
+            torch.testing.assert_close(lse, total, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_no_sum_of_whole_numbers_leaves_32_bits(sign: int, level: str) -> None:
+    """All queries, all weights and all levels of one sign and as large as they can be: nothing cancels."""
+    s = streams([256, 700], 4, 256, torch.bfloat16)
+    s.q.fill_(sign * 3.0)
+    codes = torch.full((s.rows, 128), 255, dtype=torch.uint8)
+    scale = torch.ones(s.rows, 1).half()
+    levels = torch.arange(16.0).half()
+    side = Packed(codes, scale, None, 4, (1, 256), levels=levels)
+    out, lse = cpu.decode(s.q, Rows(side, side), s.where, Options(1e-3), level=level)
+    torch.testing.assert_close(out, torch.full_like(out, 15.0), rtol=1e-3, atol=0)
+    logit = sign * 3.0 * 15 * 256 * 1e-3
+    torch.testing.assert_close(lse, (logit + s.lengths.float().log())[:, None].expand_as(lse), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_levels_and_queries_of_zero_and_one(value: float, level: str) -> None:
+    s = streams([1, 40], 2, 64, torch.float16)
+    s.q.fill_(value)
+    side = Packed(
+        torch.zeros(s.rows, 32, dtype=torch.uint8),
+        torch.ones(s.rows, 1).half(),
+        None,
+        4,
+        (1, 64),
+        levels=torch.full((16,), value).half(),
+    )
+    out, _ = cpu.decode(s.q, Rows(side, side), s.where, Options(1.0), level=level)
+    torch.testing.assert_close(out, torch.full_like(out, value), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [(32, 1), (1, 64)])
 def test_keys_are_multiplied_by_the_factors_of_their_rows(

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Integer products of 16 bits, and their sums of 32 bits.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AVX2__)
+namespace kvpress {
+
+// sum += x. Assembly, because compilers add up trees of products, which do not fit into the registers, or copy every sum. Sums
+// are plain vectors: compilers leave arrays of classes that hold one on the stack.
+KVPRESS_INLINE void add_to(Words& sum, Words x) {
+#if defined(KVPRESS_EMULATED)
+  sum += x;
+#else
+  Words total = sum;  // an operand of its own, because what is passed by reference must live in memory
+  asm("vpaddd %1, %0, %0" : "+v"(total) : "v"(x));
+  sum = total;
+#endif
+}
+
+// a[2 lane] * b[2 lane] + a[2 lane + 1] * b[2 lane + 1], each of 16 bits.
+KVPRESS_INLINE Words multiply_pairs(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  return (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+// sum += multiply_pairs(a, b)
+KVPRESS_INLINE void add_pairs(Words& sum, Words a, Words b) {
+#if defined(__AVX512VNNI__) && !defined(KVPRESS_EMULATED)
+  Words total = sum;
+  asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
+  sum = total;
+#else
+  add_to(sum, multiply_pairs(a, b));
+#endif
+}
+
+}  // namespace kvpress
+#endif
