@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs newcomer versions fuzz gpu clean
+.PHONY: demo test simulate lint docs newcomer versions fuzz gpu clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(DEMO): pyproject.toml
@@ -29,6 +29,10 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The kernels for AVX-512 on a processor that has AVX2 only. Needs SIMDe's headers (Debian: libsimde-dev); about ten minutes.
+simulate: $(STAMP)
+	SIMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 
 # The site, into build/site; whatever mkdocs warns of, such as a link that leads nowhere, is an error.
 docs: $(DEMO)

@@ -2,7 +2,8 @@
 """Kernels of levels that this machine lacks, where Debian's tools for that are installed.
 
 Those for ARM are cross-compiled and run by qemu, call by call. Those for AVX-512 run on any processor with AVX2: SIMDe computes
-what their intrinsics say, see `avx512/immintrin.h`; only the few products that are written as assembly are other code there.
+what their intrinsics say, see `avx512/immintrin.h`; only the products that are written as assembly are other code there. To
+compile that takes minutes, so only `make simulate` asks for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import struct
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from kvpress import env
@@ -27,7 +30,6 @@ from kvpress.kernels.cpu import build, launch, libraries
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
 LEVEL = "neon_dot"
-SIMDE = Path("/usr/include/simde/x86/avx512.h")
 AVX512 = {"avx512": 1, "avx512_vnni": 2, "avx512_bf16": 4}
 """Levels that are run by SIMDe, and their number in the header; `avx512_vbmi` has nothing that the last one lacks."""
 
@@ -36,9 +38,9 @@ missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 
 
 def simulated() -> tuple[str, ...]:
-    """Levels with AVX-512 that this processor lacks and SIMDe can stand in for."""
+    """Levels with AVX-512 that this processor lacks and SIMDe can stand in for, where they are asked for."""
     native = build.supported_levels() if launch.level() else ()
-    able = "avx2" in native and SIMDE.exists()
+    able = "SIMULATE" in os.environ and "avx2" in native
     return tuple(level for level in AVX512 if able and level not in native)
 
 
@@ -71,8 +73,10 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
     for file in [*files, *headers, *sorted(libraries.SOURCES.glob("*.h"))]:
         key.update(file.read_bytes())
     program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
-    if not program.exists():
-        program.parent.mkdir(parents=True, exist_ok=True)
+    program.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{program}.lock"):
+        if program.exists():
+            return program
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
             made = Path(scratch) / program.name
             subprocess.run([*command, *map(str, files), "-o", str(made)], check=True, timeout=600)  # noqa: S603 - fixed flags

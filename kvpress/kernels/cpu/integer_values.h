@@ -32,11 +32,9 @@ class ScaleColumns {
   }
 #endif
 
-  // Returns the largest magnitude; `rows` is a multiple of 32.
-  float operator()(const uint16_t* from, int rows, f16* out) const {
+  // `rows` is a multiple of 32.
+  void operator()(const uint16_t* from, int rows, f16* out) const {
 #if defined(__AVX512F__)
-    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-    __m512i best = _mm512_setzero_si512();  // halves without their sign are in the order of their bits
     for (int t = 0; t < rows; t += 32, from += 32 * groups_)
       for (int g = 0; g < groups_; ++g) {
         __m512i picked = _mm512_setzero_si512();
@@ -44,11 +42,8 @@ class ScaleColumns {
           const __m512i a = _mm512_loadu_si512(from + 64 * k), b = _mm512_loadu_si512(from + 64 * k + 32);
           picked = _mm512_or_si512(picked, _mm512_maskz_permutex2var_epi16(live_[g * pairs_ + k], a, pick_[g], b));
         }
-        best = _mm512_max_epu16(best, _mm512_and_si512(picked, magnitude));
         _mm512_store_si512(out + g * kChunk + t, picked);
       }
-    return max_lane(max(_mm512_cvtph_ps(_mm512_castsi512_si256(best)),
-                        _mm512_cvtph_ps(_mm512_extracti64x4_epi64(best, 1))));
 #else
     if (groups_ == 1) return copy<1>(from, rows, out);
     if (groups_ == 2) return copy<2>(from, rows, out);
@@ -66,24 +61,17 @@ class ScaleColumns {
 #else
   // With the number of groups known, compilers turn the loop into shuffles.
   template <int kGroups>
-  float copy(const uint16_t* from, int rows, f16* out) const {
+  void copy(const uint16_t* from, int rows, f16* out) const {
     const int groups = kGroups ? kGroups : groups_;
-    uint16_t best = 0;
     for (int g = 0; g < groups; ++g)
-      for (int t = 0; t < rows; ++t) {
-        const uint16_t half = from[t * groups + g];
-        out[g * kChunk + t].bits = half;
-        best = std::max(best, uint16_t(half & 0x7fff));
-      }
-    return to_float(f16{best});
+      for (int t = 0; t < rows; ++t) out[g * kChunk + t].bits = from[t * groups + g];
   }
 #endif
 };
 
 class IntegerValues {
-  // Chunks whose weights are all below this add nothing to a sum of weights that is at least one.
-  static constexpr float kSmallestWeight = 1e-20f;
-  static constexpr float kSmallestHalf = 0x1p-24f;
+  // Weights times scales that are all below this add nothing to a sum of weights that is at least one.
+  static constexpr float kSmallest = 1e-27f;
 
  public:
   // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
@@ -107,9 +95,8 @@ class IntegerValues {
         halves_(kChunk * groups_ + 64),
         scale_(groups_ * kChunk),
         zero_(groups_ * kChunk),
-        integral_(4 * kChunk),
         zero_sum_(queries * groups_),
-        unit_(queries),
+        unit_(queries * groups_),
         bytes_(queries * 2 * groups_ * kChunk),
         words_(kChunk / 4 * kBlockVectors) {}
 
@@ -117,9 +104,11 @@ class IntegerValues {
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     const int padded = round_up(chunk.count, 32);
     whole_.locate(chunk.rows, chunk.count, padded, codes_);
-    const float bound = std::max(transpose_scales(rows_.side().scale, chunk, padded, scale_), kSmallestHalf);
+    transpose_scales(rows_.side().scale, chunk, padded, scale_);
     transpose_scales(rows_.side().zero, chunk, padded, zero_);
-    for_query_tiles(queries_, [&](auto tile, int m) { fold<tile>(m, weights + m * kScoreStride, padded, bound); });
+    for_query_tiles(queries_, [&](auto tile, int m) {
+      for (int g = 0; g < groups_; ++g) fold<tile>(m, g, weights + m * kScoreStride, padded);
+    });
     const Plane& plane = whole_.plane();
     for_bits(plane.bits, [&](auto bits) {
       constexpr int kParts = std::min(8 / bits, kRegisters / 8 / Part<bits>::kSums);
@@ -145,9 +134,9 @@ class IntegerValues {
   }
 
  private:
-  // Scales of the chunk, [rows, groups], become [groups, rows]; returns the largest magnitude.
-  float transpose_scales(const void* base, const Chunk& chunk, int padded, f16* out) {
-    return columns_(gather_scales(static_cast<const uint16_t*>(base), chunk, padded), padded, out);
+  // Scales of the chunk, [rows, groups], become [groups, rows].
+  void transpose_scales(const void* base, const Chunk& chunk, int padded, f16* out) {
+    columns_(gather_scales(static_cast<const uint16_t*>(base), chunk, padded), padded, out);
   }
 
   // The scales in place when whole vectors of them can be read there, a zero padded copy otherwise.
@@ -164,37 +153,39 @@ class IntegerValues {
     return halves_;
   }
 
-  // Weights times scales as factors of two bytes per row and group, and the weighted sum of the zeros.
+  // Weights times the scales of a group as factors of two bytes per row, and the weighted sum of its zeros. Factors count the
+  // largest of these products: the largest weight may belong to a row of small scale, such as that of an attention sink.
   template <int kQueries>
-  void fold(int m, const float* weights, int padded, float bound) {
-    for (int i = 0; i < kQueries; ++i) {
-      const float* weight = weights + i * kScoreStride;
-      F best = set1(kSmallestWeight);
-      for (int t = 0; t < padded; t += kLanes) best = max(best, load(weight + t));
-      const float largest = max_lane(best) * bound;
-      unit_[m + i] = largest / kIntRange;
-      const F factor = set1(kIntRange / largest);
-      for (int t = 0; t < padded; t += kLanes) store(integral_ + i * kChunk + t, mul(load(weight + t), factor));
+  void fold(int m, int g, const float* weights, int padded) {
+    const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
+    F largest[4], zeros[4];
+    unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { largest[i] = zeros[i] = set1(0.f); });
+    for (int t = 0; t < padded; t += kLanes) {
+      const F s = abs(load(scale + t)), z = load(zero + t);
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        const F w = load(weights + i * kScoreStride + t);
+        largest[i] = max(largest[i], mul(w, s));
+        zeros[i] = fma(w, z, zeros[i]);
+      });
     }
-    // Locals, because a store of bytes may alias every member.
-    const float* const integral = integral_;
+    float sums[4];
+    store_sums(sums, zeros[0], zeros[1], zeros[2], zeros[3]);
+    F to_int[kQueries];
+    for (int i = 0; i < kQueries; ++i) {
+      const float top = std::max(max_lane(largest[i]), kSmallest);
+      to_int[i] = set1(kIntRange / top);
+      unit(g, m)[i] = top / kIntRange;
+      zero_sum_[(m + i) * groups_ + g] = sums[i];
+    }
     const Factors to_factors;
-    for (int g = 0; g < groups_; ++g) {
-      const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
-      int8_t* const byte = bytes(g, m);
-      F zeros[4] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
-      for (int t = 0; t < padded; t += 2 * kLanes) {
-        const F s0 = load(scale + t), s1 = load(scale + t + kLanes), z0 = load(zero + t), z1 = load(zero + t + kLanes);
-        unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-          int8_t* at = byte + i * 2 * kChunk + t;
-          const F w0 = load(integral + i * kChunk + t), w1 = load(integral + i * kChunk + t + kLanes);
-          to_factors(w0, s0, w1, s1, at, at + kChunk);
-          zeros[i] = fma(w0, z0, fma(w1, z1, zeros[i]));
-        });
-      }
-      float sums[4];
-      store_sums(sums, zeros[0], zeros[1], zeros[2], zeros[3]);
-      for (int i = 0; i < kQueries; ++i) zero_sum_[(m + i) * groups_ + g] = unit_[m + i] * sums[i];
+    int8_t* const byte = bytes(g, m);
+    for (int t = 0; t < padded; t += 2 * kLanes) {
+      const F s0 = load(scale + t), s1 = load(scale + t + kLanes);
+      unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        int8_t* at = byte + i * 2 * kChunk + t;
+        const F w0 = load(weights + i * kScoreStride + t), w1 = load(weights + i * kScoreStride + t + kLanes);
+        to_factors(mul(w0, to_int[i]), s0, mul(w1, to_int[i]), s1, at, at + kChunk);
+      });
     }
   }
 
@@ -211,13 +202,13 @@ class IntegerValues {
   void accumulate(const Span& span, float* acc, int acc_stride) {
     const Plane& plane = whole_.plane();
     const int8_t* weight[kParts];
+    const float* units[kParts];
     unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
       const int channel = (span.part + p) * plane.bytes + span.first();
-      weight[p] = bytes(channel / int(rows_.side().group_channels), span.m);
+      const int group = channel / int(rows_.side().group_channels);
+      weight[p] = bytes(group, span.m), units[p] = unit(group, span.m);
     });
-    // Locals, because stores may alias every member.
-    const uint8_t* const* const codes = codes_;
-    const float* const units = unit_ + span.m;
+    const uint8_t* const* const codes = codes_;  // a local, because stores may alias every member
     const Interleave interleave;
     const int vector = span.vector, offset = span.at, left = plane.bytes - span.at;
     using Codes = Part<kBits>;
@@ -239,7 +230,7 @@ class IntegerValues {
       float* out = acc + (span.part + p) * plane.bytes + span.first();
       unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
         const F product = (F)__builtin_convertvector(Codes::total(sums[p] + i * Codes::kSums), Floats);
-        add_part(out + i * acc_stride, mul(product, set1(units[i] * power)), span.count);
+        add_part(out + i * acc_stride, mul(product, set1(units[p][i] * power)), span.count);
       });
     });
   }
@@ -263,6 +254,7 @@ class IntegerValues {
   }
 
   int8_t* bytes(int group, int m) const { return bytes_ + (group * queries_ + m) * 2 * kChunk; }
+  float* unit(int group, int m) const { return unit_ + group * queries_ + m; }
 
   const PackedRows& rows_;
   WholeCodes whole_;
@@ -270,8 +262,8 @@ class IntegerValues {
   const ScaleColumns columns_;
   Buffer<uint16_t> halves_;
   Buffer<f16> scale_, zero_;  // [groups, kChunk]
-  Buffer<float> integral_;    // [4, kChunk]: weights in units of the integers that they become, before their scale
-  Buffer<float> zero_sum_, unit_;
+  Buffer<float> zero_sum_;    // [M, groups]
+  Buffer<float> unit_;        // [groups, M]: what factors count
   Buffer<int8_t> bytes_;      // [groups, M, 2, kChunk]: the two planes of factors
   Buffer<Words> words_;       // [kChunk / 4, kBlockVectors]
   const uint8_t* codes_[kChunk];

@@ -84,6 +84,27 @@ def test_every_level_reads_rows_of_every_width(level: str, bits: int, dim: int, 
 
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("small", [0.1, 1e-3])
+def test_an_attention_sink_of_small_values_does_not_blur_the_others(
+    small: float, width: int, bits: int, level: str
+) -> None:
+    """The first key draws most of the attention to a value that is short, as in language models."""
+    s = streams([256, 700], 4, 64)
+    s.q[..., 0] = 4
+    keys, raw = torch.randn(s.rows, 64), torch.randn(s.rows, 64)
+    keys[:, 0] = 0
+    keys[s.starts, 0], raw[s.starts] = 18, small * raw[s.starts]  # a logit of 9
+    (packed_keys, _), (values, _) = quantise(keys, 8, (32, 1)), quantise(raw, bits, (1, width))
+    args = (s.q, Rows(packed_keys, values), s.where, Options(0.125))
+    expected, _ = reference.decode(*args)
+    out, _ = cpu.decode(*args, level=level)
+    assert relative_error(out, expected) < LIMIT
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("key_group", [(32, 1), (3, 1), (1, 32), (8, 64), (1, 4)])
 def test_float32_scales_are_read_as_exactly_as_float32_rows(level: str, bits: int, key_group: tuple[int, int]) -> None:
