@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpress.core.model import GROWING, LayerFacts
@@ -33,6 +34,10 @@ def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
+    if model.dtype == torch.float64:
+        raise NotImplementedError(
+            f"{name} computes in float64; keys and values must be float32, bfloat16 or float16: use model.float()"
+        )
     obstacle = _obstacle(model, modules)
     if obstacle is not None and not is_identity:
         raise NotImplementedError(f"{name} {obstacle}")

@@ -54,6 +54,15 @@ def test_19_20_23_models(kind: str, auto: Any, settings: dict[str, Any], word: s
     refused(model, lambda: press(model).__enter__(), NotImplementedError, type(model).__name__.split("For")[0], word)
 
 
+@pytest.mark.parametrize("spec", ["none", "snapkv:0.5", "turboquant", "minference"])
+def test_float64_is_refused_before_a_prompt_is_read(spec: str) -> None:
+    model = small("llama").double()
+    press = kvpress.get_press(spec)
+    refused(
+        model, lambda: press(model).__enter__(), NotImplementedError, "LlamaForCausalLM", "float64", "model.float()"
+    )
+
+
 def test_20_without_compression_a_sliding_model_runs() -> None:
     model = tiny_model("mistral")
     assert torch.equal(generate(model, "none", tokens(1, 20)).result, model.generate(tokens(1, 20), max_new_tokens=4))
