@@ -70,7 +70,9 @@ struct FloatDot<bf16> {
     return key;
   }
   static KVPRESS_INLINE Vector load_query(const float* p) { return {load(p), load(p + kLanes)}; }
-  static KVPRESS_INLINE F step(F sum, Vector key, Vector query) { return fma(key.odd, query.odd, fma(key.even, query.even, sum)); }
+  static KVPRESS_INLINE F step(F sum, Vector key, Vector query) {
+    return fma(key.odd, query.odd, fma(key.even, query.even, sum));
+  }
 };
 #endif
 

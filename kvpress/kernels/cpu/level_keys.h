@@ -15,7 +15,9 @@ class LevelKeys {
 
   // Of at most `tiles` tiles of four queries. A code may stand for a level in each of two sets of tables.
   LevelKeys(int bits, int channels, int tables, int /*tiles*/, int sets = 1)
-      : channels_(channels), columns_(bits, channels, kRows), levels_{Levels(bits, tables), Levels(bits, sets > 1 ? tables : 0)} {}
+      : channels_(channels),
+        columns_(bits, channels, kRows),
+        levels_{Levels(bits, tables), Levels(bits, sets > 1 ? tables : 0)} {}
 
   Levels& levels(int set = 0) { return levels_[set]; }
 

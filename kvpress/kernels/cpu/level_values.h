@@ -95,7 +95,8 @@ class LevelValues<WholeLevels> {
     const FactorUnit unit(max_lane(largest), sum(sums), round_up(count, kLanes));
     const F inverse = set1(unit.inverse());
     for (int t = 0; t < count; t += 2 * kLanes)
-      put_fours_twice(mul(::kvpress::load(weights + t), inverse), mul(::kvpress::load(weights + t + kLanes), inverse), out + 2 * t);
+      put_fours_twice(mul(::kvpress::load(weights + t), inverse), mul(::kvpress::load(weights + t + kLanes), inverse),
+                      out + 2 * t);
     return unit.unit();
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Levels as whole numbers, for products of 16 bits: twice as many at once as in float32.
 //
-// A level counts 1 / 4092 of the largest one, which rounds it by about 2^-13. Factors take what that leaves of 32 bits: they are
-// made as large as the sum of the products can bear, 11 to 15 bits.
+// A level counts 1 / 4092 of the largest one, which rounds it by about 2^-13. Factors take what that leaves of 32 bits: they
+// are made as large as the sum of the products can bear, 11 to 15 bits.
 #pragma once
 
 #include "levels.h"
@@ -12,19 +12,6 @@
 #define KVPRESS_WHOLE_LEVELS 1
 
 namespace kvpress {
-
-// Factors x_i as whole numbers round(x_i / unit), where that many levels times them add up to 32 bits at most.
-class FactorUnit {
- public:
-  // Of `count` factors, the largest magnitude and the sum of magnitudes.
-  FactorUnit(float largest, float sum, int count);
-
-  float unit() const { return unit_; }
-  float inverse() const { return inverse_; }
-
- private:
-  float unit_, inverse_;
-};
 
 // One table of levels, of which bytes are looked up.
 class WholeLevels {
@@ -72,13 +59,23 @@ class WholeLevels {
   alignas(16) uint8_t low_[kLevels] = {}, high_[kLevels] = {};
 };
 
-inline FactorUnit::FactorUnit(float largest, float sum, int count) : unit_(0), inverse_(0) {
-  if (!(largest > 0)) return;
-  // Rounding adds half a unit to each.
-  const float most = (float(INT32_MAX) / WholeLevels::kLargest - float(count)) / sum;
-  inverse_ = std::min(most, 32512.f / largest);
-  unit_ = 1 / inverse_;
-}
+// What whole numbers that stand for factors count: as little as the sum of their products with levels can bear.
+class FactorUnit {
+ public:
+  // Of `count` factors, the largest magnitude and the sum of magnitudes.
+  FactorUnit(float largest, float sum, int count) {
+    if (!(largest > 0)) return;
+    const float most = float(INT32_MAX) / WholeLevels::kLargest - float(count);  // rounding adds up to half a unit to each
+    inverse_ = std::min(most / sum, 32512.f / largest);
+    unit_ = 1 / inverse_;
+  }
+
+  float unit() const { return unit_; }
+  float inverse() const { return inverse_; }
+
+ private:
+  float unit_ = 0, inverse_ = 0;
+};
 
 // Sums of neighbouring lanes, where lanes of `a` belong to the first two of four things in each 128 bits, those of `b` to the
 // others: a lane for each.
