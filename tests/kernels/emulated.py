@@ -87,9 +87,7 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
 def run(source: str, entry: str, *fields: Any, level: str | None = None) -> int:
     """Stand in for `kvpress.kernels.cpu.launch.run`; calls of other levels go there."""
     if level in SIMULATED:
-        values = [field.data_ptr() if isinstance(field, Tensor) else 0 if field is None else field for field in fields]
-        layout = "".join("d" if isinstance(value, float) else "q" for value in values)
-        answer: int = library(level)[entry](struct.pack(layout, *values))
+        answer: int = library(level)[entry](launch.packed(fields))
         return answer
     if level != LEVEL:
         return RUN(source, entry, *fields, level=level)

@@ -30,6 +30,7 @@ inline bool keys_are_levels(const CodedProblem& p) {
 inline bool values_are_levels(const Coded& side) {
   return side.coupled == 1 && LevelValues<Tables>::fits(side.bits, side.groups);
 }
+
 template <class Levels>
 class CodedLevelKeys {
   static constexpr int kRows = LevelKeys<Levels>::kRows;

@@ -106,7 +106,7 @@ KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* factors)
   int32_t four;
   std::memcpy(&four, factors, sizeof four);
 #if defined(KVPRESS_WHOLE_FACTORS)
-  add_to(sum, multiply_pairs(codes, Words{} + four));
+  add_pairs(sum, codes, Words{} + four);
 #elif defined(KVPRESS_EMULATED)
   sum = (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
 #else

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,8 +51,13 @@ def run(source: str, entry: str, *fields: Field, level: str | None = None) -> in
         fields: the structure in order: tensors become addresses, None a null, int an int64, float a double.
         level: instruction-set level; the best one by default.
     """
+    kernels = build.load(level or build.best_level(), source)
+    result: int = kernels[entry](packed(fields))
+    return result
+
+
+def packed(fields: Sequence[Field]) -> bytes:
+    """Pack the fields of a structure as `run` takes them."""
     values = [field.data_ptr() if isinstance(field, Tensor) else 0 if field is None else field for field in fields]
     layout = "".join("d" if isinstance(value, float) else "q" for value in values)
-    kernels = build.load(level or build.best_level(), source)
-    result: int = kernels[entry](struct.pack(layout, *values))
-    return result
+    return struct.pack(layout, *values)
