@@ -151,6 +151,7 @@ class CodedValues {
     int j = 0;
     out += group * coupled;
     for (; j + 8 <= coupled; j += 8) mix_channels<8>(weights, centroids + j, live, factor, out + j);
+    for (; j + 4 <= coupled; j += 4) mix_channels<4>(weights, centroids + j, live, factor, out + j);
     for (; j < coupled; ++j) mix_channels<1>(weights, centroids + j, live, factor, out + j);
   }
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.formats.correction import Correction
+from kvpress.kernels.formats.correction import NOTHING, Correction
 from kvpress.kernels.formats.dense import DTYPES, Field
 from kvpress.kernels.formats.packing import CODE_BITS, row_step, unpack
 from kvpress.kernels.formats.rotary import Rotary
@@ -76,12 +76,9 @@ class Coded:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that is stored."""
-        others = (*(() if self.rotary is None else self.rotary.tensors()), *self._terms.tensors())
-        return self.codes, self.book, self.row_scale, *others
-
-    @property
-    def _terms(self) -> Correction:
-        return self.correction or Correction()
+        rotary = () if self.rotary is None else self.rotary.tensors()
+        correction = () if self.correction is None else self.correction.tensors()
+        return self.codes, self.book, self.row_scale, *rotary, *correction
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
         """Refuse codes, books and scales that do not belong together; `channels` are those of the queries, if they must be."""
@@ -108,13 +105,15 @@ class Coded:
             checks.contiguous(f"{name}.row_scale", self.row_scale)
         if self.rotary is not None:
             self.rotary.check(f"{name}.rotary", rows, groups * coupled)
-        if self._terms.low_rank is not None:
-            raise ValueError(f"{name}.correction must have outliers only, not a factor and a basis")
-        self._terms.check(f"{name}.correction", rows, groups * coupled)
+        if self.correction is not None:
+            if self.correction.low_rank is not None:
+                raise ValueError(f"{name}.correction must have outliers only, not a factor and a basis")
+            self.correction.check(f"{name}.correction", rows, groups * coupled)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
         """Refuse streams whose rows stand at positions without angles, or have outliers that are not stored."""
-        self._terms.check_stored(f"{name}.correction", listed, self.channels)
+        if self.correction is not None:
+            self.correction.check_stored(f"{name}.correction", listed, self.channels)
         if self.rotary is not None:
             self.rotary.check_stored(listed, streams)
 
@@ -124,4 +123,5 @@ class Coded:
         half = int(self.book.dtype == torch.float16)
         scale = 0 if self.row_scale is None else DTYPES[self.row_scale.dtype]
         sizes = (self.codes.stride(0), self.bits, half, scale, books, self.groups, book_groups, entries, coupled)
-        return (self.codes, self.book, self.row_scale, *sizes, *self._terms.fields())
+        correction = NOTHING if self.correction is None else self.correction.fields()
+        return (self.codes, self.book, self.row_scale, *sizes, *correction)
