@@ -156,7 +156,7 @@ def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
             yield listed_case(f"select {name}", CODED_LIMIT, built[name])
         for option, given in OPTIONS.items():
             yield attention_case(f"decode {option}", CODED_LIMIT, build(queries=12), **given)
-        yield attention_case("decode with row groups", CODED_LIMIT, build(row_groups=True))
+        yield attention_case("decode after evictions", CODED_LIMIT, build(evicted=True))
 
     return cases
 

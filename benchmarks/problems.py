@@ -206,16 +206,16 @@ class Uniform(Stored):
         value_group: tuple[int, int] = VALUE_GROUP,
         scales: torch.dtype = torch.float16,
         seed: int = 0,
-        row_groups: bool = False,
+        evicted: bool = False,
     ) -> None:
         super().__init__(streams)
         random, device = generator(streams.q.device, seed), streams.q.device
         shape = (streams.rows, streams.dim)
         keys = random_packed(shape, key_bits, key_group, scales, random)
         values = random_packed(shape, value_bits or key_bits, value_group, scales, random)
-        if row_groups:  # in random order, as after evictions
-            groups = torch.randint(0, len(keys.scale), shape[:1], generator=random, device=device, dtype=torch.int32)
-            keys = replace(keys, row_group=groups)
+        if evicted:  # groups have kept as many rows as they happened to
+            kept = torch.randint(0, len(keys.scale), shape[:1], generator=random, device=device)
+            keys = replace(keys, group_lengths=kept.bincount(minlength=len(keys.scale)).int())
         self.rows = Rows(keys, values)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress import kernels
 from kvpress.hf.models import with_cache
 
 CODEC = "kivi:bits=4,group_size=4,residual_length=4"
@@ -48,9 +49,12 @@ def pairs(cache: Any) -> set[int]:
 
 
 def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
-    """Every tensor that an object keeps alive, by attributes and containers of any name; types of `skip` hold none."""
+    """Every tensor that an object keeps alive, by attributes and containers of any name; types of `skip` hold none.
+
+    Neither do operands: those that segments keep name what these hold, and constants of the process.
+    """
     found, seen, stack = [], set(), [root]
-    leaves = (type, torch.dtype, torch.device, str, int, float, skip)
+    leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, skip)
     while stack:
         item = stack.pop()
         if id(item) in seen or isinstance(item, leaves):

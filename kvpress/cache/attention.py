@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpress import kernels
+
 BLOCK_BYTES = 64 * 2**20
 """Most bytes of float32 logits held at once."""
 
@@ -81,16 +83,7 @@ def query_blocks(queries: Tensor, keys: Tensor) -> list[slice]:
 
 def merge(parts: list[Partial]) -> Partial:
     """Combine partial attentions over disjoint sets of pairs; exact in float32."""
-    if len(parts) == 1:
-        return parts[0]
-    lse = torch.stack([part[1] for part in parts])
-    total = lse.logsumexp(dim=0)
-    # Where no part sees a pair, all shares are exp(-inf) instead of exp(-inf + inf).
-    shares = torch.exp(lse - total.clamp_min(torch.finfo(torch.float32).min)).unsqueeze(-1).unbind()
-    out = parts[0][0] * shares[0]
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        out = torch.addcmul(out, part[0], share)
-    return out, total
+    return parts[0] if len(parts) == 1 else kernels.merge(parts)
 
 
 def group_queries(queries: Tensor, kv_heads: int) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
-from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
+from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero, tensors_in
 from kvpress.cache.layout import Layout, interleave, spans
 from kvpress.cache.tier import FileTier, in_file
 
@@ -78,6 +78,10 @@ class Segment(Held, _Streams, ABC):
     @abstractmethod
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["_read_as"] = None  # it may hold what was there
+        super().__setattr__(name, value)
 
     def _place(self) -> None:
         if self.tier is not None:
@@ -261,13 +265,31 @@ class Segment(Held, _Streams, ABC):
         """Return the pairs as the operators take them; None where they can only be read block by block."""
         return None
 
+    def as_rows(self) -> kernels.Rows | None:
+        """Return `operand`, the same object for every token, so that it is checked once.
+
+        It is kept until something of the segment is set, unless it holds tensors that only it has: those are made for each
+        call, and freed behind it. Made twice, such an operand has others.
+        """
+        kept = vars(self).get("_read_as")
+        if kept is not None and kept[0] is self._tables():
+            return kept[1] if kept[1] is not None else self.operand()
+        rows, again = self.operand(), self.operand()
+        places, others = ([t.untyped_storage().data_ptr() for t in tensors_in(made)] for made in (rows, again))
+        vars(self)["_read_as"] = self._tables(), rows if places == others else None
+        return rows
+
+    def _tables(self) -> Tensor | None:
+        """What an operand holds that changes without being set on the segment."""
+        return None
+
     def serves(self, queries: Tensor, logits: Logits) -> bool:
         """Whether an operator attends from these queries, without decoded copies."""
         return self._served(queries, logits) is not None
 
     def _served(self, queries: Tensor, logits: Logits) -> kernels.Rows | None:
         """Return the operand where an operator should attend from these queries."""
-        rows = self.operand()
+        rows = self.as_rows()
         if logits.softcap is not None and rows is not None and rows.key_basis is not None:
             rows = rows if rows.key_basis.centre is None else None
         stored = None if rows is None else rows.keys.tensors()[0]
@@ -315,7 +337,7 @@ class Segment(Held, _Streams, ABC):
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
-        rows = self.operand()
+        rows = self.as_rows()
         if rows is not None and isinstance(rows.keys, kernels.Dense) and kernels.available(rows.keys.data):
             return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)
         received = torch.zeros(self.layout.total, device=queries.device)

@@ -7,6 +7,7 @@ Nothing below imports this module; a back end is imported where it is first used
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -90,6 +91,25 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             out = out.masked_fill(lse.isneginf()[..., None], 0.0)
     lse = lse if moved is None else lse + moved
     return attention.with_sinks(out, lse, options.sinks)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Combine the attention of the same queries over disjoint sets of rows, exact in float32 and without gradients.
+
+    Args:
+        parts: outputs [N, M, Dv] and log-sum-exp [N, M] of each set, float32; 0 and minus infinity where a query sees no row.
+
+    Returns:
+        Both for all rows together.
+
+    Raises:
+        ValueError: for parts of several shapes or dtypes.
+    """
+    attention.check_parts(parts)
+    out, _ = parts[0]
+    if launch.available(out):
+        return attention_cpu.merge(parts)
+    return attention_reference.merge(parts)
 
 
 def block_prefill(

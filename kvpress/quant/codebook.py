@@ -177,6 +177,9 @@ class CodedSegment(Segment):
             self._shift = self.rotation.shift(self)
         return self.rotation.rotary(self._shift, self.positions)
 
+    def _tables(self) -> Tensor | None:
+        return None if self.rotation is None else self.rotation.angles.coarse
+
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)

@@ -88,14 +88,13 @@ class UniformRows(Held):
         """As the operators take it."""
         total = len(self.codes)
         correction = None if self.residual is None else self.residual.operand(total)
-        row_group = self.runs.of_rows(total) if self.runs.size > 1 else None
         return kernels.Packed(
             self.codes,
             self.scale,
             self.zero,
             self.bits,
             self.group,
-            row_group,
+            self.runs.lengths,
             correction,
             row_scale=self.row_scale,
         )

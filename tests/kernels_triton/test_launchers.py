@@ -79,7 +79,9 @@ def dense() -> Rows:
 
 def corrected() -> Rows:
     keys, values = (replace(packed(group), correction=correction()) for group in ((32, 1), (1, 32)))
-    return Rows(replace(keys, row_group=torch.empty(R, dtype=torch.int32)), values, torch.empty(R), **bases())
+    return Rows(
+        replace(keys, group_lengths=torch.empty(len(keys.scale), dtype=torch.int32)), values, torch.empty(R), **bases()
+    )
 
 
 def coded() -> Rows:

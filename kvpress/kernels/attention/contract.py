@@ -17,6 +17,8 @@ Every back end has a function ``decode(q, rows, where, options)`` that leaves ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,17 @@ def check(q: Tensor, rows: Rows, where: Where, options: Options) -> None:
         )
     if options.causal and isinstance(where, Listed):
         raise ValueError(f"causal must be 0 for listed rows, which have no order, got {options.causal}")
+
+
+def check_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse partial results that are not of the same queries and values."""
+    if not parts:
+        raise ValueError("parts must hold at least one result, got none")
+    shape = tuple(parts[0][0].shape)
+    for out, lse in parts:
+        checks.shape("out", out, shape, torch.float32)
+        checks.shape("lse", lse, shape[:-1], torch.float32)
+        checks.same_device(out, lse)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,6 @@ def decode(
     Raises:
         ValueError: a stream refers to something that is not stored.
     """
-    keys, values = rows.keys, rows.values
     streams, queries, _ = q.shape
     starts = listed = None
     width = 0
@@ -46,9 +47,9 @@ def decode(
         listed, width = where.rows.to(torch.int32).contiguous(), where.rows.shape[1]
     else:
         starts = where.starts.contiguous()
-    out = torch.empty(streams, queries, values.channels, dtype=torch.float32)
+    out = torch.empty(streams, queries, rows.values.channels, dtype=torch.float32)
     lse = torch.empty(streams, queries, dtype=torch.float32)
-    source, entry = _SOURCES[keys.name]
+    source, entry = _SOURCES[rows.keys.name]
     stream = launch.run(
         source,
         entry,
@@ -70,19 +71,20 @@ def decode(
         torch.get_num_threads(),
         float(options.scale),
         float(options.softcap or 0),
-        *(_rotary(keys) if isinstance(keys, Coded) else ()),
-        *keys.fields(),
-        *values.fields(),
+        rows=rows,
         level=level,
     )
     if stream >= 0:
-        what = "positions without angles" if isinstance(keys, Coded) else "groups or corrections that do not exist"
+        what = "positions without angles" if isinstance(rows.keys, Coded) else "groups or corrections that do not exist"
         raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {what}")
     return out, lse
 
 
-def _rotary(keys: Coded) -> tuple[Tensor | int | None, ...]:
-    if keys.rotary is None:
-        return (None,) * 6
-    coarse, fine, shift, positions = keys.rotary.tensors()
-    return coarse, fine, shift, positions, keys.rotary.coarse.shape[0], 2 * keys.rotary.fine.shape[2]
+def merge(parts: Sequence[tuple[Tensor, Tensor]], level: str | None = None) -> tuple[Tensor, Tensor]:
+    """Combine results over disjoint rows, those of `kvpress.kernels.merge`."""
+    held = [(out.contiguous(), lse.contiguous()) for out, lse in parts]
+    whole, total = torch.empty_like(held[0][0]), torch.empty_like(held[0][1])
+    shape = total.numel(), whole.shape[-1], torch.get_num_threads(), len(held)
+    pieces = [field for out, lse in held for field in (None, None, None, out, lse)]
+    launch.run("decode.cpp", "kvpress_merge", whole, total, *shape, *pieces, level=level)
+    return whole, total

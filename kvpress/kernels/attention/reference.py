@@ -7,6 +7,8 @@ cache is never dequantised as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,15 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         for block, weight in zip(blocks, weights.split(BLOCK, dim=-1), strict=True):
             out[n] += weight @ rows.values.read(block, stream)
     return out, lse
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Combine results over disjoint rows; the arguments are those of `kvpress.kernels.merge`."""
+    lse = torch.stack([part[1].detach() for part in parts])
+    total = lse.logsumexp(dim=0)
+    # Where no part sees a row, all shares are exp(-inf) instead of exp(-inf + inf).
+    shares = torch.exp(lse - total.clamp_min(torch.finfo(torch.float32).min)).unsqueeze(-1).unbind()
+    out = parts[0][0].detach() * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part[0].detach(), share)
+    return out, total

@@ -6,6 +6,9 @@
 // bits are a plane of the low two bits followed by a plane of the high bit.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "dense.h"
 
 namespace kvpress {
@@ -41,10 +44,10 @@ class PackedRows {
   explicit PackedRows(const Rows& side)
       : side_(side),
         planes_(side),
-        row_group_(side.group_rows > 1 ? side.row_group : nullptr),
         scales_per_row_(side.channels / side.group_channels) {
     while (shift_ < 62 && int64_t(1) << (shift_ + 1) <= side.group_rows) ++shift_;
     if (int64_t(1) << shift_ != side.group_rows) shift_ = -1;
+    for (int64_t g = 0; side.lengths && g < side.groups; ++g) ends_.push_back((g ? ends_[g - 1] : 0) + side.lengths[g]);
     const f16* levels = static_cast<const f16*>(side.levels);
     for (int code = 0; levels && code < 1 << side.bits; ++code) levels_[code] = to_float(levels[code]);
   }
@@ -64,25 +67,26 @@ class PackedRows {
 
   // A shift where it can be: a division takes as long as the products with a row.
   int64_t group(int64_t row) const {
-    return row_group_ ? row_group_[row] : shift_ >= 0 ? row >> shift_ : row / side_.group_rows;
+    if (!ends_.empty()) return seek(row);
+    return shift_ >= 0 ? row >> shift_ : row / side_.group_rows;
   }
 
   // Whether all groups named by the rows exist.
   bool stores(const int64_t* rows, int count) const {
-    uint32_t group = 0;
-    for (int t = 0; row_group_ && t < count; ++t) group = std::max(group, uint32_t(row_group_[rows[t]]));
-    return !row_group_ || group < side_.groups;
+    if (!side_.lengths) return true;
+    int64_t last = -1;
+    for (int t = 0; t < count; ++t) last = std::max(last, rows[t]);
+    return last < (ends_.empty() ? 0 : ends_.back());
   }
 
   // How many of the rows share the group of the first one.
   int run(const int64_t* rows, int count, bool contiguous) const {
-    const int64_t first = group(rows[0]), begin = first * side_.group_rows;
-    if (contiguous && !row_group_) return int(std::min<int64_t>(count, begin + side_.group_rows - rows[0]));
-    int end = 1;
-    if (row_group_)
-      while (end < count && row_group_[rows[end]] == first) ++end;
-    else  // a comparison, because a division per row would cost more than its dot products
-      while (end < count && uint64_t(rows[end] - begin) < uint64_t(side_.group_rows)) ++end;
+    const int64_t first = group(rows[0]);
+    const int64_t begin = ends_.empty() ? first * side_.group_rows : first ? ends_[first - 1] : 0;
+    const int64_t size = ends_.empty() ? side_.group_rows : ends_[first] - begin;
+    if (contiguous) return int(std::min<int64_t>(count, begin + size - rows[0]));
+    int end = 1;  // a comparison, because a division per row would cost more than its dot products
+    while (end < count && uint64_t(rows[end] - begin) < uint64_t(size)) ++end;
     return end;
   }
 
@@ -129,6 +133,15 @@ class PackedRows {
   }
 
  private:
+  // Rows mostly ascend: the group of the last one and the next are tried before all are searched.
+  int64_t seek(int64_t row) const {
+    const int64_t last = int64_t(ends_.size()) - 1;
+    for (int64_t g = last_group_; g <= std::min(last_group_ + 1, last); ++g)
+      if (row < ends_[g] && (g == 0 || row >= ends_[g - 1])) return last_group_ = g;
+    last_group_ = std::min<int64_t>(last, std::upper_bound(ends_.begin(), ends_.end(), row) - ends_.begin());
+    return last_group_;
+  }
+
   template <int kBits>
   static void unpack(const uint8_t* bytes, const Plane& plane, float* out) {
     const float unit = float(1 << plane.shift);
@@ -171,7 +184,8 @@ class PackedRows {
 
   const Rows& side_;
   const Planes planes_;
-  const int32_t* row_group_;
+  std::vector<int64_t> ends_;  // of the groups, where these have lengths of their own
+  mutable int64_t last_group_ = 0;
   const int64_t scales_per_row_;
   int shift_ = 0;  // of the group of a row; -1 where groups have no power of two rows
   float levels_[256];

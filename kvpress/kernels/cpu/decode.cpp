@@ -20,3 +20,8 @@ extern "C" int kvpress_dense(const kvpress::Problem* p) {
 }
 
 extern "C" int kvpress_packed(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::PackedReader>(*p); }
+
+extern "C" int kvpress_merge(const kvpress::Partials* p) {
+  p->merge_all();
+  return -1;
+}

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call the compiled kernels: pack the fields of a C structure, and run the best instruction-set level."""
+"""Call the compiled kernels at the best instruction-set level."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import struct
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvpress import env
 from kvpress.kernels.cpu import build
-from kvpress.kernels.formats.dense import Field
+from kvpress.kernels.formats.fields import Field, packed
+from kvpress.kernels.formats.operand import Rows
 
 logger = logging.getLogger("kvpress")
 
@@ -42,23 +41,16 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
 
 
-def run(source: str, entry: str, *fields: Field, level: str | None = None) -> int:
+def run(source: str, entry: str, *fields: Field, rows: Rows | None = None, level: str | None = None) -> int:
     """Call an entry point that takes one C structure of eight-byte fields, and return its result.
 
     Args:
         source: file that defines the entry point.
         entry: its name.
-        fields: the structure in order: tensors become addresses, None a null, int an int64, float a double.
+        fields: the structure in order, see `formats.fields.packed`.
+        rows: what is stored, whose fields come after these.
         level: instruction-set level; the best one by default.
     """
     kernels = build.load(level or build.best_level(), source)
-    result: int = kernels[entry](packed(fields))
+    result: int = getattr(kernels, entry)(packed(fields) + (b"" if rows is None else rows.structure))
     return result
-
-
-def packed(fields: Sequence[Field]) -> bytes:
-    """Pack the fields of a structure as `run` takes them."""
-    # Numbers are asked for before tensors, whose class takes much longer to check: this runs in every layer of every token.
-    values = [0 if field is None else field if isinstance(field, int | float) else field.data_ptr() for field in fields]
-    layout = "".join(["d" if isinstance(value, float) else "q" for value in values])
-    return struct.pack(layout, *values)

@@ -29,7 +29,7 @@ struct Rows {
   const void* data;          // dense [R, channels], or codes uint8 [R, channels * bits / 8]
   const void* scale;         // [R / group_rows, channels / group_channels]
   const void* zero;          // same shape as scale, or null for zeros
-  const int32_t* row_group;  // [R] or null
+  const int32_t* lengths;    // [groups]: rows of each group where these are not group_rows, or null
   int64_t channels;
   int64_t stride;            // elements (dense) or bytes (codes) between two rows
   int64_t dtype;             // of data (dense) or of scale and zero (codes)

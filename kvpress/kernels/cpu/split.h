@@ -21,9 +21,10 @@ struct Piece {
   float *out, *lse;  // final results, or a slot of the scratch that merge() reads
 };
 
-// Combine the pieces of one stream: out = sum_i w_i out_i with w_i = exp(lse_i - lse).
-inline void merge(int64_t queries, int64_t channels, const Piece* pieces, int64_t count, float* out, float* lse) {
-  for (int64_t m = 0; m < queries; ++m) {
+// Combine pieces for some of the queries: out = sum_i w_i out_i with w_i = exp(lse_i - lse).
+inline void merge(int64_t first, int64_t end, int64_t channels, const Piece* pieces, int64_t count, float* out,
+                  float* lse) {
+  for (int64_t m = first; m < end; ++m) {
     float best = -INFINITY, total = 0;
     for (int64_t i = 0; i < count; ++i) best = std::max(best, pieces[i].lse[m]);
     std::fill_n(out + m * channels, channels, 0.f);
@@ -53,6 +54,23 @@ void parallel(int64_t count, int64_t threads, Make make) {
   loop();
 #endif
 }
+
+// Attention over disjoint rows that was computed by several calls.
+struct Partials {
+  float* out;  // [queries, channels]
+  float* lse;  // [queries]
+  int64_t queries, channels, threads, count;
+  Piece part;  // the first of `count`, whose streams and ranges say nothing
+
+  void merge_all() const {
+    constexpr int64_t kQueries = 512;
+    parallel((queries + kQueries - 1) / kQueries, threads, [&] {
+      return [&](int64_t i) {
+        merge(i * kQueries, std::min(queries, (i + 1) * kQueries), channels, &part, count, out, lse);
+      };
+    });
+  }
+};
 
 // The first stream that refers to rows that are not stored, or -1.
 inline int first_invalid(const Attention& p) {
@@ -97,7 +115,7 @@ int attend_pieces(const Attention& p, int64_t channels, int64_t piece_rows, Make
     if (!valid[i]) return int(pieces[i].stream);
   for (int64_t n = 0; n < p.streams; ++n)
     if (parts(n) > 1)
-      merge(p.queries, channels, &pieces[first[n]], parts(n), p.out + n * out_size, p.lse + n * p.queries);
+      merge(0, p.queries, channels, &pieces[first[n]], parts(n), p.out + n * out_size, p.lse + n * p.queries);
   return -1;
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpress.kernels import checks
 from kvpress.kernels.formats.correction import NOTHING, Correction
-from kvpress.kernels.formats.dense import DTYPES, Field
+from kvpress.kernels.formats.fields import DTYPES, Field
 from kvpress.kernels.formats.packing import CODE_BITS, row_step, unpack
 from kvpress.kernels.formats.rotary import Rotary
 

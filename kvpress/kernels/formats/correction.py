@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.formats.dense import DTYPES, Field
+from kvpress.kernels.formats.fields import DTYPES, Field
 
 MOST_RANK = 16
 MOST_CHANNELS = 256

@@ -4,18 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-
-Field: TypeAlias = Tensor | float | None
-"""One field of a C structure: a tensor stands for its address, None for a null pointer or a zero."""
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Number of each dtype, the enumeration of ``cpu/problem.h``."""
+from kvpress.kernels.formats.fields import DTYPES, Field
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ A ragged cache passes the offsets of its segments; a rectangular window [B, H, c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -22,7 +23,9 @@ from kvpress.kernels import checks
 from kvpress.kernels.formats.basis import Basis
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.fields import Field, packed
 from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.formats.rotary import UNTURNED
 
 Side: TypeAlias = Dense | Packed | Coded
 
@@ -30,6 +33,8 @@ Side: TypeAlias = Dense | Packed | Coded
 @dataclass(frozen=True)
 class Rows:
     """Stored pairs of keys and values, both in the same format.
+
+    What is read many times should be one object: it remembers which queries it fits, and how it is told to a compiled kernel.
 
     Args:
         keys: [R, D] in their format.
@@ -54,8 +59,31 @@ class Rows:
         """Log-weights as the kernels read them, float32 and contiguous."""
         return None if self.log_weight is None else self.log_weight.float().contiguous()
 
+    def fields(self) -> tuple[Field, ...]:
+        """Both sides as ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, ends with them."""
+        angles: tuple[Field, ...] = ()
+        if isinstance(self.keys, Coded):
+            angles = UNTURNED if self.keys.rotary is None else self.keys.rotary.fields()
+        return (*angles, *self.keys.fields(), *self.values.fields())
+
+    @cached_property
+    def structure(self) -> bytes:
+        """`fields` as a compiled kernel reads them."""
+        return packed(self.fields())
+
+    @cached_property
+    def _fits(self) -> set[tuple[int, torch.device]]:
+        """Head dims and devices of queries that these rows were checked with."""
+        return set()
+
     def check(self, q: Tensor) -> None:
         """Refuse rows that do not fit queries [N, M, D], or each other."""
+        asked = q.shape[2], q.device
+        if asked not in self._fits:
+            self._check(q)
+            self._fits.add(asked)
+
+    def _check(self, q: Tensor) -> None:
         keys, values, rows = self.keys, self.values, self.count
         if type(keys) is not type(values):
             raise TypeError(f"keys and values must have one format, got {keys.name} keys and {values.name} values")

@@ -6,9 +6,9 @@ usually (32, 1) for keys and (1, 32) for values:
 
     value[r, c] = code[r, c] * scale[r // gr, c // gc] + zero[r // gr, c // gc]      scale, zero [ceil(R / gr), D / gc]
 
-``row_group`` replaces ``r // gr`` wherever gr > 1: rows that survived an eviction keep the group they were coded with. With
-``levels`` a code stands for its level instead of its number, without ``zero`` nothing is added, and a key times its
-``row_scale`` is what it decodes to.
+With ``group_lengths`` group g has so many rows instead of gr: rows that survived an eviction keep the group they were coded
+with. With ``levels`` a code stands for its level instead of its number, without ``zero`` nothing is added, and a key times
+its ``row_scale`` is what it decodes to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpress.kernels import checks
 from kvpress.kernels.formats.correction import NOTHING, Correction
-from kvpress.kernels.formats.dense import DTYPES, Field
+from kvpress.kernels.formats.fields import DTYPES, Field
 from kvpress.kernels.formats.packing import BITS, row_step, unpack
 
 NARROW = {torch.float8_e4m3fn: 3, torch.float8_e8m0fnu: 4}
@@ -39,7 +39,7 @@ class Packed:
         zero: as scale; None for zeros.
         bits: bits per code: 1, 2, 3, 4 or 8.
         group: rows and channels that share a scale.
-        row_group: group of each row where it is not ``r // gr``, int32 [R].
+        group_lengths: rows of each group where these are not gr, in order, int32 [groups]; their sum is R.
         correction: terms added to the decoded rows; none beside `row_scale`.
         levels: what each code stands for, float16 [2 ** bits].
         row_scale: factor of each row, float32, bfloat16 or float16 [R]; of keys only.
@@ -50,7 +50,7 @@ class Packed:
     zero: Tensor | None
     bits: int
     group: tuple[int, int]
-    row_group: Tensor | None = None
+    group_lengths: Tensor | None = None
     correction: Correction | None = None
     levels: Tensor | None = None
     row_scale: Tensor | None = None
@@ -69,9 +69,10 @@ class Packed:
 
     def read(self, rows: Tensor, stream: int = 0) -> Tensor:
         """Float32 [S, D] of the given rows [S], corrected."""
-        group = rows // self.group[0]
-        if self.row_group is not None and self.group[0] > 1:
-            group = self.row_group[rows].long()
+        if self.group_lengths is None:
+            group = rows // self.group[0]
+        else:
+            group = torch.searchsorted(self.group_lengths.cumsum(0), rows, right=True)
         codes = unpack(self.codes[rows], self.bits)
         values = codes.float() if self.levels is None else self.levels.float()[codes.long()]
         values = values * self._spread(self.scale, group)
@@ -88,7 +89,7 @@ class Packed:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that is stored."""
         terms = () if self.correction is None else self.correction.tensors()
-        return (self.codes, self.scale, self.zero, self.row_group, self.levels, self.row_scale, *terms)
+        return (self.codes, self.scale, self.zero, self.group_lengths, self.levels, self.row_scale, *terms)
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
         """Refuse codes, scales and zeros that do not belong together; `channels` are those of the queries, if they must be."""
@@ -105,11 +106,13 @@ class Packed:
                 f"{name}.group must be (rows >= 1, a divisor of {channels} channels), got {tuple(self.group)}"
             )
         checks.shape(f"{name}.codes", self.codes, (rows, channels * self.bits // 8), torch.uint8)
-        groups: int | str = -(-rows // group_rows)
-        if self.row_group is not None:
-            checks.shape(f"{name}.row_group", self.row_group, (rows,), torch.int32)
-            checks.contiguous(f"{name}.row_group", self.row_group)
-            groups = "G" if group_rows > 1 else groups
+        groups = -(-rows // group_rows)
+        if self.group_lengths is not None:
+            checks.shape(f"{name}.group_lengths", self.group_lengths, ("groups",), torch.int32)
+            checks.contiguous(f"{name}.group_lengths", self.group_lengths)
+            if group_rows == 1:
+                raise ValueError(f"{name}.group_lengths must be None where every row is a group of its own")
+            groups = len(self.group_lengths)
         wide = (torch.float16, torch.float32)
         scales = wide if self.zero is not None else (*wide, *NARROW)
         checks.shape(f"{name}.scale", self.scale, (groups, channels // group_channels), *scales)
@@ -131,11 +134,10 @@ class Packed:
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
         """Refuse streams whose rows name groups or corrections that are not stored."""
-        groups = self.scale.shape[0]
-        for n, rows in enumerate(listed if self.row_group is not None and self.group[0] > 1 else []):
-            used = self.row_group[rows]  # type: ignore[index]
-            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < groups:
-                raise ValueError(f"stream {n} refers to groups outside the {groups} stored ones of {name}")
+        lengths = self.group_lengths
+        for n, rows in enumerate([] if lengths is None else listed):
+            if len(rows) and int(rows.max()) >= int(lengths.sum()):  # type: ignore[union-attr]
+                raise ValueError(f"stream {n} refers to rows outside the {self.scale.shape[0]} groups of {name}")
         if self.correction is not None:
             self.correction.check_stored(f"{name}.correction", listed, self.channels)
 
@@ -145,6 +147,6 @@ class Packed:
         shape = (scale.shape[1] * group_channels, self.codes.shape[1], (DTYPES | NARROW)[scale.dtype], self.bits)
         row_dtype = 0 if self.row_scale is None else DTYPES[self.row_scale.dtype]
         correction = NOTHING if self.correction is None else self.correction.fields()
-        where = (self.codes, scale, self.zero, self.row_group)
+        where = (self.codes, scale, self.zero, self.group_lengths)
         groups = (group_rows, group_channels, scale.shape[0])
         return (*where, *shape, *groups, self.levels, self.row_scale, row_dtype, *correction)

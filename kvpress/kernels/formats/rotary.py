@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.formats.fields import Field
 
 STEP = 64
 """Positions that share a row of the coarse angles; cpu/coded_problem.h and the Triton kernel know it too."""
@@ -86,3 +87,11 @@ class Rotary:
             at = self.at(stream, rows)
             if len(at) and not 0 <= int(at.min()) <= int(at.max()) < limit:
                 raise ValueError(f"stream {n} has positions outside the {limit} of the angles")
+
+    def fields(self) -> tuple[Field, ...]:
+        """What ``CodedProblem`` of cpu/coded_problem.h knows of angles."""
+        return (*self.tensors(), self.coarse.shape[0], 2 * self.fine.shape[2])
+
+
+UNTURNED = (0,) * 6
+"""`Rotary.fields` of keys without angles."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels.cpu import launch
-from kvpress.kernels.formats.dense import DTYPES
+from kvpress.kernels.formats.fields import DTYPES
 from kvpress.kernels.formats.operand import Options, Ranges, Rows
 from kvpress.kernels.mass.contract import Statistic
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels.cpu import launch
-from kvpress.kernels.formats.dense import DTYPES, Dense
+from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.fields import DTYPES
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 

@@ -71,7 +71,8 @@ def repeated(side: Any, rows: Tensor) -> Any:
     codes, terms = side.codes[rows], taken(side.correction, rows)
     if side.group[0] == 1:
         return replace(side, codes=codes, scale=side.scale[rows], zero=side.zero[rows], correction=terms)
-    return replace(side, codes=codes, row_group=(rows // side.group[0]).int(), correction=terms)
+    lengths = (rows // side.group[0]).bincount(minlength=len(side.scale)).int()
+    return replace(side, codes=codes, group_lengths=lengths, correction=terms)
 
 
 def packed(s: Streams, corrected: bool = False) -> tuple[Packed, Packed]:

@@ -119,31 +119,32 @@ def test_float32_scales_are_read_as_exactly_as_float32_rows(level: str, bits: in
         assert_same_lse(lse, expected_lse, 1e-5)
 
 
-def test_mixed_bits_and_row_groups_after_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_bits_and_lengths_of_groups_after_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     s = streams([150, 300], 4, 128)
     original = outliers(1024, 128)
     keys, exact = quantise(original, 4, (32, 1))
     kept = torch.randperm(1024)[: s.rows].sort().values
-    row_group = (kept // 32).int()
-    keys = replace(keys, codes=keys.codes[kept].contiguous(), row_group=row_group)
+    lengths = (kept // 32).bincount(minlength=32).int()
+    keys = replace(keys, codes=keys.codes[kept].contiguous(), group_lengths=lengths)
     values, exact_values = quantise(torch.randn(s.rows, 128), 2, (1, 32))
     expected, _ = reference.decode(s.q, dense(exact[kept], exact_values), s.where, Options(0.1))
     out, _ = decode(s.q, Rows(keys, values), s.where, Options(0.1))
     assert relative_error(out, expected) < LIMIT
+    short = replace(keys, group_lengths=lengths // 2)
     for kernels in ("1", "0"):
         monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
-        with pytest.raises(ValueError, match="stream 0 refers to"):
-            decode(s.q, Rows(replace(keys, row_group=row_group + 32), values), s.where, Options(0.1))
+        with pytest.raises(ValueError, match=r"stream \d refers to"):
+            decode(s.q, Rows(short, values), s.where, Options(0.1))
 
 
-def test_keys_and_values_have_row_groups_of_their_own() -> None:
+def test_groups_of_keys_and_values_have_lengths_of_their_own() -> None:
     s = streams([150, 300], 4, 64)
     sides, exact = [], []
     for group in ((32, 1), (16, 1)):
         side, values = quantise(torch.randn(1024, 64), 4, group)
         kept = torch.randperm(1024)[: s.rows].sort().values
-        row_group = (kept // group[0]).int()
-        sides.append(replace(side, codes=side.codes[kept].contiguous(), row_group=row_group))
+        lengths = (kept // group[0]).bincount(minlength=len(side.scale)).int()
+        sides.append(replace(side, codes=side.codes[kept].contiguous(), group_lengths=lengths))
         exact.append(values[kept])
     for where in (s.where, s.listed()):
         out, lse = decode(s.q, Rows(*sides), where, Options(0.1))
@@ -223,7 +224,8 @@ BAD: dict[str, dict[str, dict[str, Any]]] = {
     "keys.scale must be contiguous": {
         "keys": {"scale": torch.zeros(16, 2).half().T, "zero": torch.zeros(16, 2).half().T}
     },
-    "keys.row_group must be int32 \\[40\\]": {"keys": {"row_group": torch.zeros(40, dtype=torch.int64)}},
+    "keys.group_lengths must be int32 \\[groups\\]": {"keys": {"group_lengths": torch.ones(2, dtype=torch.int64)}},
+    "values.group_lengths must be None": {"values": {"group_lengths": torch.ones(40, dtype=torch.int32)}},
     "stream 0 ": {"where": {"lengths": torch.tensor([41])}},
     "causal must be": {"options": {"causal": 3}},
     "sinks must be float32 \\[1, 2\\]": {"options": {"sinks": torch.zeros(2)}},

@@ -69,15 +69,20 @@ def test_options(options: dict[str, Any]) -> None:
         check(s.q, Rows(keys, values, log_weight), s.where, Options(0.1, **options))
 
 
+def random_lengths(rows: int, groups: int) -> Tensor:
+    """As many rows of each group as evictions may leave, none of some."""
+    return torch.randint(0, groups, (rows,)).bincount(minlength=groups).int()
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("value_group", [SHARED, FOLDED])
-def test_select_and_row_groups(mapped: bool, value_group: tuple[int, int]) -> None:
+def test_select_and_lengths_of_groups(mapped: bool, value_group: tuple[int, int]) -> None:
     s = streams([100] * 4, 4, 64)
     keys, _ = quantise(torch.randn(s.rows, 64), 4, FOLDED)
     values, _ = quantise(torch.randn(s.rows, 64), 4, value_group)
     if mapped:
         keys, values = (
-            replace(side, row_group=torch.randint(0, len(side.scale), (s.rows,), dtype=torch.int32))
+            side if side.group[0] == 1 else replace(side, group_lengths=random_lengths(s.rows, len(side.scale)))
             for side in (keys, values)
         )
     counts = torch.tensor([0, 70, 1, 33])

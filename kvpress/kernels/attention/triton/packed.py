@@ -169,5 +169,7 @@ def scales(side: Packed) -> Tensor:
 
 
 def row_group(side: Packed) -> Tensor | None:
-    """Group of each row where rows share them and it is not told by their number."""
-    return side.row_group if side.group[0] > 1 else None
+    """Group of each row, int32 [R], where it is not told by their number."""
+    if side.group_lengths is None:
+        return None
+    return torch.repeat_interleave(side.group_lengths, output_size=len(side.codes))

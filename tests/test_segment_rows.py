@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators are handed the same rows of a sealed segment for every token, until something of the segment changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.cache.attention import Logits, Partial
+from kvpress.cache.held import tensors_in
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import Segment
+from kvpress.quant.codebook import CodedSegment
+from tests.formats import DIM, every_codec, segment
+from tests.quant.test_codebook import embedding
+
+KEPT = [
+    "dense",
+    "uniform",
+    "turned",
+    "balanced",
+    "floats",
+    "floats in blocks",
+    "coded",
+    "coded and rotated",
+    "in a file",
+]
+"""Formats whose operands hold nothing but what the segment holds anyway."""
+
+
+def attend(held: Segment, queries: Tensor) -> Partial:
+    return held.attend(queries, Logits(0.2))
+
+
+def plain(monkeypatch: pytest.MonkeyPatch, held: Segment, queries: Tensor) -> Partial:
+    """What torch makes of the decoded pairs."""
+    with monkeypatch.context() as patch:
+        patch.setenv("KVPRESS_CPU_KERNELS", "0")
+        return attend(held, queries)
+
+
+def same(found: Partial, expected: Partial) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_are_one_object_for_all_tokens_and_of_a_copy_too(name: str) -> None:
+    held = segment(name)
+    rows = held.as_rows()
+    assert rows is not None
+    assert held.as_rows() is rows
+    assert copy.deepcopy(held).attend(torch.randn(4, 2, DIM), Logits(0.2))[0].isfinite().all()
+    assert held.as_rows() is rows
+
+
+@every_codec
+def test_rows_that_are_kept_keep_nothing_else_alive(name: str) -> None:
+    one, other = segment(name), segment(name, seed=1)
+    kept = []
+    for held in (one, other):
+        attend(held, torch.randn(4, 2, DIM))
+        rows = [(vars(part)["_read_as"] or (None, None))[1] for part in (held, *getattr(held, "parts", ()))]
+        kept.append({place(tensor) for tensor in tensors_in(rows)})
+    own = {place(tensor) for tensors in one.tensors().values() for tensor in tensors}
+    assert kept[0] - own <= kept[1]  # constants, such as a rotation, which all segments have in common
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_what_an_operand_alone_holds_is_freed_behind_the_call() -> None:
+    held = segment("corrected")
+    rows = held.as_rows()
+    assert rows is not None
+    assert held.as_rows() is not rows  # its indexes are held in short form, and spread for each call
+    assert vars(held)["_read_as"][1] is None
+
+
+@every_codec
+def test_new_weights_of_pairs_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, queries = segment(name), torch.randn(4, 3, DIM)
+    before = attend(held, queries)
+    weighted = copy.deepcopy(held)
+    weighted.log_weight = torch.linspace(-3, 3, held.layout.total)
+    after = attend(weighted, queries)
+    assert (after[0] - before[0]).abs().max() > 0.05
+    same(after, plain(monkeypatch, weighted, queries))
+    assert all(map(torch.equal, attend(held, queries), before))  # the copy it was made from reads its own
+
+
+@every_codec
+def test_pairs_that_are_taken_joined_and_moved_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, queries = segment(name), torch.randn(4, 3, DIM)
+    attend(held, queries)
+    some = held.take(torch.arange(0, 60, 3), Layout([7, 0, 4, 9]))
+    same(attend(some, queries), plain(monkeypatch, some, queries))
+    same(attend(held, queries), plain(monkeypatch, held, queries))
+    held.to("cpu")
+    same(attend(held, queries), plain(monkeypatch, held, queries))
+
+
+def test_tables_that_have_grown_are_read() -> None:
+    held = segment("coded and rotated")
+    assert isinstance(held, CodedSegment)
+    assert held.rotation is not None
+    old, angles = held.as_rows(), held.rotation.angles
+    angles.grow(64 * len(angles.coarse) + 500, embedding(), torch.device("cpu"), "a test")
+    new = held.as_rows()
+    assert new is not old
+    assert new is not None
+    assert new.keys.rotary.coarse is angles.coarse  # type: ignore[union-attr]
