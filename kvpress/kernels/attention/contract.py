@@ -10,7 +10,10 @@ All sums are float32. A stream without visible rows has ``out = 0`` and ``lse = 
 Errors, as a fraction of the largest output: dense rows, that of summing in another order, and on a GPU of rounding queries and
 weights to the dtype of the rows. Packed rows, below 1e-3: scales are folded into queries and weights, which are rounded to 16
 bits; corrections are added without that rounding, and where they cancel most of the codes, the bound refers to the output of
-the codes alone. Coded rows, on a CPU that of summing in another order, on a GPU of rounding to the dtype of the books.
+the codes alone. Coded rows, on a CPU that of summing in another order, and below 1e-3 where the model computes in 16 bits:
+long streams of rotated keys are then multiplied as whole numbers; on a GPU of rounding to the dtype of the books.
+
+A stream with a query that is no number has no numbers as its results.
 
 Every back end has a function ``decode(q, rows, where, options)`` that leaves bases and sinks to its caller.
 """

@@ -64,31 +64,39 @@ struct FloatRows {
   KVPRESS_INLINE Cursor cursor(int row, int channel) const { return {first + row * stride + channel}; }
 };
 
-// Rows as their codes name them: a vector is one centroid, several or a part of one.
+// Rows as their codes name them: a vector is one centroid, several or a part of one. Every group has a book of its own, and
+// every code names an entry, so that the way from one book to the next is known here where codes are bytes.
 template <int kCoupled, class T, class Index>
 struct CentroidRows {
   static constexpr int kParts = std::max(1, kLanes / kCoupled), kVectors = std::max(1, kCoupled / kLanes);
   const T* centroids;
-  int64_t step;  // from the centroids of one group to those of the next
+  int64_t entries;
   IndexBlock<Index> codes;
+
+  static bool fits(const Coded& side, const IndexRows<Index>& indices) {
+    return side.coupled == kCoupled && indices.names_groups() && side.book_groups == side.groups;
+  }
 
   struct Cursor {
     const T* group;
-    const int64_t step;
+    const int64_t entries;
     const Index* code;
+
+    KVPRESS_INLINE int64_t step() const { return kCoupled * (sizeof(Index) == 1 ? 256 : entries); }
     template <int kVector>
     KVPRESS_INLINE F read() const {
       const T* parts[kParts];
       unrolled<kParts>([&](auto i) KVPRESS_INLINE_LAMBDA {
-        parts[i] = group + i * step + int64_t(code[i]) * kCoupled + kVector * kLanes;
+        parts[i] = group + i * step() + int64_t(code[i]) * kCoupled + kVector * kLanes;
       });
       return load_parts(parts);
     }
-    KVPRESS_INLINE void advance() { group += kParts * step, code += kParts; }
+    KVPRESS_INLINE void advance() { group += kParts * step(), code += kParts; }
   };
   KVPRESS_INLINE Cursor cursor(int row, int channel) const {
     const int group = channel / kCoupled;
-    return {centroids + group * step, step, codes.row(row) + group};
+    const Cursor first{centroids, entries, codes.row(row) + group};
+    return {centroids + group * first.step(), entries, first.code};
   }
 };
 

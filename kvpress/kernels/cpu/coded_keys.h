@@ -2,10 +2,13 @@
 // Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
 #pragma once
 
+#include <optional>
+
 #include "centroids.h"
 #include "coded_levels.h"
 #include "coded_outliers.h"
 #include "rotary_dot.h"
+#include "whole_rotary_dot.h"
 
 namespace kvpress {
 
@@ -25,6 +28,9 @@ class CodedKeys {
         book_(p.keys.entries * p.keys.coupled),
         rotary_(p) {
     if (keys_are_levels(p)) choose_levels<CodedLevelKeys>(levels_, p, p.keys, p.coarse, p);
+#if defined(KVPRESS_WHOLE_BOOKS)
+    if (sizeof(Index) == 1 && !p.exact && longest >= kWholeRows && WholeRotaryDot::fits(p)) whole_.emplace(p);
+#endif
   }
 
   // Takes the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
@@ -36,6 +42,10 @@ class CodedKeys {
     use_table_ = tabled(length);
     if (use_table_) return fill_table(p_.book_of(stream));
     if (with(levels_, [&](auto& kernel) { kernel.begin(queries_, stream); })) return;
+#if defined(KVPRESS_WHOLE_BOOKS)
+    use_whole_ = whole_ && length >= kWholeRows;
+    if (use_whole_) return whole_->begin(queries_, p_.book_of(stream));
+#endif
     assembler_.begin(p_.book_of(stream));
     rotary_.begin(queries_);
   }
@@ -128,6 +138,13 @@ class CodedKeys {
 
   // scores[t] = products of the queries with the key, rotated where the stream has angles.
   void put_together(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
+#if defined(KVPRESS_WHOLE_BOOKS)
+    if constexpr (sizeof(Index) == 1)
+      if (use_whole_) {
+        uint64_t scattered[kCodedRows];
+        return whole_->multiply(block, positions(rows, 0, count, scattered), count, scores);
+      }
+#endif
     if (pick<4>(block, rows, count, scores) || pick<8>(block, rows, count, scores) || pick<16>(block, rows, count, scores))
       return;
     assembler_.for_tiles(indices_, block, count, [&](const float* keys, int t, int size) {
@@ -138,21 +155,27 @@ class CodedKeys {
   // The same where vectors of keys are centroids or whole parts of them, and need not be put together first; else false.
   template <int kCoupled>
   bool pick(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
-    if (p_.keys.coupled != kCoupled || !rotary_.aligned(std::max(kCoupled, kLanes))) return false;
-    if (!indices_.names_groups() || assembler_.holds_halves() != kConvertsHalves) return false;
     using Book = std::conditional_t<kConvertsHalves, f16, float>;
-    const CentroidRows<kCoupled, Book, Index> keys{
-        static_cast<const Book*>(assembler_.centroids()), p_.keys.group_step(), block};
+    using Keys = CentroidRows<kCoupled, Book, Index>;
+    if (!Keys::fits(p_.keys, indices_) || !rotary_.aligned(std::max(kCoupled, kLanes))) return false;
+    if (assembler_.holds_halves() != kConvertsHalves) return false;
+    const Keys keys{static_cast<const Book*>(assembler_.centroids()), p_.keys.entries, block};
     multiply(keys, rows, 0, count, scores);
     return true;
   }
 
   template <class Keys>
   void multiply(const Keys& keys, Stretch rows, int first, int count, Quad* scores) {
-    uint64_t positions[kCodedRows];
+    uint64_t scattered[kCodedRows];
+    rotary_.multiply(keys, positions(rows, first, count, scattered), count, scores + first);
+  }
+
+  // Where the rows stand; `scattered` has room for all of them.
+  Positions positions(Stretch rows, int first, int count, uint64_t* scattered) const {
     const CodedProblem::Places places = p_.places(stream_);
-    for (int i = 0; i < count; ++i) positions[i] = p_.coarse ? places[rows[first + i]] : 0;
-    rotary_.multiply(keys, positions, count, scores + first);
+    if (!rows.listed && !p_.positions) return {nullptr, places[rows[first]]};
+    for (int i = 0; i < count; ++i) scattered[i] = p_.coarse ? places[rows[first + i]] : 0;
+    return {scattered, 0};
   }
 
   const CodedProblem& p_;
@@ -166,6 +189,10 @@ class CodedKeys {
   Buffer<float> book_;
   RotaryDot rotary_;
   OfLevels<CodedLevelKeys> levels_;
+#if defined(KVPRESS_WHOLE_BOOKS)
+  std::optional<WholeRotaryDot> whole_;
+  bool use_whole_ = false;
+#endif
 };
 
 }  // namespace kvpress

@@ -2,6 +2,8 @@
 // The plain C structures of decode attention on codes that name centroids.
 #pragma once
 
+#include <algorithm>
+
 #include "problem.h"
 
 namespace kvpress {
@@ -37,6 +39,22 @@ struct Stretch {
 };
 
 constexpr int kStep = 64;  // positions per row of the coarse angles, as in formats/rotary.py
+
+// Where some rows stand: each at a position of its own, or one after the other.
+struct Positions {
+  const uint64_t* each;  // or null
+  uint64_t first;
+
+  uint64_t operator[](int t) const { return each ? each[t] : first + uint64_t(t); }
+
+  // The first row behind row t, of `count`, that stands in another block of kStep positions.
+  int end_of_block(int t, int count) const {
+    if (!each) return int(std::min<uint64_t>(uint64_t(count), t + kStep - (first + uint64_t(t)) % kStep));
+    int end = t + 1;
+    while (end < count && each[end] / kStep == each[t] / kStep) ++end;
+    return end;
+  }
+};
 
 struct CodedProblem : Attention {
   const float* coarse;       // [blocks, 2, rotary / 2], cosines and sines of every kStep-th position; null without angles

@@ -10,6 +10,10 @@ namespace kvpress {
 
 template <class Index>
 class CodedValues {
+  // Channels of centroids of four that are mixed at once, as many as registers hold sums of; none where tables are faster.
+  static constexpr int kMixed = kConvertsHalves && kLanes > 4 ? kRegisters / 8 * kLanes : 0;
+  using Centroids = CentroidRows<4, f16, Index>;
+
  public:
   // No piece has more than `longest` rows.
   CodedValues(const CodedProblem& p, int64_t longest)
@@ -18,6 +22,7 @@ class CodedValues {
         assembler_(p.values),
         outliers_(p.values),
         stride_(assembler_.stride()),
+        mixes_(mixable()),
         table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
         weights_(indices_.parts() > 1 ? indices_.size() : 0),
         book_(p.values.entries * p.values.coupled),
@@ -58,6 +63,8 @@ class CodedValues {
     const auto block = indices_.read(rows, count);
     if (use_table_)
       add_to_table(block, count, weights);
+    else if (mixes_)
+      mix_centroids({static_cast<const f16*>(assembler_.centroids()), side_.entries, block}, count, weights);
     else
       add_to_sums(block, count, weights);
   }
@@ -75,9 +82,14 @@ class CodedValues {
   }
 
  private:
+  bool mixable() const {
+    if constexpr (kMixed == 0) return false;
+    return assembler_.holds_halves() && Centroids::fits(side_, indices_) && side_.channels() % std::max(kMixed, 1) == 0;
+  }
+
   bool tabled(int64_t rows) const {
     const bool looked_up = values_are_levels(side_) && side_.bits > 2;  // as for keys
-    return !looked_up && indices_.tables_pay(rows);
+    return !looked_up && !mixes_ && indices_.tables_pay(rows);
   }
 
   int added() const { return outliers_.none() ? 0 : int(side_.channels()); }
@@ -116,6 +128,29 @@ class CodedValues {
         unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { store(sums_ + i * stride_ + c, sums[i]); });
       }
     });
+  }
+
+  // The same where values are centroids side by side, which need not be put together first.
+  void mix_centroids(const Centroids& values, int count, const Quad* weights) {
+    for (int c = 0; c < side_.channels(); c += std::max(kMixed, 1))
+      mix_channels_of(values, c, count, reinterpret_cast<const float*>(weights));
+  }
+
+  KVPRESS_APART void mix_channels_of(const Centroids values, int channel, int count, const float* weights) {
+    constexpr int kVectors = kMixed / kLanes;
+    F sums[std::max(4 * kVectors, 1)];
+    const auto at = [&](int i, int v) { return sums_ + i * stride_ + channel + v * kLanes; };
+    unrolled<4 * kVectors>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = load(at(i % 4, i / 4)); });
+    for (int t = 0; t < count; ++t, weights += 4) {
+      if (channel == 0) IndexBlock<Index>{values.codes.row(t), values.codes.stride}.prefetch_next();
+      auto value = values.cursor(t, channel);
+      unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA {
+        const F x = value.template read<0>();
+        unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[4 * v + i] = fma(set1(weights[i]), x, sums[4 * v + i]); });
+        value.advance();
+      });
+    }
+    unrolled<4 * kVectors>([&](auto i) KVPRESS_INLINE_LAMBDA { store(at(i % 4, i / 4), sums[i]); });
   }
 
   // out[i, channel] = weights of the codes times their centroids times factor[i].
@@ -170,6 +205,7 @@ class CodedValues {
   Assembler<Index> assembler_;
   const CodedOutliers outliers_;
   const int stride_;
+  const bool mixes_;
   int64_t number_ = 0;  // of the book
   bool use_table_ = false;
   Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into

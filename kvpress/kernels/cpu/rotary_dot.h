@@ -39,11 +39,10 @@ class RotaryDot {
 
   // out[i] = products with key i. Keys whose vectors are not aligned end on zeros, a vector of them at least.
   template <class Keys>
-  void multiply(const Keys& keys, const uint64_t* positions, int count, Quad* out) {
+  void multiply(const Keys& keys, Positions positions, int count, Quad* out) {
     for (int i = 0, end; i < count; i = end) {
-      const uint64_t block = positions[i] / kStep;
-      turn_queries(block);
-      for (end = i + 1; end < count && positions[end] / kStep == block;) ++end;
+      end = half_ ? positions.end_of_block(i, count) : count;
+      if (half_) turn_queries(positions[i] / kStep);
       const bool plain = half_ % kLanes == 0 && channels_ == 2 * half_;
       switch (plain ? pairs_ : 0) {
         case 2:
@@ -78,7 +77,7 @@ class RotaryDot {
 
   // For keys of kPairs vectors of pairs and nothing else, 0 for all others.
   template <int kPairs, class Keys>
-  KVPRESS_APART void multiply_rows(const Keys keys, int first, int end, const uint64_t* positions, Quad* out) const {
+  KVPRESS_APART void multiply_rows(const Keys keys, int first, int end, Positions positions, Quad* out) const {
     const int half = kPairs ? kPairs * kLanes : half_, channels = kPairs ? 2 * half : channels_;
     const int whole = half / kLanes * kLanes;
     const float *fine = p_.fine, *turned = turned_;

@@ -84,6 +84,19 @@ inline int first_invalid(const Attention& p) {
   return -1;
 }
 
+// Streams with something among their queries that is no number get none: vectors take a logit of NaN for a small one, and
+// queries that are rounded have their units in common.
+inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t channels) {
+  for (int64_t n = 0; n < p.streams; ++n) {
+    const float* q = p.q + n * p.queries * query_channels;
+    float zero = 0;
+    for (int64_t i = 0; i < p.queries * query_channels; ++i) zero += q[i] * 0.f;
+    if (zero == 0) continue;
+    std::fill_n(p.out + n * p.queries * channels, p.queries * channels, NAN);
+    std::fill_n(p.lse + n * p.queries, p.queries, NAN);
+  }
+}
+
 // Attend in pieces of at most `piece_rows` rows. `make(longest)` returns the worker of a thread for pieces of at most so
 // many rows; its attend(piece) is false where rows refer to something that is not stored. Returns -1, or the number of
 // such a stream.

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of queries with keys that are rotated on the way, all as whole numbers of 16 bits.
+#pragma once
+
+#include "rotary_dot.h"
+#include "whole_book.h"
+
+#if defined(KVPRESS_WHOLE_BOOKS)
+namespace kvpress {
+
+// As `RotaryDot`, of keys that are rotated as a whole: one unit for both channels of a pair, which the queries take on, and
+// cosines and sines over 2^15.
+class WholeRotaryDot {
+  static constexpr float kMostNumber = 23160;  // the length of a pair, sqrt(2) times as much, stays a number of 16 bits
+  static constexpr float kOne = 32767;
+  static constexpr int kRows = kLanes / 4;  // rows whose products with four queries fill a vector
+  static constexpr int kShift = kLanes == 16 ? 4 : 3;  // lanes are divided by their number before they are summed
+
+ public:
+  explicit WholeRotaryDot(const CodedProblem& p)
+      : p_(p),
+        half_(int(p.rotary / 2)),
+        vectors_(half_ / kWide),
+        book_(p.keys, half_, kMostNumber),
+        queries_(8 * half_),
+        turned_(2 * half_),
+        whole_(8 * half_),
+        fine_(2 * half_ * kStep) {
+    for (int i = 0; i < 2 * half_ * kStep; i += kLanes) {
+      const F within = min(max(load(p.fine + i), set1(-1.f)), set1(1.f));
+      store_low_halves(fine_ + i, fma(within, set1(kOne), set1(kMagic)));
+    }
+  }
+
+  // Vectors of eight lanes hold centroids of eight channels as floats, which take as long.
+  static bool fits(const CodedProblem& p) {
+    const bool faster = kLanes > 8 || p.keys.coupled == 4;
+    return faster && p.coarse && p.rotary == p.keys.channels() && p.rotary % (2 * kWide) == 0 && p.rotary <= 256 &&
+           WholeBook::fits(p.keys);
+  }
+
+  // Takes queries by channel.
+  void begin(const Quad* queries, int64_t book) {
+    book_.begin(book);
+    for (int i = 0; i < 4; ++i)
+      for (int c = 0; c < 2 * half_; ++c) queries_[i * 2 * half_ + c] = queries[c][i] * book_.unit(c);
+    block_ = ~uint64_t(0);
+  }
+
+  // out[i] = products with key i.
+  void multiply(IndexBlock<uint8_t> rows, Positions positions, int count, Quad* out) {
+    for (int i = 0, end; i < count; i = end) {
+      end = positions.end_of_block(i, count);
+      turn_queries(positions[i] / kStep);
+      switch (p_.keys.coupled) {
+        case 4:
+          multiply_rows<4>(rows, positions, i, end, out);
+          break;
+        case 8:
+          multiply_rows<8>(rows, positions, i, end, out);
+          break;
+        default:
+          multiply_rows<16>(rows, positions, i, end, out);
+      }
+    }
+  }
+
+ private:
+  // No sum of a lane reaches 2^31: it has the products of 2 * vectors_ pairs, and keys are at most 2^15 long.
+  float most() const { return std::min(32700.f, 65532.f / float(2 * vectors_) - 2); }
+
+  void turn_queries(uint64_t block) {
+    if (block == block_) return;
+    block_ = block;
+    const float *cosine = p_.coarse + block * 2 * half_, *sine = cosine + half_;
+    for (int i = 0; i < 4; ++i) {
+      const float *low = queries_ + i * 2 * half_, *high = low + half_;
+      F longest = set1(0.f);
+      for (int c = 0; c < half_; c += kLanes) {
+        const F x = load(low + c), y = load(high + c), cos = load(cosine + c), sin = load(sine + c);
+        const F a = fma(x, cos, mul(y, sin)), b = sub(mul(y, cos), mul(x, sin));
+        store(turned_ + c, a), store(turned_ + half_ + c, b);
+        longest = max(longest, fma(a, a, mul(b, b)));
+      }
+      const float length = std::sqrt(max_lane(longest)), unit = length / most();
+      const F inverse = set1(length == 0 ? 0.f : 1 / unit);
+      for (int row = 0; row < kRows; ++row) unit_[row][i] = unit * (32768 / kOne) * (1 << kShift);
+      for (int part = 0; part < 2; ++part)
+        for (int c = 0; c < half_; c += kLanes)
+          store_low_halves(whole_ + (c / kWide * 8 + part * 4 + i) * kWide + c % kWide,
+                           fma(load(turned_ + part * half_ + c), inverse, set1(kMagic)));
+    }
+  }
+
+  template <int kCoupled>
+  void multiply_rows(IndexBlock<uint8_t> rows, Positions positions, int first, int end, Quad* out) const {
+    switch (vectors_) {
+      case 1:
+        return multiply_rows<kCoupled, 1>(rows, positions, first, end, out);
+      case 2:
+        return multiply_rows<kCoupled, 2>(rows, positions, first, end, out);
+      case 4:
+        return multiply_rows<kCoupled, 4>(rows, positions, first, end, out);
+      default:
+        multiply_rows<kCoupled, 0>(rows, positions, first, end, out);
+    }
+  }
+
+  // For keys of kVectors vectors of pairs, 0 for all others.
+  template <int kCoupled, int kVectors>
+  KVPRESS_APART void multiply_rows(IndexBlock<uint8_t> rows, Positions positions, int first, int end, Quad* out) const {
+    const F unit = load(reinterpret_cast<const float*>(unit_));
+    constexpr int kHeld = 8 * kVectors <= kRegisters / 2 ? 8 * kVectors : 0;  // vectors of queries that stay in registers
+    Words held[std::max(kHeld, 1)];
+    unrolled<kHeld>([&](auto i) KVPRESS_INLINE_LAMBDA { held[i] = load_wide(whole_ + i * kWide); });
+    const auto query = [&](int i) KVPRESS_INLINE_LAMBDA { return kHeld ? held[i] : load_wide(whole_ + i * kWide); };
+    for (int r = first; r < end; r += kRows) {
+      Words products[kRows];
+      unrolled<kRows>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        const int row = std::min(r + i, end - 1);
+        products[i] = multiply_row<kCoupled, kVectors>(rows.row(row), positions[row] % kStep, query);
+        IndexBlock<uint8_t>{rows.row(row), rows.stride}.prefetch_next();
+      });
+      const F all = mul((F)__builtin_convertvector(sum_of_rows(products), Floats), unit);
+      if (r + kRows <= end) {
+        store(reinterpret_cast<float*>(out + r), all);
+      } else {
+        float lanes[kLanes];
+        store(lanes, all);
+        std::memcpy(static_cast<void*>(out + r), lanes, (end - r) * sizeof(Quad));
+      }
+    }
+  }
+
+  // Lane 4 l + i of the sum over l is the product with query i.
+  template <int kCoupled, int kVectors, class Query>
+  KVPRESS_INLINE Words multiply_row(const uint8_t* codes, uint64_t position, Query query) const {
+    const int vectors = kVectors ? kVectors : vectors_, half = vectors * kWide, groups = half / kCoupled;
+    const int16_t *low_book = book_.numbers(), *high_book = low_book + int64_t(groups) * kWholeEntries * kCoupled;
+    const int16_t *cosines = fine_ + position * 2 * half, *sines = cosines + half;
+    Words sums[4] = {};
+    const auto add = [&](int v) KVPRESS_INLINE_LAMBDA {
+      const int group = v * (kWide / kCoupled);
+      const int64_t entry = int64_t(group) * kWholeEntries * kCoupled;
+      const Words low = load_centroids<kCoupled>(low_book + entry, codes + group);
+      const Words high = load_centroids<kCoupled>(high_book + entry, codes + groups + group);
+      Words first, second;
+      rotate(low, high, load_wide(cosines + v * kWide), load_wide(sines + v * kWide), first, second);
+      unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA {
+        add_pairs(sums[i], first, query(v * 8 + i));
+        add_pairs(sums[i], second, query(v * 8 + 4 + i));
+      });
+    };
+    if constexpr (kVectors > 0)
+      unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { add(v); });
+    else
+      for (int v = 0; v < vectors; ++v) add(v);
+    unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = sums[i] >> kShift; });
+    return sum_of_queries(sums);
+  }
+
+#if defined(__AVX512F__)
+  static KVPRESS_INLINE void rotate(Words low, Words high, Words cos, Words sin, Words& first, Words& second) {
+    const auto product = [](Words a, Words b)
+                             KVPRESS_INLINE_LAMBDA { return _mm512_mulhrs_epi16((__m512i)a, (__m512i)b); };
+    first = (Words)_mm512_sub_epi16(product(low, cos), product(high, sin));
+    second = (Words)_mm512_add_epi16(product(high, cos), product(low, sin));
+  }
+  static KVPRESS_INLINE Words sum_of_queries(const Words (&x)[4]) {
+    const auto low = [](Words a, Words b) { return (Words)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); };
+    const auto high = [](Words a, Words b) { return (Words)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); };
+    const Words ab = low(x[0], x[1]) + high(x[0], x[1]), cd = low(x[2], x[3]) + high(x[2], x[3]);
+    return (Words)_mm512_unpacklo_epi64((__m512i)ab, (__m512i)cd) + (Words)_mm512_unpackhi_epi64((__m512i)ab, (__m512i)cd);
+  }
+  // Quad r is the sum of the quads of row r.
+  static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[4]) {
+    const auto even = [](Words a, Words b) { return (Words)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88); };
+    const auto odd = [](Words a, Words b) { return (Words)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd); };
+    const Words ab = even(x[0], x[1]) + odd(x[0], x[1]), cd = even(x[2], x[3]) + odd(x[2], x[3]);
+    return even(ab, cd) + odd(ab, cd);
+  }
+#else
+  static KVPRESS_INLINE void rotate(Words low, Words high, Words cos, Words sin, Words& first, Words& second) {
+    const auto product = [](Words a, Words b)
+                             KVPRESS_INLINE_LAMBDA { return _mm256_mulhrs_epi16((__m256i)a, (__m256i)b); };
+    first = (Words)_mm256_sub_epi16(product(low, cos), product(high, sin));
+    second = (Words)_mm256_add_epi16(product(high, cos), product(low, sin));
+  }
+  static KVPRESS_INLINE Words sum_of_queries(const Words (&x)[4]) {
+    const auto low = [](Words a, Words b) { return (Words)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); };
+    const auto high = [](Words a, Words b) { return (Words)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); };
+    const Words ab = low(x[0], x[1]) + high(x[0], x[1]), cd = low(x[2], x[3]) + high(x[2], x[3]);
+    return (Words)_mm256_unpacklo_epi64((__m256i)ab, (__m256i)cd) + (Words)_mm256_unpackhi_epi64((__m256i)ab, (__m256i)cd);
+  }
+  static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[2]) {
+    return (Words)_mm256_permute2x128_si256((__m256i)x[0], (__m256i)x[1], 0x20) +
+           (Words)_mm256_permute2x128_si256((__m256i)x[0], (__m256i)x[1], 0x31);
+  }
+#endif
+
+  const CodedProblem& p_;
+  const int half_, vectors_;  // pairs of a key, and vectors of them
+  WholeBook book_;
+  uint64_t block_ = 0;  // that whole_ is for
+  Quad unit_[kRows];    // of the products with each query
+  Buffer<float> queries_, turned_;  // queries by channel, one after the other, and one of them turned
+  Buffer<int16_t> whole_, fine_;    // by vector of pairs: first channels for each query, then second ones; angles
+};
+
+}  // namespace kvpress
+#endif

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream with something among its queries that is no number gets none, and the others what is theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpress.kernels import Dense, Listed, Options, Rows
+from kvpress.kernels.attention import cpu, reference
+from tests.kernels.builders import coded, quantise, relative_error, streams
+from tests.kernels.compiler import LEVELS, needs_compiler
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["dense", "packed", "coded"])
+def test_they_are_neither_hidden_nor_spread(name: str, bad: float, level: str) -> None:
+    s = streams([200, 0, 2500], 6, 64, torch.bfloat16)
+    keys, values = torch.randn(2, s.rows, 64).bfloat16()
+    rows = {
+        "dense": lambda: Rows(Dense(keys), Dense(values)),
+        "packed": lambda: Rows(*(quantise(side.float(), 4, (1, 64))[0] for side in (keys, values))),
+        "coded": lambda: Rows(*(coded(s.rows, 64, 8, 8) for _ in range(2))),
+    }[name]()
+    expected, _ = reference.decode(s.q, rows, s.where, Options(0.1))
+    s.q[0, 1, 5] = bad
+    for where in (s.where, s.listed()):
+        if isinstance(where, Listed):
+            expected, _ = reference.decode(s.q.nan_to_num(0, 0, 0), rows, where, Options(0.1))
+        out, lse = cpu.decode(s.q, rows, where, Options(0.1), level=level)
+        assert out[0].isnan().all()
+        assert lse[0].isnan().all()
+        assert relative_error(out[1:], expected[1:]) < 1e-3
