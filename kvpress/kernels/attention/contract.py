@@ -13,7 +13,7 @@ bits; corrections are added without that rounding, and where they cancel most of
 the codes alone. Coded rows, on a CPU that of summing in another order, and below 1e-3 where the model computes in 16 bits:
 long streams of rotated keys are then multiplied as whole numbers; on a GPU of rounding to the dtype of the books.
 
-A stream with a query that is no number has no numbers as its results.
+A query that holds something which is no number gets none, and where queries of a stream are rounded together, neither do they.
 
 Every back end has a function ``decode(q, rows, where, options)`` that leaves bases and sinks to its caller.
 """

@@ -88,7 +88,7 @@ int attend_all(const Problem& p) {
   const int64_t piece_rows = std::max<int64_t>(1024, 64 * p.queries);
   const int bad = attend_pieces(p, p.values.channels, piece_rows,
                                 [&](int64_t) { return std::make_shared<Worker<Reader>>(p); });
-  mark_not_numbers(p, p.keys.channels, p.values.channels);
+  mark_not_numbers(p, p.keys.channels, p.values.channels, p.keys.bits > 0);
   return bad;
 }
 

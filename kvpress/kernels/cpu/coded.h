@@ -158,7 +158,7 @@ int attend_codes(const CodedProblem& p) {
   const int bad = attend_pieces(p, p.values.channels(), kCodedPiece, [&](int64_t longest) {
     return std::make_shared<CodedWorker<KeyIndex, ValueIndex>>(p, longest);
   });
-  mark_not_numbers(p, p.keys.channels(), p.values.channels());
+  mark_not_numbers(p, p.keys.channels(), p.values.channels(), keys_are_levels(p));
   return bad;
 }
 

@@ -47,7 +47,7 @@ class PackedRows {
         scales_per_row_(side.channels / side.group_channels) {
     while (shift_ < 62 && int64_t(1) << (shift_ + 1) <= side.group_rows) ++shift_;
     if (int64_t(1) << shift_ != side.group_rows) shift_ = -1;
-    for (int64_t g = 0; side.lengths && g < side.groups; ++g) ends_.push_back((g ? ends_[g - 1] : 0) + side.lengths[g]);
+    for (int64_t g = 0; side.lengths && g < side.groups; ++g) ends_.push_back((g ? ends_[g - 1] : 0) + std::max(side.lengths[g], 0));
     const f16* levels = static_cast<const f16*>(side.levels);
     for (int code = 0; levels && code < 1 << side.bits; ++code) levels_[code] = to_float(levels[code]);
   }

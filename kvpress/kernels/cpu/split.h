@@ -84,16 +84,16 @@ inline int first_invalid(const Attention& p) {
   return -1;
 }
 
-// Streams with something among their queries that is no number get none: vectors take a logit of NaN for a small one, and
-// queries that are rounded have their units in common.
-inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t channels) {
-  for (int64_t n = 0; n < p.streams; ++n) {
-    const float* q = p.q + n * p.queries * query_channels;
+// A query with something that is no number gets none: vectors take a logit of NaN for a small one. So do those of its stream
+// that are rounded `together` with it.
+inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t channels, bool together) {
+  const int64_t count = together ? p.queries : 1;
+  for (int64_t m = 0; m < p.streams * p.queries; m += count) {
     float zero = 0;
-    for (int64_t i = 0; i < p.queries * query_channels; ++i) zero += q[i] * 0.f;
+    for (int64_t i = 0; i < count * query_channels; ++i) zero += p.q[m * query_channels + i] * 0.f;
     if (zero == 0) continue;
-    std::fill_n(p.out + n * p.queries * channels, p.queries * channels, NAN);
-    std::fill_n(p.lse + n * p.queries, p.queries, NAN);
+    std::fill_n(p.out + m * channels, count * channels, NAN);
+    std::fill_n(p.lse + m, count, NAN);
   }
 }
 
