@@ -63,7 +63,9 @@ def test_rows_that_are_kept_keep_nothing_else_alive(name: str) -> None:
     kept = []
     for held in (one, other):
         attend(held, torch.randn(4, 2, DIM))
-        rows = [(vars(part)["_read_as"] or (None, None))[1] for part in (held, *getattr(held, "parts", ()))]
+        rows = [
+            (vars(part)["_read_as"] or (None, {}))[1].get("operand") for part in (held, *getattr(held, "parts", ()))
+        ]
         kept.append({place(tensor) for tensor in tensors_in(rows)})
     own = {place(tensor) for tensors in one.tensors().values() for tensor in tensors}
     assert kept[0] - own <= kept[1]  # constants, such as a rotation, which all segments have in common
@@ -78,7 +80,7 @@ def test_what_an_operand_alone_holds_is_freed_behind_the_call() -> None:
     rows = held.as_rows()
     assert rows is not None
     assert held.as_rows() is not rows  # its indexes are held in short form, and spread for each call
-    assert vars(held)["_read_as"][1] is None
+    assert vars(held)["_read_as"][1]["operand"] is None
 
 
 @every_codec

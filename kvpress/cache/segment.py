@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
-from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero, tensors_in
+from kvpress.cache.attended import Attended, Block
+from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
 from kvpress.cache.layout import Layout, interleave, spans
 from kvpress.cache.tier import FileTier, in_file
 
@@ -36,26 +36,9 @@ SLOT = 2
 WEIGHT = 2
 """Bytes of the logit weight of a pair where pairs were drawn."""
 
-BLOCK_ROWS = 4096
-"""Rows decoded at a time where a packed format is read without a fused kernel."""
-
-
-@dataclass
-class Block:
-    """Dense pairs of some streams: `keys [S, n, D]`, `values [S, n, Dv]`, and where they come from."""
-
-    streams: slice
-    rows: slice
-    keys: Tensor
-    values: Tensor
-
-
-class _Streams:
-    layout: Layout  # annotated beside the dataclass, so that it comes after the tensors of a format
-
 
 @dataclass(eq=False, repr=False)
-class Segment(Held, _Streams, ABC):
+class Segment(Held, Attended, ABC):
     """Pairs of N streams in one storage format.
 
     Every stream begins at slot `first[n]`; `positions` are None where it goes on without gaps. `side` holds further per-pair
@@ -78,10 +61,6 @@ class Segment(Held, _Streams, ABC):
     @abstractmethod
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)["_read_as"] = None  # it may hold what was there
-        super().__setattr__(name, value)
 
     def _place(self) -> None:
         if self.tier is not None:
@@ -249,108 +228,6 @@ class Segment(Held, _Streams, ABC):
             listed = self.lists_slots or widest > torch.iinfo(torch.int16).max
             self._held_slots = slots.to(torch.int32) if listed else steps.to(torch.int16)
 
-    # -- attention -------------------------------------------------------------------------------------------
-
-    def blocks(self) -> Iterator[Block]:
-        """Dense blocks that cover all pairs, small enough never to amount to a dense copy."""
-        layout = self.layout
-        for n in range(layout.streams):
-            rows = layout.rows(n)
-            for start in range(rows.start, rows.stop, BLOCK_ROWS):
-                part = slice(start, min(start + BLOCK_ROWS, rows.stop))
-                keys, values = self.read(part)
-                yield Block(slice(n, n + 1), part, keys[None], values[None])
-
-    def operand(self) -> kernels.Rows | None:
-        """Return the pairs as the operators take them; None where they can only be read block by block."""
-        return None
-
-    def as_rows(self) -> kernels.Rows | None:
-        """Return `operand`, the same object for every token, so that it is checked once.
-
-        It is kept until something of the segment is set, unless it holds tensors that only it has: those are made for each
-        call, and freed behind it. Made twice, such an operand has others.
-        """
-        kept = vars(self).get("_read_as")
-        if kept is not None and kept[0] is self._tables():
-            return kept[1] if kept[1] is not None else self.operand()
-        rows, again = self.operand(), self.operand()
-        places, others = ([t.untyped_storage().data_ptr() for t in tensors_in(made)] for made in (rows, again))
-        vars(self)["_read_as"] = self._tables(), rows if places == others else None
-        return rows
-
-    def _tables(self) -> Tensor | None:
-        """What an operand holds that changes without being set on the segment."""
-        return None
-
-    def serves(self, queries: Tensor, logits: Logits) -> bool:
-        """Whether an operator attends from these queries, without decoded copies."""
-        return self._served(queries, logits) is not None
-
-    def _served(self, queries: Tensor, logits: Logits) -> kernels.Rows | None:
-        """Return the operand where an operator should attend from these queries."""
-        rows = self.as_rows()
-        if logits.softcap is not None and rows is not None and rows.key_basis is not None:
-            rows = rows if rows.key_basis.centre is None else None
-        stored = None if rows is None else rows.keys.tensors()[0]
-        return rows if stored is not None and kernels.serves(queries, stored) else None
-
-    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out."""
-        if hidden is None and (rows := self._served(queries, logits)) is not None:
-            return kernels.decode(queries, rows, self._ranges(queries), options_of(logits))
-        parts: dict[int, list[Partial]] = {}
-        for block in self.blocks():
-            visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)
-            asking, weight = queries[block.streams], self._weight_of(block)
-            partial = attend(asking, block.keys, block.values, logits, visible, weight)
-            parts.setdefault(block.streams.start, []).append(partial)
-        merged = {start: merge(partials) for start, partials in parts.items()}
-        if 0 in merged and len(merged[0][0]) == len(queries):
-            return merged[0]
-        out = torch.zeros(*queries.shape[:2], self.value_dim, device=queries.device)
-        lse = torch.full(out.shape[:2], -torch.inf, device=queries.device)
-        for start, (own_out, own_lse) in merged.items():
-            out[start], lse[start] = own_out[0], own_lse[0]
-        return out, lse
-
-    def _weight_of(self, block: Block) -> Tensor | None:
-        weight = self.log_weight
-        return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
-
-    def attend_rows(
-        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
-    ) -> Partial:
-        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
-
-        They are pairs of stream `streams[i]`, int64, of stream `i % N` where that is None.
-        """
-        if (operand := self._served(queries, logits)) is not None:
-            if streams is None and len(rows) != self.layout.streams:
-                streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
-            return kernels.decode(queries, operand, kernels.Listed(rows, counts, streams), options_of(logits))
-        keys, values = self.read(rows.flatten())
-        shape, weight = (*rows.shape, -1), self.log_weight
-        visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-        weight = None if weight is None else weight[rows]
-        return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :], weight)
-
-    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
-        """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
-        rows = self.as_rows()
-        if rows is not None and isinstance(rows.keys, kernels.Dense) and kernels.available(rows.keys.data):
-            return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)
-        received = torch.zeros(self.layout.total, device=queries.device)
-        for block in self.blocks():
-            asking, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)
-            for some in query_blocks(asking, block.keys):
-                shares = torch.exp(logits(asking[:, some], block.keys, weight) - total[:, some])
-                received[block.rows] += shares.sum(dim=1).flatten()
-        return received
-
-    def _ranges(self, queries: Tensor) -> kernels.Ranges:
-        return kernels.Ranges(*self.layout.on(queries.device))
-
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def storage(self) -> dict[str, list[Tensor]]:
@@ -432,8 +309,3 @@ def read_keys(segments: Sequence[Segment], streams: Tensor, ranks: Tensor) -> Te
     if found is None:
         raise ValueError("no segment holds these ranks")
     return found
-
-
-def options_of(logits: Logits) -> kernels.Options:
-    """How logits are formed, as the operators take it."""
-    return kernels.Options(logits.scale, logits.softcap)

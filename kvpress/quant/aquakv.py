@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache.attended import BLOCK_ROWS, options_of
 from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import per_layer
 from kvpress.cache.layout import row_numbers
-from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, Segment, options_of
+from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.core.checks import Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register
@@ -170,6 +171,10 @@ class PredictedSegment(CodedSegment):
         basis = kernels.Basis(rotation=hadamard(self.weight.shape[2], self.device))
         return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, None, basis)
 
+    def keys_only(self) -> kernels.Rows:
+        """Keys as they are read, and as they are decoded in place of values."""
+        return kernels.Rows(self.keys.operand(self._rotary()), self.keys.operand(), self.log_weight)
+
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         rest = super().attend(queries, logits, hidden)
         if hidden is not None or not self.serves(queries, logits):
@@ -191,8 +196,7 @@ class PredictedSegment(CodedSegment):
         self, rest: Partial, queries: Tensor, where: kernels.Where, logits: Logits, streams: Tensor
     ) -> Partial:
         """Add what the means of the decoded keys predict to the means of what is left of values."""
-        keys = kernels.Rows(self.keys.operand(self._rotary()), self.keys.operand(), self.log_weight)
-        means = kernels.decode(queries, keys, where, options_of(logits))[0]
+        means = kernels.decode(queries, self._keep(self.keys_only), where, options_of(logits))[0]
         head = streams % len(self.weight)
         return rest[0] + torch.baddbmm(self.offset[head, None].float(), means, self.weight[head].float()), rest[1]
 

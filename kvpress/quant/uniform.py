@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache.attended import BLOCK_ROWS
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import Choice, Held, Joint, part, per_group, per_pair, per_stream
 from kvpress.cache.layout import Layout, row_numbers
-from kvpress.cache.segment import BLOCK_ROWS, DenseSegment, OfStreams, Segment
+from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Runs

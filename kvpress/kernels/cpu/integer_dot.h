@@ -47,8 +47,8 @@ constexpr bool kWholeFactors = false;  // products of bytes, four of which an in
 class Factors {
  public:
   KVPRESS_INLINE void operator()(F x0, F y0, F x1, F y1, int8_t* first, int8_t* second) const {
-    // 1.5 * 2^23 puts the integer into the low mantissa bits; 128 rounds the high byte and is undone by the xor.
-    const F magic = set1(0x1.8p23f + (kWholeFactors ? 0.f : 128.f));
+    // 128 rounds the high byte and is undone by the xor.
+    const F magic = set1(kMagic + (kWholeFactors ? 0.f : 128.f));
     const Words a = (Words)fma(x0, y0, magic), b = (Words)fma(x1, y1, magic);
 #if defined(KVPRESS_WHOLE_FACTORS) && defined(__AVX512F__)
     const __m512i factors = _mm512_permutex2var_epi16((__m512i)a, pick_, (__m512i)b);

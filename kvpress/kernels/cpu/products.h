@@ -19,6 +19,17 @@ KVPRESS_INLINE void add_to(Words& sum, Words x) {
 #endif
 }
 
+using Shorts = int16_t __attribute__((vector_size(sizeof(Words))));
+
+// a * b / 2^15, rounded, each of 16 bits.
+KVPRESS_INLINE Words multiply_fractions(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b);
+#else
+  return (Words)_mm256_mulhrs_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
 // a[2 lane] * b[2 lane] + a[2 lane + 1] * b[2 lane + 1], each of 16 bits.
 KVPRESS_INLINE Words multiply_pairs(Words a, Words b) {
 #if defined(__AVX512F__)

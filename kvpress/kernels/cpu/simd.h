@@ -33,6 +33,8 @@ struct e8m0 {
   uint8_t bits;
 };
 
+constexpr float kMagic = 0x1.8p23f;  // plus this, a number up to 2^22 is rounded and stands in the low bits
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {
@@ -283,8 +285,7 @@ inline F fma(F a, F b, F c) { return a * b + c; }
 inline F max(F a, F b) { return a > b ? a : b; }
 inline F min(F a, F b) { return a < b ? a : b; }
 inline F round(F a) {
-  const F magic = set1(0x1.8p23f);
-  return (a + magic) - magic;
+  return (a + set1(kMagic)) - set1(kMagic);
 }
 inline F ldexp(F p, F n) {
   using Ints = int32_t __attribute__((vector_size(sizeof(F))));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Books of centroids as whole numbers of 16 bits, for models that compute in 16 bits themselves.
+// Books of keys as whole numbers of 16 bits, for models that compute in 16 bits themselves.
 #pragma once
 
 #include "centroids.h"
@@ -12,8 +12,6 @@ namespace kvpress {
 constexpr int kWide = 2 * kLanes;       // numbers of 16 bits in a vector
 constexpr int kWholeEntries = 256;      // of every group: a byte names one
 constexpr int64_t kWholeRows = 2048;    // fewer of them do not pay for the rounding of a book
-
-constexpr float kMagic = 0x1.8p23f;  // what is added to this is a whole number, in the low bits
 
 // The low 16 bits of numbers that were added to kMagic.
 KVPRESS_INLINE void store_low_halves(int16_t* out, F x) {
@@ -28,18 +26,18 @@ KVPRESS_INLINE Words load_wide(const int16_t* p) {
   return x;
 }
 
-// One book over the units of its channels, rounded: [groups, entries, coupled].
+// One book of keys that are rotated as a whole, over the units of its channels: [groups, entries, coupled]. The two channels
+// of a rotated pair have one unit.
 class WholeBook {
+  static constexpr float kMost = 23160;  // a pair is sqrt(2) times as long at most, which 16 bits hold too
   static constexpr int kPattern = 16;  // numbers after which the channels of a group and the lanes of a vector begin anew
 
  public:
-  // No number is larger than `most`. Channels c and c + half have one unit, if `half` is not 0.
-  WholeBook(const Coded& side, int half, float most)
+  explicit WholeBook(const Coded& side)
       : side_(side),
-        half_(half),
-        most_(most),
+        half_(int(side.channels() / 2)),
         numbers_(side.book_groups * side.group_size()),
-        units_(side.channels()),
+        units_(half_),
         group_(side.group_size()) {}
 
   static bool fits(const Coded& side) {
@@ -51,19 +49,16 @@ class WholeBook {
     if (book == book_) return;
     book_ = book;
     const int64_t size = side_.group_size();
-    std::fill_n(static_cast<float*>(units_), side_.channels(), 0.f);
+    std::fill_n(static_cast<float*>(units_), half_, 0.f);
     for (int g = 0; g < side_.groups; ++g) measure(read_book(side_, book, g, group_), units_of(g));
     for (int g = 0; g < side_.groups; ++g) round(read_book(side_, book, g, group_), units_of(g), numbers_ + g * size);
   }
 
   const int16_t* numbers() const { return numbers_; }
-  float unit(int channel) const { return units_[channel < half_ || !half_ ? channel : channel - half_]; }
+  float unit(int channel) const { return units_[channel % half_]; }
 
  private:
-  float* units_of(int group) const {
-    const int first = int(group * side_.coupled);
-    return units_ + (first < half_ || !half_ ? first : first - half_);
-  }
+  float* units_of(int group) const { return units_ + int(group * side_.coupled) % half_; }
 
   void measure(const float* numbers, float* units) const {
     F largest[kPattern / kLanes] = {};
@@ -75,7 +70,7 @@ class WholeBook {
     for (int v = 0; v < kPattern / kLanes; ++v) store(each + v * kLanes, largest[v]);
     for (int i = 0; i < kPattern; ++i) {
       float& unit = units[i % side_.coupled];
-      unit = std::max(unit, each[i] / most_);
+      unit = std::max(unit, each[i] / kMost);
     }
   }
 
@@ -94,7 +89,6 @@ class WholeBook {
 
   const Coded& side_;
   const int half_;
-  const float most_;
   int64_t book_ = -1;
   Buffer<int16_t> numbers_;
   Buffer<float> units_, group_;

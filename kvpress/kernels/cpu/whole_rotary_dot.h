@@ -4,6 +4,7 @@
 
 #include "rotary_dot.h"
 #include "whole_book.h"
+#include "words.h"
 
 #if defined(KVPRESS_WHOLE_BOOKS)
 namespace kvpress {
@@ -11,7 +12,6 @@ namespace kvpress {
 // As `RotaryDot`, of keys that are rotated as a whole: one unit for both channels of a pair, which the queries take on, and
 // cosines and sines over 2^15.
 class WholeRotaryDot {
-  static constexpr float kMostNumber = 23160;  // the length of a pair, sqrt(2) times as much, stays a number of 16 bits
   static constexpr float kOne = 32767;
   static constexpr int kRows = kLanes / 4;  // rows whose products with four queries fill a vector
   static constexpr int kShift = kLanes == 16 ? 4 : 3;  // lanes are divided by their number before they are summed
@@ -21,7 +21,7 @@ class WholeRotaryDot {
       : p_(p),
         half_(int(p.rotary / 2)),
         vectors_(half_ / kWide),
-        book_(p.keys, half_, kMostNumber),
+        book_(p.keys),
         queries_(8 * half_),
         turned_(2 * half_),
         whole_(8 * half_),
@@ -159,44 +159,29 @@ class WholeRotaryDot {
     return sum_of_queries(sums);
   }
 
-#if defined(__AVX512F__)
   static KVPRESS_INLINE void rotate(Words low, Words high, Words cos, Words sin, Words& first, Words& second) {
-    const auto product = [](Words a, Words b)
-                             KVPRESS_INLINE_LAMBDA { return _mm512_mulhrs_epi16((__m512i)a, (__m512i)b); };
-    first = (Words)_mm512_sub_epi16(product(low, cos), product(high, sin));
-    second = (Words)_mm512_add_epi16(product(high, cos), product(low, sin));
+    first = (Words)((Shorts)multiply_fractions(low, cos) - (Shorts)multiply_fractions(high, sin));
+    second = (Words)((Shorts)multiply_fractions(high, cos) + (Shorts)multiply_fractions(low, sin));
   }
+
+  // Word i of each 128 bits is the sum of those of x[i].
   static KVPRESS_INLINE Words sum_of_queries(const Words (&x)[4]) {
-    const auto low = [](Words a, Words b) { return (Words)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); };
-    const auto high = [](Words a, Words b) { return (Words)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); };
-    const Words ab = low(x[0], x[1]) + high(x[0], x[1]), cd = low(x[2], x[3]) + high(x[2], x[3]);
-    return (Words)_mm512_unpacklo_epi64((__m512i)ab, (__m512i)cd) + (Words)_mm512_unpackhi_epi64((__m512i)ab, (__m512i)cd);
+    const Words ab = zip_low(x[0], x[1]) + zip_high(x[0], x[1]), cd = zip_low(x[2], x[3]) + zip_high(x[2], x[3]);
+    return zip_low_pairs(ab, cd) + zip_high_pairs(ab, cd);
   }
-  // Quad r is the sum of the quads of row r.
-  static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[4]) {
+
+  // The 128 bits r are the sum of those of x[r].
+  static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[kRows]) {
+#if defined(__AVX512F__)
     const auto even = [](Words a, Words b) { return (Words)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88); };
     const auto odd = [](Words a, Words b) { return (Words)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd); };
     const Words ab = even(x[0], x[1]) + odd(x[0], x[1]), cd = even(x[2], x[3]) + odd(x[2], x[3]);
     return even(ab, cd) + odd(ab, cd);
-  }
 #else
-  static KVPRESS_INLINE void rotate(Words low, Words high, Words cos, Words sin, Words& first, Words& second) {
-    const auto product = [](Words a, Words b)
-                             KVPRESS_INLINE_LAMBDA { return _mm256_mulhrs_epi16((__m256i)a, (__m256i)b); };
-    first = (Words)_mm256_sub_epi16(product(low, cos), product(high, sin));
-    second = (Words)_mm256_add_epi16(product(high, cos), product(low, sin));
-  }
-  static KVPRESS_INLINE Words sum_of_queries(const Words (&x)[4]) {
-    const auto low = [](Words a, Words b) { return (Words)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); };
-    const auto high = [](Words a, Words b) { return (Words)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); };
-    const Words ab = low(x[0], x[1]) + high(x[0], x[1]), cd = low(x[2], x[3]) + high(x[2], x[3]);
-    return (Words)_mm256_unpacklo_epi64((__m256i)ab, (__m256i)cd) + (Words)_mm256_unpackhi_epi64((__m256i)ab, (__m256i)cd);
-  }
-  static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[2]) {
     return (Words)_mm256_permute2x128_si256((__m256i)x[0], (__m256i)x[1], 0x20) +
            (Words)_mm256_permute2x128_si256((__m256i)x[0], (__m256i)x[1], 0x31);
-  }
 #endif
+  }
 
   const CodedProblem& p_;
   const int half_, vectors_;  // pairs of a key, and vectors of them

@@ -48,35 +48,33 @@ inline Words load_lanes(const uint8_t* const* rows, int step, int offset, int co
 #endif
 }
 
+// Of each 128 bits, the lower or the upper words of a and b by turns; then the same of pairs of words.
+#if defined(__AVX512F__)
+KVPRESS_INLINE Words zip_low(Words a, Words b) { return (Words)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+KVPRESS_INLINE Words zip_high(Words a, Words b) { return (Words)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+KVPRESS_INLINE Words zip_low_pairs(Words a, Words b) { return (Words)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+KVPRESS_INLINE Words zip_high_pairs(Words a, Words b) { return (Words)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+KVPRESS_INLINE Words zip_low(Words a, Words b) { return (Words)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
+KVPRESS_INLINE Words zip_high(Words a, Words b) { return (Words)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
+KVPRESS_INLINE Words zip_low_pairs(Words a, Words b) { return (Words)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+KVPRESS_INLINE Words zip_high_pairs(Words a, Words b) { return (Words)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+#else
+KVPRESS_INLINE Words zip_low(Words a, Words b) { return (Words)vzip1q_s32((int32x4_t)a, (int32x4_t)b); }
+KVPRESS_INLINE Words zip_high(Words a, Words b) { return (Words)vzip2q_s32((int32x4_t)a, (int32x4_t)b); }
+KVPRESS_INLINE Words zip_low_pairs(Words a, Words b) { return (Words)vzip1q_s64((int64x2_t)a, (int64x2_t)b); }
+KVPRESS_INLINE Words zip_high_pairs(Words a, Words b) { return (Words)vzip2q_s64((int64x2_t)a, (int64x2_t)b); }
+#endif
+
 // kLanes rows become columns: lane t of column k holds bytes 4k .. 4k + 3 of row t.
 KVPRESS_INLINE void transpose_rows(const uint8_t* const* rows, int offset, int count, Words* column) {
   Words x[4];
   for (int i = 0; i < 4; ++i) x[i] = load_lanes(rows + i, 4, offset, count);
-#if defined(__AVX512F__)
-  const __m512i lo01 = _mm512_unpacklo_epi32((__m512i)x[0], (__m512i)x[1]);
-  const __m512i hi01 = _mm512_unpackhi_epi32((__m512i)x[0], (__m512i)x[1]);
-  const __m512i lo23 = _mm512_unpacklo_epi32((__m512i)x[2], (__m512i)x[3]);
-  const __m512i hi23 = _mm512_unpackhi_epi32((__m512i)x[2], (__m512i)x[3]);
-  column[0] = (Words)_mm512_unpacklo_epi64(lo01, lo23);
-  column[1] = (Words)_mm512_unpackhi_epi64(lo01, lo23);
-  column[2] = (Words)_mm512_unpacklo_epi64(hi01, hi23);
-  column[3] = (Words)_mm512_unpackhi_epi64(hi01, hi23);
-#elif defined(__AVX2__)
-  const __m256i lo01 = _mm256_unpacklo_epi32((__m256i)x[0], (__m256i)x[1]);
-  const __m256i hi01 = _mm256_unpackhi_epi32((__m256i)x[0], (__m256i)x[1]);
-  const __m256i lo23 = _mm256_unpacklo_epi32((__m256i)x[2], (__m256i)x[3]);
-  const __m256i hi23 = _mm256_unpackhi_epi32((__m256i)x[2], (__m256i)x[3]);
-  column[0] = (Words)_mm256_unpacklo_epi64(lo01, lo23);
-  column[1] = (Words)_mm256_unpackhi_epi64(lo01, lo23);
-  column[2] = (Words)_mm256_unpacklo_epi64(hi01, hi23);
-  column[3] = (Words)_mm256_unpackhi_epi64(hi01, hi23);
-#else
-  const int32x4x2_t a = vtrnq_s32((int32x4_t)x[0], (int32x4_t)x[1]), b = vtrnq_s32((int32x4_t)x[2], (int32x4_t)x[3]);
-  column[0] = (Words)vcombine_s32(vget_low_s32(a.val[0]), vget_low_s32(b.val[0]));
-  column[1] = (Words)vcombine_s32(vget_low_s32(a.val[1]), vget_low_s32(b.val[1]));
-  column[2] = (Words)vcombine_s32(vget_high_s32(a.val[0]), vget_high_s32(b.val[0]));
-  column[3] = (Words)vcombine_s32(vget_high_s32(a.val[1]), vget_high_s32(b.val[1]));
-#endif
+  const Words first[] = {zip_low(x[0], x[1]), zip_high(x[0], x[1])}, last[] = {zip_low(x[2], x[3]), zip_high(x[2], x[3])};
+  for (int i = 0; i < 2; ++i) {
+    column[2 * i] = zip_low_pairs(first[i], last[i]);
+    column[2 * i + 1] = zip_high_pairs(first[i], last[i]);
+  }
 }
 
 // Puts the bytes of four rows side by side: lane i of all vectors together holds byte i of the four rows.
