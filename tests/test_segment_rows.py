@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.held import tensors_in
 from kvpress.cache.layout import Layout
-from kvpress.cache.segment import Segment
+from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.quant.codebook import CodedSegment
 from tests.formats import DIM, every_codec, segment
 from tests.quant.test_codebook import embedding
@@ -104,6 +105,48 @@ def test_pairs_that_are_taken_joined_and_moved_are_read(name: str, monkeypatch: 
     same(attend(held, queries), plain(monkeypatch, held, queries))
     held.to("cpu")
     same(attend(held, queries), plain(monkeypatch, held, queries))
+
+
+@every_codec
+def test_parts_of_a_format_say_what_it_attends_to(name: str) -> None:
+    held, queries = segment(name), torch.randn(4, 3, DIM)
+    parts = held.as_parts(queries, Logits(0.2))
+    if parts is None:
+        pytest.skip("its attention is more than an operator reads")
+    assert held.as_parts(queries, Logits(0.2)) is not None
+    same(kernels.decode_parts(queries, parts, kernels.Options(0.2)), attend(held, queries))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_parts_are_told_to_kernels_once(name: str) -> None:
+    held, queries = segment(name), torch.randn(4, 3, DIM)
+    (first,), (second,) = (held.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
+    assert first is second
+    held.log_weight = torch.zeros(held.layout.total)
+    (other,) = held.as_parts(queries, Logits(0.2)) or []
+    assert other is not first
+    assert other.rows.log_weight is not None
+
+
+def test_short_weights_are_not_kept_in_float32() -> None:
+    held, queries = segment("uniform"), torch.randn(4, 3, DIM)
+    held.log_weight = torch.zeros(held.layout.total, dtype=torch.float16)
+    (first,), (second,) = (held.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
+    assert first is not second
+    assert all(operand is None for operand in vars(held)["_read_as"][1].values())
+
+
+def test_a_format_with_an_attention_of_its_own_is_asked_alone() -> None:
+    class Twice(DenseSegment):
+        def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+            out, lse = super().attend(queries, logits, hidden)
+            return 2 * out, lse
+
+    plain = segment("dense")
+    assert isinstance(plain, DenseSegment)
+    held, queries = Twice(plain.keys, plain.values, plain.layout), torch.randn(4, 3, DIM)
+    assert held.as_parts(queries, Logits(0.2)) is None
+    assert torch.equal(held.attend(queries, Logits(0.2))[0], 2 * plain.attend(queries, Logits(0.2))[0])
 
 
 def test_tables_that_have_grown_are_read() -> None:

@@ -16,7 +16,7 @@ from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
 from kvpress.cache.held import tensors_in
 from kvpress.cache.layout import Layout
 
-RowsT = TypeVar("RowsT", bound="kernels.Rows | None")
+RowsT = TypeVar("RowsT", bound="kernels.Rows | kernels.Part | None")
 
 BLOCK_ROWS = 4096
 """Rows decoded at a time where a packed format is read without a fused kernel."""
@@ -50,6 +50,15 @@ class Attended(ABC):
     @abstractmethod
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "attend" in vars(cls) and "as_parts" not in vars(cls):
+            cls.as_parts = Attended._no_parts  # type: ignore[method-assign]
+
+    def _no_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
+        del queries, logits
+        return None
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_read_as"] = None  # it may hold what was there
@@ -111,10 +120,23 @@ class Attended(ABC):
         stored = None if rows is None else rows.keys.tensors()[0]
         return rows if stored is not None and kernels.serves(queries, stored) else None
 
+    def part(self) -> kernels.Part:
+        """All pairs as one part of what an operator reads; `operand` is not None."""
+        rows = self.as_rows()
+        assert rows is not None  # noqa: S101 - for type checkers
+        return kernels.Part(rows, kernels.Ranges(*self.layout.on(rows.keys.storage.device)))
+
+    def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
+        """What an operator reads to do the same as `attend`, with what lies elsewhere in one call; None where it cannot."""
+        return None if self._served(queries, logits) is None else [self._keep(self.part)]
+
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out."""
-        if hidden is None and (rows := self._served(queries, logits)) is not None:
-            return kernels.decode(queries, rows, self._ranges(queries), options_of(logits))
+        """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out.
+
+        A format that does this in its own way says in `as_parts` what does the same, or is always asked alone.
+        """
+        if hidden is None and self._served(queries, logits) is not None:
+            return kernels.decode_parts(queries, [self._keep(self.part)], options_of(logits))
         parts: dict[int, list[Partial]] = {}
         for block in self.blocks():
             visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)

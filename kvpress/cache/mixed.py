@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.held import Axis, Choice, own, part
 from kvpress.cache.layout import Layout
@@ -100,6 +101,10 @@ class MixedSegment(Segment):
         """For every row, whether the second part holds it, and its row there."""
         second = self.in_second
         return second, torch.where(second, second.cumsum(0), (~second).cumsum(0)) - 1
+
+    def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
+        found = [held.as_parts(queries, logits) for held in self.parts if held.layout.total]
+        return None if None in found else [part for parts in found for part in parts or ()]
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         filled = [part for part in self.parts if part.layout.total]

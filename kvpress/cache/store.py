@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.common import CommonSegment
@@ -154,7 +155,9 @@ class KVStore(Rollback):
         """
         length = queries.shape[2]
         rows = group_queries(queries, self.heads)
-        parts = []
+        parts: list[Partial] = []
+        together: list[kernels.Part] = []  # what one call of an operator reads
+        options = kernels.Options(logits.scale, logits.softcap)
         mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
         hides = self._hides_sealed(mask)
         whole = self.sealed
@@ -163,11 +166,23 @@ class KVStore(Rollback):
             whole = self.sealed[len(self.segments) :]
         for segment in whole:
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
-            parts.append(segment.attend(rows, logits, hidden))
+            asked = segment.as_parts(rows, logits) if hidden is None else None
+            if asked is None:
+                parts.append(segment.attend(rows, logits, hidden))
+            else:
+                together += asked
         if opened is not None and self.window.log_weight is None:
             parts.append(opened(self.window, mask))
         elif self.window.length:
-            parts.append(self.window.attend(rows, logits, length if causal else 1, mask))
+            new = length if causal else 1
+            newest = self.window.as_part(rows, mask)
+            if newest is None:
+                parts.append(self.window.attend(rows, logits, new, mask))
+            else:
+                together.append(newest)
+                options = replace(options, causal=new if new > 1 else 0)
+        if together:
+            parts.append(kernels.decode_parts(rows, together, options))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])

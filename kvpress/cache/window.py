@@ -48,7 +48,7 @@ class Cursor:
     """How far a window is filled, on its device: what a recorded step reads and moves instead of host counters.
 
     `starts` and `lengths [N]` are the streams of the block as flat rows, after `pads[b]` tokens of left padding;
-    `end [1]` is the first free token.
+    `end [1]` is the first free token. `part` is the block as an operator reads it.
     """
 
     def __init__(self, window: Window, pads: list[int]) -> None:
@@ -56,6 +56,7 @@ class Cursor:
         self.starts, lengths = window.streams(torch.tensor(pads) if any(pads) else None)
         self._counters = torch.cat([lengths, lengths.new_full((1,), window.length)])
         self.lengths, self.end = self._counters[:-1], self._counters[-1:]
+        self.part = kernels.Part(window.rows(), kernels.Ranges(self.starts, self.lengths))
 
     def move(self, tokens: int) -> None:
         """Follow `tokens` new tokens."""
@@ -71,8 +72,8 @@ class Window:
 
     Token `i` of the window is in slot `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
     length, so that writing stays amortised constant and the slack stays below 2%. `cursor`, once something asked for it,
-    follows `length` on the device until the block is replaced. `log_weight [B, H, capacity]`, None for zeros, is added to the
-    logits of the tokens; it is zero past the filled part.
+    follows `length` on the device until the block or its weights are replaced. `log_weight [B, H, capacity]`, None for
+    zeros, is added to the logits of the tokens; it is zero past the filled part.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
@@ -121,7 +122,7 @@ class Window:
         new = keys.shape[2]
         if self.capacity == 0 and owns_storage(keys) and owns_storage(values):
             # A prefill hands its tensors over instead of being copied; the next growth makes them contiguous.
-            self.keys, self.values, self.length, self.log_weight = keys, values, new, None
+            self.keys, self.values, self.length, self.log_weight, self.cursor = keys, values, new, None, None
         else:
             end = self.length + new
             if end > self.capacity:
@@ -182,10 +183,7 @@ class Window:
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
 
     def attend(self, queries: Tensor, logits: Logits, new: int, mask: RealTokens | None) -> Partial:
-        """Attend from the `new` newest tokens' `queries [N, G * new, D]` to the real tokens."""
-        pads = self.pads(mask, self.length)
-        if pads is not None and kernels.serves(queries, self.keys):
-            return self._attend_flat(queries, logits, new, pads)
+        """Attend from the `new` newest tokens' `queries [N, G * new, D]` to the real tokens, in plain torch."""
         real = None if mask is None else mask.real[:, self.first : self.first + self.length]
         visible = self.visible(queries.shape[1], new, real)
         weight = self.filled_log_weight
@@ -194,12 +192,15 @@ class Window:
             queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible, weight
         )
 
-    def _attend_flat(self, queries: Tensor, logits: Logits, new: int, pads: list[int]) -> Partial:
-        """Read the preallocated block as flat rows: stream `n` starts at `n * capacity`, after its padding."""
-        cursor = self.cursor_at(pads)
-        where = kernels.Ranges(cursor.starts, cursor.lengths)
-        options = kernels.Options(logits.scale, logits.softcap, causal=new if new > 1 else 0)
-        return kernels.decode(queries, self.rows(), where, options)
+    def as_part(self, queries: Tensor, mask: RealTokens | None) -> kernels.Part | None:
+        """The real tokens as an operator reads them; None where it cannot.
+
+        The preallocated block is read as flat rows: stream `n` starts at `n * capacity`, after its padding.
+        """
+        pads = self.pads(mask, self.length)
+        if pads is None or not kernels.serves(queries, self.keys):
+            return None
+        return self.cursor_at(pads).part
 
     def rows(self) -> kernels.Rows:
         """The block as flat rows."""

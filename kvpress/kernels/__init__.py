@@ -13,6 +13,7 @@ from kvpress.kernels.dispatch import (
     column_mass,
     column_max,
     decode,
+    decode_parts,
     label_scores,
     merge,
     page_bounds,
@@ -26,7 +27,7 @@ from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.correction import MOST_RANK, Correction
 from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.digits import Digits
-from kvpress.kernels.formats.operand import Listed, Options, Ranges, Rows, Side, Where
+from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Side, Where
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.packing import BITS, CODE_BITS, check_packing, pack, row_step, unpack
 from kvpress.kernels.formats.rotary import STEP, Rotary, per_pair, rotate_halves
@@ -46,6 +47,7 @@ __all__ = [
     "Listed",
     "Options",
     "Packed",
+    "Part",
     "Ranges",
     "Rotary",
     "Rows",
@@ -59,6 +61,7 @@ __all__ = [
     "column_max",
     "counters",
     "decode",
+    "decode_parts",
     "label_scores",
     "merge",
     "pack",

@@ -19,7 +19,7 @@ from kvpress.kernels.attention import reference as attention_reference
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.operand import Listed, Options, Ranges, Rows, Where
+from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.mass import contract as mass
 from kvpress.kernels.mass import cpu as mass_cpu
@@ -66,22 +66,49 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         ValueError: for shapes, dtypes and sizes that do not belong together, and on a CPU for rows that are not stored.
         TypeError: for keys and values in different formats.
     """
-    attention.check(q, rows, where, options)
-    if isinstance(where, Listed) and not where.rows.shape[1]:
-        # Back ends get lists with a place, which counts of zero leave unread and which is no row.
-        where = replace(where, rows=where.rows.new_full((len(where.rows), 1), -1))
+    return decode_parts(q, [Part(rows, where)], options)
+
+
+def decode_parts(q: Tensor, parts: Sequence[Part], options: Options) -> tuple[Tensor, Tensor]:
+    """Attend to the rows of all parts, which have none in common, as `merge` of `decode` does; arguments and errors are theirs.
+
+    On a CPU it is one call of compiled code, but for parts with a basis. A causal mask is that of the last part, which ends
+    with the new tokens.
+    """
+    attention.check(q, parts, options)
+    together: list[Part] = []
+    if len(parts) > 1 and launch.available(parts[0].rows.keys.storage):
+        together = [part for part in parts if part.rows.key_basis is None and part.rows.value_basis is None]
+    alone = parts if len(together) < 2 else [part for part in parts if part not in together]
+
+    def causal(some: Part) -> Options:
+        return replace(options, causal=0) if options.causal and some is not parts[-1] else options
+
+    found = [_decode(q, part, causal(part)) for part in alone]
+    if len(alone) < len(parts):
+        for part in together:
+            count(_name(part))
+        found.append(attention_cpu.decode_parts(q, together, causal(together[-1])))
+    return attention.with_sinks(*(found[0] if len(found) == 1 else merge(found)), options.sinks)
+
+
+def _name(part: Part) -> str:
+    return f"{part.rows.keys.name}_{'select' if isinstance(part.where, Listed) else 'decode'}"
+
+
+def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
+    rows, where = part.rows, part.where
     moved, model_dtype = None, q.dtype
     if rows.key_basis is not None:
         moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
         q = rows.key_basis.enter(q, where.stream)
-    name = f"{rows.keys.name}_{'select' if isinstance(where, Listed) else 'decode'}"
     if launch.available(rows.keys.storage):
-        count(name)
+        count(_name(part))
         out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype)
     elif device.available(rows.keys.storage):
         from kvpress.kernels.attention import triton as attention_triton
 
-        count(name)
+        count(_name(part))
         out, lse = attention_triton.decode(q, rows, where, options)
     else:
         out, lse = attention_reference.decode(q, rows, where, options)
@@ -89,8 +116,7 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
         out = rows.value_basis.leave(out, where.stream)
         if rows.value_basis.centre is not None:
             out = out.masked_fill(lse.isneginf()[..., None], 0.0)
-    lse = lse if moved is None else lse + moved
-    return attention.with_sinks(out, lse, options.sinks)
+    return out, lse if moved is None else lse + moved
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

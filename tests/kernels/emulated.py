@@ -27,7 +27,7 @@ from torch import Tensor
 from kvpress import env
 from kvpress.kernels.cpu import build, launch, libraries
 from kvpress.kernels.formats.fields import packed
-from kvpress.kernels.formats.operand import Rows
+from kvpress.kernels.formats.operand import Part
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
@@ -86,11 +86,11 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
     return program
 
 
-def run(source: str, entry: str, *fields: Any, rows: Rows | None = None, level: str | None = None) -> int:
+def run(source: str, entry: str, *fields: Any, stored: Part | None = None, level: str | None = None) -> int:
     """Stand in for `kvpress.kernels.cpu.launch.run`; calls of other levels go there."""
     if level != LEVEL and level not in SIMULATED:
-        return RUN(source, entry, *fields, rows=rows, level=level)
-    fields = (*fields, *(() if rows is None else rows.fields()))
+        return RUN(source, entry, *fields, stored=stored, level=level)
+    fields = (*fields, *(() if stored is None else stored.fields()))
     if level in SIMULATED:
         answer: int = library(level)[entry](packed(fields))
         return answer

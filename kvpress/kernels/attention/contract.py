@@ -26,21 +26,26 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+from kvpress.kernels.formats.operand import Listed, Options, Part
 
 
-def check(q: Tensor, rows: Rows, where: Where, options: Options) -> None:
+def check(q: Tensor, parts: Sequence[Part], options: Options) -> None:
     """Refuse arguments that do not belong together; what rows refer to is checked where they are read."""
     checks.shape("q", q, ("N", "M", "D"), *checks.FLOATS)
-    rows.check(q)
-    where.check(q)
-    rows.check_streams(where.stream, q.shape[0])
+    if not parts:
+        raise ValueError("parts must hold at least one, got none")
     options.check(q)
-    if options.softcap is not None and rows.key_basis is not None and rows.key_basis.centre is not None:
-        raise ValueError(
-            f"softcap must be None for keys with a centre, which moves logits past it, got {options.softcap}"
-        )
-    if options.causal and isinstance(where, Listed):
+    for part in parts:
+        part.check(q)
+        if part.value_channels != parts[0].value_channels:
+            both = f"{parts[0].value_channels} and {part.value_channels}"
+            raise ValueError(f"the values of all parts must have as many channels, got {both}")
+        basis = part.rows.key_basis
+        if options.softcap is not None and basis is not None and basis.centre is not None:
+            raise ValueError(
+                f"softcap must be None for keys with a centre, which moves logits past it, got {options.softcap}"
+            )
+    if options.causal and isinstance(parts[-1].where, Listed):
         raise ValueError(f"causal must be 0 for listed rows, which have no order, got {options.causal}")
 
 

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
-from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+from kvpress.kernels.formats.fields import Field
+from kvpress.kernels.formats.operand import Options, Part, Rows, Where
 
-_SOURCES = {
+_ENTRIES = {
     "dense": ("decode.cpp", "kvpress_dense"),
     "packed": ("decode.cpp", "kvpress_packed"),
     "coded": ("coded.cpp", "kvpress_coded"),
@@ -40,44 +43,62 @@ def decode(
     Raises:
         ValueError: a stream refers to something that is not stored.
     """
-    streams, queries, _ = q.shape
-    starts = listed = None
-    width = 0
-    if isinstance(where, Listed):
-        listed, width = where.rows.to(torch.int32).contiguous(), where.rows.shape[1]
-    else:
-        starts = where.starts.contiguous()
-    out = torch.empty(streams, queries, rows.values.channels, dtype=torch.float32)
-    lse = torch.empty(streams, queries, dtype=torch.float32)
-    source, entry = _SOURCES[rows.keys.name]
-    stream = launch.run(
-        source,
-        entry,
-        q.to(torch.float32).contiguous(),
-        starts,
-        listed,
-        where.lengths.contiguous(),
-        None if where.stream is None else where.stream.contiguous(),
-        rows.weights(),
-        out,
-        lse,
-        rows.count,
-        streams,
-        queries,
-        width,
-        options.causal,
-        q.dtype == torch.bfloat16,
-        (model_dtype or q.dtype) == torch.float32,
-        torch.get_num_threads(),
-        float(options.scale),
-        float(options.softcap or 0),
-        rows=rows,
-        level=level,
+    part = Part(rows, where)
+    asked, out, lse = _asked(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32)
+    stream = launch.run(*_ENTRIES[rows.keys.name], *asked, stored=part, level=level)
+    _check_stored(stream, part)
+    return out[0], lse[0]
+
+
+def decode_parts(q: Tensor, parts: Sequence[Part], options: Options, level: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run the kernels of several parts without bases, and merge what they find, all in one call; as `decode` otherwise."""
+    channels = parts[0].rows.values.channels
+    asked, outs, lses = _asked(q, options, channels, len(parts), q.dtype == torch.float32)
+    out, lse = torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
+    stored = _Parts(parts, level)
+    found = launch.run(
+        "decode.cpp", "kvpress_parts", *asked, out, lse, channels, len(parts), stored=stored, level=level
     )
+    if found >= 0:
+        part, stream = divmod(found, q.shape[0])
+        _check_stored(stream, parts[part])
+    return out, lse
+
+
+def _asked(
+    q: Tensor, options: Options, channels: int, parts: int, exact: bool
+) -> tuple[tuple[Field, ...], Tensor, Tensor]:
+    """Return the fields of ``Asked`` of cpu/problem.h, and the results [parts, N, M, Dv] and [parts, N, M] that they name."""
+    streams, queries, _ = q.shape
+    out = torch.empty(parts, streams, queries, channels, dtype=torch.float32)
+    lse = torch.empty(parts, streams, queries, dtype=torch.float32)
+    asked = q.to(torch.float32).contiguous(), out, lse, streams, queries
+    how = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
+    return (*asked, *how, float(options.scale), float(options.softcap or 0)), out, lse
+
+
+def _check_stored(stream: int, part: Part) -> None:
     if stream >= 0:
+        rows = part.rows
         what = "positions without angles" if isinstance(rows.keys, Coded) else "groups or corrections that do not exist"
         raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {what}")
-    return out, lse
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts as ``kvpress_parts`` of cpu/decode.cpp reads them, one behind the other."""
+
+    parts: Sequence[Part]
+    level: str | None
+
+    @property
+    def structure(self) -> bytes:
+        """For each, its entry point, how many bytes tell it, and these."""
+        told = []
+        for part in self.parts:
+            entry = launch.address(*_ENTRIES[part.rows.keys.name], level=self.level)
+            told += [struct.pack("qq", entry, len(part.structure)), part.structure]
+        return b"".join(told)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], level: str | None = None) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 // Each returns -1, or the number of a stream that refers to rows or groups which are not stored.
 
 #include "packed_reader.h"
+#include "parts.h"
 
 extern "C" int kvpress_dense(const kvpress::Problem* p) {
   using namespace kvpress;
@@ -21,7 +22,17 @@ extern "C" int kvpress_dense(const kvpress::Problem* p) {
 
 extern "C" int kvpress_packed(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::PackedReader>(*p); }
 
-extern "C" int kvpress_merge(const kvpress::Partials* p) {
-  p->merge_all();
+extern "C" int kvpress_parts(const kvpress::Parts* p) { return p->attend(); }
+
+// Attention over disjoint rows that was computed by several calls.
+struct Partials {
+  float* out;  // [queries, channels]
+  float* lse;  // [queries]
+  int64_t queries, channels, threads, count;
+  kvpress::Piece part;  // the first of `count`, whose streams and ranges say nothing
+};
+
+extern "C" int kvpress_merge(const Partials* p) {
+  kvpress::merge_all(p->queries, p->channels, p->threads, &p->part, p->count, p->out, p->lse);
   return -1;
 }

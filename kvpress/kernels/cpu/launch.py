@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +14,16 @@ from torch import Tensor
 from kvpress import env
 from kvpress.kernels.cpu import build
 from kvpress.kernels.formats.fields import Field, packed
-from kvpress.kernels.formats.operand import Rows
 
 logger = logging.getLogger("kvpress")
+
+
+class Stored(Protocol):
+    """What tells the rest of a C structure by itself."""
+
+    @property
+    def structure(self) -> bytes:
+        """The bytes of its fields."""
 
 
 @functools.cache
@@ -41,16 +50,28 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
 
 
-def run(source: str, entry: str, *fields: Field, rows: Rows | None = None, level: str | None = None) -> int:
+def run(source: str, entry: str, *fields: Field, stored: Stored | None = None, level: str | None = None) -> int:
     """Call an entry point that takes one C structure of eight-byte fields, and return its result.
 
     Args:
         source: file that defines the entry point.
         entry: its name.
         fields: the structure in order, see `formats.fields.packed`.
-        rows: what is stored, whose fields come after these.
+        stored: what comes after these fields.
         level: instruction-set level; the best one by default.
     """
     kernels = build.load(level or build.best_level(), source)
-    result: int = getattr(kernels, entry)(packed(fields) + (b"" if rows is None else rows.structure))
+    result: int = getattr(kernels, entry)(packed(fields) + (b"" if stored is None else stored.structure))
     return result
+
+
+def address(source: str, entry: str, level: str | None = None) -> int:
+    """Return where an entry point lies, for one that calls others; arguments as of `run`."""
+    return _address(source, entry, level or build.best_level())
+
+
+@functools.cache
+def _address(source: str, entry: str, level: str) -> int:
+    place = ctypes.cast(getattr(build.load(level, source), entry), ctypes.c_void_p).value
+    assert place is not None  # noqa: S101 - for type checkers
+    return place

@@ -43,26 +43,30 @@ struct Rows {
   Correction correction;
 };
 
+// Queries, and where their results go.
+struct Asked {
+  const float* q;        // [N, M, D]
+  float* out;            // [N, M, Dv]
+  float* lse;            // [N, M]
+  int64_t streams;       // N
+  int64_t queries;       // M
+  int64_t causal;        // query tokens per stream, 0 when every query sees every row
+  int64_t bf16_queries;  // every element of q is exactly representable in bfloat16
+  int64_t exact;         // the model computes in float32: levels are not rounded to whole numbers
+  int64_t threads;
+  double scale;
+  double softcap;        // 0 when absent
+};
+
 // Queries and which rows they attend to, whatever the format of the rows.
-struct Attention {
-  const float* q;           // [N, M, D]
+struct Attention : Asked {
   const int64_t* starts;    // [N], or null when `listed` is given
   const int32_t* listed;    // [N, listed_stride] row numbers, or null
   const int64_t* lengths;   // [N]
   const int64_t* owner;     // [N]: whose books and shifts a stream reads, or null for its own
   const float* log_weight;  // [R], added to the logits, or null
-  float* out;               // [N, M, Dv]
-  float* lse;               // [N, M]
   int64_t rows;             // R
-  int64_t streams;          // N
-  int64_t queries;          // M
   int64_t listed_stride;
-  int64_t causal;           // query tokens per stream, 0 when every query sees every row
-  int64_t bf16_queries;     // every element of q is exactly representable in bfloat16
-  int64_t exact;            // the model computes in float32: levels are not rounded to whole numbers
-  int64_t threads;
-  double scale;
-  double softcap;           // 0 when absent
 
   int64_t owner_of(int64_t stream) const { return owner ? owner[stream] : stream; }
 };

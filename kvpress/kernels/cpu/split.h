@@ -55,22 +55,16 @@ void parallel(int64_t count, int64_t threads, Make make) {
 #endif
 }
 
-// Attention over disjoint rows that was computed by several calls.
-struct Partials {
-  float* out;  // [queries, channels]
-  float* lse;  // [queries]
-  int64_t queries, channels, threads, count;
-  Piece part;  // the first of `count`, whose streams and ranges say nothing
-
-  void merge_all() const {
-    constexpr int64_t kQueries = 512;
-    parallel((queries + kQueries - 1) / kQueries, threads, [&] {
-      return [&](int64_t i) {
-        merge(i * kQueries, std::min(queries, (i + 1) * kQueries), channels, &part, count, out, lse);
-      };
-    });
-  }
-};
+// Combine pieces for all queries.
+inline void merge_all(int64_t queries, int64_t channels, int64_t threads, const Piece* pieces, int64_t count, float* out,
+                      float* lse) {
+  constexpr int64_t kQueries = 512;
+  parallel((queries + kQueries - 1) / kQueries, threads, [&] {
+    return [&](int64_t i) {
+      merge(i * kQueries, std::min(queries, (i + 1) * kQueries), channels, pieces, count, out, lse);
+    };
+  });
+}
 
 // The first stream that refers to rows that are not stored, or -1.
 inline int first_invalid(const Attention& p) {

@@ -42,8 +42,11 @@ class Basis:
         if self.rotation is not None:
             checks.shape(f"{name}.rotation", self.rotation, (outer, channels), torch.float32)
         if self.centre is not None:
-            width = channels if self.rotation is None else self.rotation.shape[0]
-            checks.shape(f"{name}.centre", self.centre, ("streams", width), *checks.FLOATS)
+            checks.shape(f"{name}.centre", self.centre, ("streams", self.outer(channels)), *checks.FLOATS)
+
+    def outer(self, channels: int) -> int:
+        """Channels of a key or value whose stored row has so many."""
+        return channels if self.rotation is None else self.rotation.shape[0]
 
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
         """Queries [N, M, D] whose products with stored rows are those of `q` with the keys."""

@@ -12,7 +12,7 @@ A ragged cache passes the offsets of its segments; a rectangular window [B, H, c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -29,9 +29,18 @@ from kvpress.kernels.formats.rotary import UNTURNED
 
 Side: TypeAlias = Dense | Packed | Coded
 
+_WEIGHTS = torch.float32, torch.float16
+
+
+class _Told:
+    """What remembers how it is told to a kernel: addresses, which a copy does not take over."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(_Told):
     """Stored pairs of keys and values, both in the same format.
 
     What is read many times should be one object: it remembers which queries it fits, and how it is told to a compiled kernel.
@@ -39,7 +48,8 @@ class Rows:
     Args:
         keys: [R, D] in their format.
         values: [R, Dv].
-        log_weight: added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones.
+        log_weight: added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones. It
+            is held as kernels read it, float32.
         key_basis: basis that keys are stored in.
         value_basis: basis that values are stored in.
     """
@@ -50,14 +60,14 @@ class Rows:
     key_basis: Basis | None = None
     value_basis: Basis | None = None
 
+    def __post_init__(self) -> None:
+        if self.log_weight is not None and self.log_weight.dtype in _WEIGHTS:
+            object.__setattr__(self, "log_weight", self.log_weight.float().contiguous())
+
     @property
     def count(self) -> int:
         """Number R of stored rows."""
         return self.keys.storage.shape[0]
-
-    def weights(self) -> Tensor | None:
-        """Log-weights as the kernels read them, float32 and contiguous."""
-        return None if self.log_weight is None else self.log_weight.float().contiguous()
 
     def fields(self) -> tuple[Field, ...]:
         """Both sides as ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, ends with them."""
@@ -102,7 +112,7 @@ class Rows:
                 raise ValueError("values.rotary must be None: only keys are rotated by their positions")
         checks.same_device(q, *keys.tensors(), *values.tensors(), self.log_weight)
         if self.log_weight is not None:
-            checks.shape("log_weight", self.log_weight, (rows,), torch.float32, torch.float16)
+            checks.shape("log_weight", self.log_weight, (rows,), *_WEIGHTS)
         sides = ("key_basis", keys, self.key_basis, q.shape[2]), ("value_basis", values, self.value_basis, "Dv")
         for name, side, basis, outer in sides:
             if basis is not None:
@@ -208,6 +218,61 @@ class Listed:
 
 
 Where: TypeAlias = Ranges | Listed
+
+
+@dataclass(frozen=True, eq=False)
+class Part(_Told):
+    """Stored rows, and those of them that each stream attends to; what is read many times should be one object, as `Rows`."""
+
+    rows: Rows
+    where: Where
+
+    def __post_init__(self) -> None:
+        where = self.where
+        if isinstance(where, Listed) and where.rows.dim() == 2 and not where.rows.shape[1]:
+            # Lists have a place, which counts of zero leave unread and which is no row.
+            object.__setattr__(self, "where", replace(where, rows=where.rows.new_full((len(where.rows), 1), -1)))
+
+    @cached_property
+    def _fits(self) -> set[tuple[int, int, torch.device]]:
+        """Streams, head dims and devices of queries that this was checked with."""
+        return set()
+
+    def check(self, q: Tensor) -> None:
+        """Refuse a part that does not fit queries [N, M, D]."""
+        asked = q.shape[0], q.shape[2], q.device
+        if asked not in self._fits:
+            self.rows.check(q)
+            self.where.check(q)
+            self.rows.check_streams(self.where.stream, q.shape[0])
+            self._fits.add(asked)
+
+    @cached_property
+    def value_channels(self) -> int:
+        """Channels Dv of the output."""
+        basis = self.rows.value_basis
+        return self.rows.values.channels if basis is None else basis.outer(self.rows.values.channels)
+
+    @cached_property
+    def _which(self) -> tuple[Field, ...]:
+        starts = listed = None
+        width = 0
+        if isinstance(self.where, Listed):
+            listed, width = self.where.rows.to(torch.int32).contiguous(), self.where.rows.shape[1]
+        else:
+            starts = self.where.starts.contiguous()
+        stream = None if self.where.stream is None else self.where.stream.contiguous()
+        lengths, weight = self.where.lengths.contiguous(), self.rows.log_weight
+        return starts, listed, lengths, stream, weight, self.rows.count, width
+
+    def fields(self) -> tuple[Field, ...]:
+        """All of ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, behind ``Asked``."""
+        return *self._which, *self.rows.fields()
+
+    @cached_property
+    def structure(self) -> bytes:
+        """`fields` as a compiled kernel reads them."""
+        return packed(self._which) + self.rows.structure
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:

@@ -37,7 +37,7 @@ def receive(
         where.lengths.contiguous(),
         None if query_weight is None else query_weight.contiguous(),
         None if options.sinks is None else options.sinks.contiguous(),
-        rows.weights(),
+        rows.log_weight,
         torch.empty(streams, queries, dtype=torch.float32) if lse is None else lse.contiguous(),
         out,
         rows.count,

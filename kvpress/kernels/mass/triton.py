@@ -89,7 +89,7 @@ def receive(
             lse.contiguous(),
             where.starts.contiguous(),
             where.lengths.contiguous(),
-            rows.weights(),
+            rows.log_weight,
             out,
             keys.stride(0),
             queries,

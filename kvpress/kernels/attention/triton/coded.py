@@ -277,7 +277,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             *((None,) * 4 if keys.rotary is None else keys.rotary.tensors()),
             outliers(keys),
             outliers(values),
-            rows.weights(),
+            rows.log_weight,
             out,
             lse,
             keys.codes.stride(0),

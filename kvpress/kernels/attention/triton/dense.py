@@ -82,7 +82,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             keys,
             values,
             *streams(where),
-            rows.weights(),
+            rows.log_weight,
             out,
             lse,
             keys.stride(0),

@@ -119,7 +119,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             key_group,
             value_group,
             *streams(where),
-            rows.weights(),
+            rows.log_weight,
             tuple(key_terms.tensors()),
             tuple(value_terms.tensors()),
             keys.levels,

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several sets of rows, each in a format of its own, are attended to in one call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpress.kernels import Basis, Listed, Options, Part, Ranges, Rows, counters, decode, decode_parts, merge, reset_counters
+from kvpress.kernels.attention import cpu
+from tests.kernels.builders import assert_same_lse, coded, dense, quantise, relative_error, streams
+from tests.kernels.compiler import NATIVE, needs_compiler
+
+DIM, NAMES = 64, ("dense", "packed", "coded")
+
+
+def part(name: str, lengths: list[int], channels: int = DIM) -> Part:
+    s = streams(lengths, 1, DIM)
+    if name == "dense":
+        return Part(dense(torch.randn(s.rows, DIM), torch.randn(s.rows, channels), torch.randn(s.rows)), s.where)
+    if name == "packed":
+        return Part(Rows(*(quantise(torch.randn(s.rows, DIM), 4, (1, DIM))[0] for _ in range(2))), s.where)
+    return Part(Rows(*(coded(s.rows, DIM, 4, 8) for _ in range(2))), Ranges(s.starts, s.lengths, torch.tensor([2, 0, 1])))
+
+
+def one_by_one(q: Tensor, parts: list[Part], options: Options) -> tuple[Tensor, Tensor]:
+    earlier = Options(options.scale, options.softcap)
+    asked = [earlier] * (len(parts) - 1) + [options]
+    return merge([decode(q, p.rows, p.where, how) for p, how in zip(parts, asked, strict=True)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", NATIVE)
+@pytest.mark.parametrize("causal", [0, 2])
+@pytest.mark.parametrize("names", [("coded", "dense"), ("dense", "packed", "dense"), ("packed", "coded", "dense", "dense")])
+def test_they_are_merged_as_one_by_one(names: tuple[str, ...], causal: int, level: str) -> None:
+    parts = [part(name, [5 + i, 0, 70]) for i, name in enumerate(names)]
+    q, options = torch.randn(3, 4, DIM).bfloat16(), Options(0.2, causal=causal)
+    found = cpu.decode_parts(q, parts, options, level)
+    asked = [Options(0.2)] * (len(parts) - 1) + [options]
+    results = [cpu.decode(q, p.rows, p.where, how, level) for p, how in zip(parts, asked, strict=True)]
+    assert all(map(torch.equal, found, cpu.merge(results, level)))
+    assert found[0][2].norm() > 0.5
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_the_operator_does_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    parts = [part(name, [9, 2, 33]) for name in NAMES]
+    parts.insert(1, Part(replace_bases(parts[0].rows), parts[0].where))
+    q, options = torch.randn(3, 4, DIM), Options(0.2, causal=1)
+    parts = [*parts, part("dense", [4, 4, 4])]
+    reset_counters()
+    out, lse = decode_parts(q, parts, options)
+    if kernels == "1":
+        assert counters() == {"dense_decode": 3, "packed_decode": 1, "coded_decode": 1}
+    expected, expected_lse = one_by_one(q, parts, options)
+    assert relative_error(out, expected) < 1e-5
+    assert_same_lse(lse, expected_lse, 1e-5)
+
+
+def replace_bases(rows: Rows) -> Rows:
+    """The same keys and values, stored behind a rotation."""
+    rotation = torch.linalg.qr(torch.randn(DIM, DIM)).Q
+    basis = Basis(rotation=rotation)
+    return Rows(rows.keys, rows.values, None, basis, basis)
+
+
+def test_sinks_are_seen_once() -> None:
+    parts, q = [part("dense", [3, 4, 5]), part("packed", [6, 7, 8])], torch.randn(3, 4, DIM)
+    sinks = torch.randn(3, 4)
+    out, lse = decode_parts(q, parts, Options(0.2, sinks=sinks))
+    plain, plain_lse = decode_parts(q, parts, Options(0.2))
+    assert_same_lse(lse, torch.logaddexp(plain_lse, sinks), 1e-6)
+    assert relative_error(out, plain * torch.exp(plain_lse - lse)[..., None]) < 1e-6
+
+
+def test_lists_may_be_empty() -> None:
+    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    empty = Listed(torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
+    found = decode_parts(q, [Part(held.rows, empty), held], Options(0.2))
+    assert all(map(torch.equal, found, decode(q, held.rows, held.where, Options(0.2))))
+
+
+def test_rows_that_are_not_stored_are_named() -> None:
+    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    beyond = Part(held.rows, Ranges(torch.tensor([0, 0, 9]), torch.tensor([3, 3, held.rows.count])))
+    with pytest.raises(ValueError, match=f"stream 2 refers to rows outside the {held.rows.count} stored ones"):
+        decode_parts(q, [part("packed", [3, 4, 5]), beyond, held], Options(0.2))
+
+
+def test_bad_parts_are_refused() -> None:
+    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    with pytest.raises(ValueError, match="parts must hold at least one, got none"):
+        decode_parts(q, [], Options(0.2))
+    with pytest.raises(ValueError, match="values of all parts must have as many channels, got 64 and 32"):
+        decode_parts(q, [held, part("dense", [3, 4, 5], channels=32)], Options(0.2))
+    with pytest.raises(ValueError, match=r"starts must be int64 \[2\], got int64 \[3\]"):
+        decode_parts(q[:2], [part("dense", [3, 4, 5]), held], Options(0.2))
+    with pytest.raises(ValueError, match="causal must be 0 for listed rows"):
+        listed = Part(held.rows, streams([3, 4, 5], 1, DIM).listed())
+        decode_parts(q, [held, listed], Options(0.2, causal=1))
+
+
+def test_a_copy_reads_its_own_rows() -> None:
+    held, q, options = part("dense", [30, 40, 50]), torch.randn(3, 4, DIM), Options(0.2)
+    before = decode_parts(q, [held, held], options)  # tells it to the kernels
+    twin = copy.deepcopy(held)
+    for tensor in (held.rows.keys.storage, held.rows.values.storage):
+        tensor.zero_()
+    assert all(map(torch.equal, decode_parts(q, [twin, twin], options), before))
+    assert decode_parts(q, [held, held], options)[0].count_nonzero() == 0
