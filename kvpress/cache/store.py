@@ -181,13 +181,11 @@ class KVStore(Rollback):
             else:
                 together.append(newest)
                 options = replace(options, causal=new if new > 1 else 0)
-        if together:
-            parts.append(kernels.decode_parts(rows, together, options))
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
-            parts.append((torch.zeros_like(parts[-1][0]), extra))
-        return merge(parts)
+            parts.append((extra.new_zeros(*rows.shape[:2], self.window.values.shape[-1]), extra))
+        return kernels.decode_parts(rows, together, options, parts) if together else merge(parts)
 
     def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""

@@ -53,7 +53,7 @@ class Cursor:
 
     def __init__(self, window: Window, pads: list[int]) -> None:
         self.pads = pads
-        self.starts, lengths = window.streams(torch.tensor(pads) if any(pads) else None)
+        self.starts, lengths = window.streams(pads)
         self._counters = torch.cat([lengths, lengths.new_full((1,), window.length)])
         self.lengths, self.end = self._counters[:-1], self._counters[-1:]
         self.part = kernels.Part(window.rows(), kernels.Ranges(self.starts, self.lengths))
@@ -209,15 +209,15 @@ class Window:
             kernels.Dense(self.keys.flatten(0, 2)), kernels.Dense(self.values.flatten(0, 2)), log_weight=weight
         )
 
-    def streams(self, pads: Tensor | None) -> tuple[Tensor, Tensor]:
-        """First row and number of rows of every stream in the block as flat rows; `pads [B]` counts left padding."""
+    def streams(self, pads: list[int]) -> tuple[Tensor, Tensor]:
+        """First row and number of rows of every stream in the block as flat rows, behind left padding."""
         batch, heads = self.keys.shape[:2]
         starts = torch.arange(batch * heads, device=self.keys.device) * self.capacity
         lengths = torch.full_like(starts, self.length)
-        if pads is None:
+        if not any(pads):
             return starts, lengths
-        pads = pads.to(starts.device).repeat_interleave(heads)
-        return starts + pads, lengths - pads
+        before = torch.tensor(pads, device=starts.device).repeat_interleave(heads)
+        return starts + before, lengths - before
 
     def segment(self, mask: Tensor | None) -> DenseSegment:
         """Return the tokens that `mask [B, seen]` marks, or all of them, as a sealed segment; changes nothing."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvpress.kernels import checks
 from kvpress.kernels.attention import contract as attention
 from kvpress.kernels.attention import cpu as attention_cpu
 from kvpress.kernels.attention import reference as attention_reference
@@ -69,13 +70,18 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     return decode_parts(q, [Part(rows, where)], options)
 
 
-def decode_parts(q: Tensor, parts: Sequence[Part], options: Options) -> tuple[Tensor, Tensor]:
+def decode_parts(
+    q: Tensor, parts: Sequence[Part], options: Options, others: Sequence[tuple[Tensor, Tensor]] = ()
+) -> tuple[Tensor, Tensor]:
     """Attend to the rows of all parts, which have none in common, as `merge` of `decode` does; arguments and errors are theirs.
 
     On a CPU it is one call of compiled code, but for parts with a basis. A causal mask is that of the last part, which ends
-    with the new tokens.
+    with the new tokens. Results over `others` are merged with theirs.
     """
     attention.check(q, parts, options)
+    if others:
+        attention.check_parts(others)
+        checks.shape("out", others[0][0], (*q.shape[:2], parts[0].value_channels), torch.float32)
     together: list[Part] = []
     if len(parts) > 1 and launch.available(parts[0].rows.keys.storage):
         together = [part for part in parts if part.rows.key_basis is None and part.rows.value_basis is None]
@@ -84,12 +90,14 @@ def decode_parts(q: Tensor, parts: Sequence[Part], options: Options) -> tuple[Te
     def causal(some: Part) -> Options:
         return replace(options, causal=0) if options.causal and some is not parts[-1] else options
 
-    found = [_decode(q, part, causal(part)) for part in alone]
+    found = [*others, *(_decode(q, part, causal(part)) for part in alone)]
     if len(alone) < len(parts):
         for part in together:
             count(_name(part))
-        found.append(attention_cpu.decode_parts(q, together, causal(together[-1])))
-    return attention.with_sinks(*(found[0] if len(found) == 1 else merge(found)), options.sinks)
+        out, lse = attention_cpu.decode_parts(q, together, causal(together[-1]), found)
+    else:
+        out, lse = found[0] if len(found) == 1 else merge(found)
+    return attention.with_sinks(out, lse, options.sinks)
 
 
 def _name(part: Part) -> str:

@@ -12,7 +12,7 @@ from kvpress import kernels
 from kvpress.cache import attention
 from kvpress.cache.attention import group_queries
 from kvpress.cache.segment import DenseSegment
-from kvpress.cache.window import left_padding
+from kvpress.cache.window import RealTokens
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, hashed
 
@@ -24,17 +24,18 @@ def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
     which is no part of a stream.
     """
     store, window, length = call.store, call.store.window, call.queries.shape[2]
-    real = None if call.mask is None else call.mask[:, window.first : window.first + window.length]
-    pads = None if real is None else left_padding(real)
-    if (real is not None and pads is None) or not kernels.available(window.keys):
+    pads = window.pads(None if call.mask is None else RealTokens(call.mask), window.length)
+    if pads is None or not kernels.available(window.keys):
         return None
+    part = window.cursor_at(pads).part
+    assert isinstance(part.where, kernels.Ranges)  # noqa: S101 - for type checkers
     sinks = None
     if call.lse is None and call.sinks is not None:
         sinks = call.sinks.float().view(store.heads, -1).repeat(store.batch, 1).repeat_interleave(length, dim=1)
     mass = kernels.column_mass(
         group_queries(call.queries, store.heads),
-        window.rows(),
-        kernels.Ranges(*window.streams(pads)),
+        part.rows,
+        part.where,
         kernels.Options(call.logits.scale, call.logits.softcap, length, sinks),
         lse=call.lse,
         query_weight=weights,

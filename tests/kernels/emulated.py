@@ -27,7 +27,7 @@ from torch import Tensor
 from kvpress import env
 from kvpress.kernels.cpu import build, launch, libraries
 from kvpress.kernels.formats.fields import packed
-from kvpress.kernels.formats.operand import Part
+from kvpress.kernels.formats.operand import Rows
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
@@ -86,7 +86,7 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
     return program
 
 
-def run(source: str, entry: str, *fields: Any, stored: Part | None = None, level: str | None = None) -> int:
+def run(source: str, entry: str, *fields: Any, stored: Rows | None = None, level: str | None = None) -> int:
     """Stand in for `kvpress.kernels.cpu.launch.run`; calls of other levels go there."""
     if level != LEVEL and level not in SIMULATED:
         return RUN(source, entry, *fields, stored=stored, level=level)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.fields import Field
 from kvpress.kernels.formats.operand import Options, Part, Rows, Where
+
+Result: TypeAlias = tuple[Tensor, Tensor]
+"""Outputs [N, M, Dv] and log-sum-exp [N, M], float32."""
 
 _ENTRIES = {
     "dense": ("decode.cpp", "kvpress_dense"),
@@ -29,7 +33,7 @@ def decode(
     options: Options,
     level: str | None = None,
     model_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """Run the kernel on checked arguments.
 
     Args:
@@ -45,20 +49,21 @@ def decode(
     """
     part = Part(rows, where)
     asked, out, lse = _asked(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32)
-    stream = launch.run(*_ENTRIES[rows.keys.name], *asked, stored=part, level=level)
+    stream = launch.run(*_ENTRIES[rows.keys.name], *asked, *part.fields, stored=rows, level=level)
     _check_stored(stream, part)
     return out[0], lse[0]
 
 
-def decode_parts(q: Tensor, parts: Sequence[Part], options: Options, level: str | None = None) -> tuple[Tensor, Tensor]:
-    """Run the kernels of several parts without bases, and merge what they find, all in one call; as `decode` otherwise."""
+def decode_parts(
+    q: Tensor, parts: Sequence[Part], options: Options, others: Sequence[Result] = (), level: str | None = None
+) -> Result:
+    """Run the kernels of several parts without bases, and merge what they find with `others`, in one call; else as `decode`."""
     channels = parts[0].rows.values.channels
     asked, outs, lses = _asked(q, options, channels, len(parts), q.dtype == torch.float32)
     out, lse = torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
-    stored = _Parts(parts, level)
-    found = launch.run(
-        "decode.cpp", "kvpress_parts", *asked, out, lse, channels, len(parts), stored=stored, level=level
-    )
+    stored = _Parts.of(parts, level)
+    told = out, lse, channels, len(others), len(parts), *_pieces(others)
+    found = launch.run("decode.cpp", "kvpress_parts", *asked, *told, stored=stored, level=level)
     if found >= 0:
         part, stream = divmod(found, q.shape[0])
         _check_stored(stream, parts[part])
@@ -86,26 +91,29 @@ def _check_stored(stream: int, part: Part) -> None:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Parts as ``kvpress_parts`` of cpu/decode.cpp reads them, one behind the other."""
+    """Parts as ``kvpress_parts`` of cpu/decode.cpp reads them: for each its entry point, how many bytes tell it, and these."""
 
     parts: Sequence[Part]
-    level: str | None
+    structure: bytes
 
-    @property
-    def structure(self) -> bytes:
-        """For each, its entry point, how many bytes tell it, and these."""
+    @classmethod
+    def of(cls, parts: Sequence[Part], level: str | None) -> _Parts:
         told = []
-        for part in self.parts:
-            entry = launch.address(*_ENTRIES[part.rows.keys.name], level=self.level)
+        for part in parts:
+            entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
             told += [struct.pack("qq", entry, len(part.structure)), part.structure]
-        return b"".join(told)
+        return cls(parts, b"".join(told))
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]], level: str | None = None) -> tuple[Tensor, Tensor]:
+def merge(parts: Sequence[Result], level: str | None = None) -> Result:
     """Combine results over disjoint rows, those of `kvpress.kernels.merge`."""
-    held = [(out.contiguous(), lse.contiguous()) for out, lse in parts]
-    whole, total = torch.empty_like(held[0][0]), torch.empty_like(held[0][1])
-    shape = total.numel(), whole.shape[-1], torch.get_num_threads(), len(held)
-    pieces = [field for out, lse in held for field in (None, None, None, out, lse)]
-    launch.run("decode.cpp", "kvpress_merge", whole, total, *shape, *pieces, level=level)
+    out, lse = parts[0]
+    whole, total = torch.empty(out.shape), torch.empty(lse.shape)
+    shape = total.numel(), whole.shape[-1], torch.get_num_threads(), len(parts)
+    launch.run("decode.cpp", "kvpress_merge", whole, total, *shape, *_pieces(parts), level=level)
     return whole, total
+
+
+def _pieces(parts: Sequence[Result]) -> list[Field]:
+    """``Piece`` of cpu/split.h for each result, without a stream and a range."""
+    return [field for out, lse in parts for field in (None, None, None, out.contiguous(), lse.contiguous())]

@@ -6,13 +6,13 @@
 
 namespace kvpress {
 
-// Parts stand behind this, one after the other: an entry point, how many bytes tell its rows, and these, which are what its
-// structure ends with behind `Asked`.
+// Behind this stand results over other rows, pieces whose streams and ranges say nothing, and then the parts, one after the other:
+// an entry point, how many bytes tell its rows, and these, which are what its structure ends with behind `Asked`.
 struct Parts {
   Asked asked;  // whose out [parts, N, M, Dv] and lse [parts, N, M] take the results of each part
   float* out;   // [N, M, Dv], of all together
   float* lse;   // [N, M]
-  int64_t channels, count;
+  int64_t channels, others, count;
 
   // Returns -1, or part * N + stream of one that refers to rows which are not stored. The last part holds the new tokens.
   int attend() const {
@@ -21,8 +21,9 @@ struct Parts {
       int64_t bytes;
     } part;
     const int64_t queries = asked.streams * asked.queries;
-    const char* told = reinterpret_cast<const char*>(this + 1);
-    std::vector<Piece> pieces;
+    const Piece* const other = reinterpret_cast<const Piece*>(this + 1);
+    const char* told = reinterpret_cast<const char*>(other + others);
+    std::vector<Piece> pieces(other, other + others);
     std::vector<int64_t> problem;
     for (int64_t i = 0; i < count; ++i, told += part.bytes) {
       std::memcpy(&part, told, sizeof part), told += sizeof part;
@@ -36,7 +37,7 @@ struct Parts {
       if (stream >= 0) return int(i * asked.streams) + stream;
       pieces.push_back({0, 0, 0, one.out, one.lse});
     }
-    merge_all(queries, channels, asked.threads, pieces.data(), count, out, lse);
+    merge_all(queries, channels, asked.threads, pieces.data(), others + count, out, lse);
     return -1;
   }
 };

@@ -254,7 +254,8 @@ class Part(_Told):
         return self.rows.values.channels if basis is None else basis.outer(self.rows.values.channels)
 
     @cached_property
-    def _which(self) -> tuple[Field, ...]:
+    def fields(self) -> tuple[Field, ...]:
+        """Which rows, as ``Attention`` of cpu/problem.h ends with them."""
         starts = listed = None
         width = 0
         if isinstance(self.where, Listed):
@@ -265,14 +266,10 @@ class Part(_Told):
         lengths, weight = self.where.lengths.contiguous(), self.rows.log_weight
         return starts, listed, lengths, stream, weight, self.rows.count, width
 
-    def fields(self) -> tuple[Field, ...]:
-        """All of ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, behind ``Asked``."""
-        return *self._which, *self.rows.fields()
-
     @cached_property
     def structure(self) -> bytes:
-        """`fields` as a compiled kernel reads them."""
-        return packed(self._which) + self.rows.structure
+        """`fields`, and those of the rows, as a compiled kernel reads them."""
+        return packed(self.fields) + self.rows.structure
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:

@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpress.kernels import Basis, Listed, Options, Part, Ranges, Rows, counters, decode, decode_parts, merge, reset_counters
+from kvpress.kernels import (
+    Basis,
+    Listed,
+    Options,
+    Part,
+    Ranges,
+    Rows,
+    counters,
+    decode,
+    decode_parts,
+    merge,
+    reset_counters,
+)
 from kvpress.kernels.attention import cpu
 from tests.kernels.builders import assert_same_lse, coded, dense, quantise, relative_error, streams
 from tests.kernels.compiler import NATIVE, needs_compiler
@@ -23,7 +35,9 @@ def part(name: str, lengths: list[int], channels: int = DIM) -> Part:
         return Part(dense(torch.randn(s.rows, DIM), torch.randn(s.rows, channels), torch.randn(s.rows)), s.where)
     if name == "packed":
         return Part(Rows(*(quantise(torch.randn(s.rows, DIM), 4, (1, DIM))[0] for _ in range(2))), s.where)
-    return Part(Rows(*(coded(s.rows, DIM, 4, 8) for _ in range(2))), Ranges(s.starts, s.lengths, torch.tensor([2, 0, 1])))
+    return Part(
+        Rows(*(coded(s.rows, DIM, 4, 8) for _ in range(2))), Ranges(s.starts, s.lengths, torch.tensor([2, 0, 1]))
+    )
 
 
 def one_by_one(q: Tensor, parts: list[Part], options: Options) -> tuple[Tensor, Tensor]:
@@ -35,11 +49,13 @@ def one_by_one(q: Tensor, parts: list[Part], options: Options) -> tuple[Tensor, 
 @needs_compiler
 @pytest.mark.parametrize("level", NATIVE)
 @pytest.mark.parametrize("causal", [0, 2])
-@pytest.mark.parametrize("names", [("coded", "dense"), ("dense", "packed", "dense"), ("packed", "coded", "dense", "dense")])
+@pytest.mark.parametrize(
+    "names", [("coded", "dense"), ("dense", "packed", "dense"), ("packed", "coded", "dense", "dense")]
+)
 def test_they_are_merged_as_one_by_one(names: tuple[str, ...], causal: int, level: str) -> None:
     parts = [part(name, [5 + i, 0, 70]) for i, name in enumerate(names)]
     q, options = torch.randn(3, 4, DIM).bfloat16(), Options(0.2, causal=causal)
-    found = cpu.decode_parts(q, parts, options, level)
+    found = cpu.decode_parts(q, parts, options, level=level)
     asked = [Options(0.2)] * (len(parts) - 1) + [options]
     results = [cpu.decode(q, p.rows, p.where, how, level) for p, how in zip(parts, asked, strict=True)]
     assert all(map(torch.equal, found, cpu.merge(results, level)))
@@ -50,9 +66,9 @@ def test_they_are_merged_as_one_by_one(names: tuple[str, ...], causal: int, leve
 def test_the_operator_does_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
     parts = [part(name, [9, 2, 33]) for name in NAMES]
-    parts.insert(1, Part(replace_bases(parts[0].rows), parts[0].where))
+    parts.insert(1, Part(turned(parts[0].rows), parts[0].where))
+    parts.append(part("dense", [4, 4, 4]))
     q, options = torch.randn(3, 4, DIM), Options(0.2, causal=1)
-    parts = [*parts, part("dense", [4, 4, 4])]
     reset_counters()
     out, lse = decode_parts(q, parts, options)
     if kernels == "1":
@@ -62,11 +78,25 @@ def test_the_operator_does_with_and_without_kernels(monkeypatch: pytest.MonkeyPa
     assert_same_lse(lse, expected_lse, 1e-5)
 
 
-def replace_bases(rows: Rows) -> Rows:
-    """The same keys and values, stored behind a rotation."""
-    rotation = torch.linalg.qr(torch.randn(DIM, DIM)).Q
-    basis = Basis(rotation=rotation)
+def turned(rows: Rows) -> Rows:
+    """The same rows, which stand for other keys and values."""
+    basis = Basis(rotation=torch.linalg.qr(torch.randn(DIM, DIM)).Q)
     return Rows(rows.keys, rows.values, None, basis, basis)
+
+
+@pytest.mark.parametrize("kernels", ["0", "1"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_over_other_rows_are_merged_with_theirs(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, count: int
+) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
+    parts = [part(name, [9, 2, 33]) for name in ("dense", "coded", "packed", "dense")]
+    q, options = torch.randn(3, 4, DIM), Options(0.2)
+    others = [decode(q, p.rows, p.where, options) for p in parts[count:]]
+    out, lse = decode_parts(q, parts[:count], options, others)
+    expected, expected_lse = one_by_one(q, parts, options)
+    assert relative_error(out, expected) < 1e-6
+    assert_same_lse(lse, expected_lse, 1e-6)
 
 
 def test_sinks_are_seen_once() -> None:
@@ -100,8 +130,11 @@ def test_bad_parts_are_refused() -> None:
         decode_parts(q, [held, part("dense", [3, 4, 5], channels=32)], Options(0.2))
     with pytest.raises(ValueError, match=r"starts must be int64 \[2\], got int64 \[3\]"):
         decode_parts(q[:2], [part("dense", [3, 4, 5]), held], Options(0.2))
+    other = torch.zeros(3, 4, 32), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"out must be float32 \[3, 4, 64\], got float32 \[3, 4, 32\]"):
+        decode_parts(q, [held], Options(0.2), [other])
+    listed = Part(held.rows, streams([3, 4, 5], 1, DIM).listed())
     with pytest.raises(ValueError, match="causal must be 0 for listed rows"):
-        listed = Part(held.rows, streams([3, 4, 5], 1, DIM).listed())
         decode_parts(q, [held, listed], Options(0.2, causal=1))
 
 
