@@ -50,19 +50,17 @@ class Factors {
     // 128 rounds the high byte and is undone by the xor.
     const F magic = set1(kMagic + (kWholeFactors ? 0.f : 128.f));
     const Words a = (Words)fma(x0, y0, magic), b = (Words)fma(x1, y1, magic);
-#if defined(KVPRESS_WHOLE_FACTORS) && defined(__AVX512F__)
-    const __m512i factors = _mm512_permutex2var_epi16((__m512i)a, pick_, (__m512i)b);
-    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(factors));
-    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(factors, 1));
-#elif defined(KVPRESS_WHOLE_FACTORS)
-    const __m256i from_a = _mm256_shuffle_epi8((__m256i)a, pick_), from_b = _mm256_shuffle_epi8((__m256i)b, pick_);
-    const __m256i factors = _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(from_a, from_b), order_);
-    _mm_storeu_si128((__m128i*)first, _mm256_castsi256_si128(factors));
-    _mm_storeu_si128((__m128i*)second, _mm256_extracti128_si256(factors, 1));
-#elif defined(__AVX512VBMI__)
-    const __m512i bytes = _mm512_xor_si512(_mm512_permutex2var_epi8((__m512i)a, pick_, (__m512i)b), flip_);
-    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(bytes));
-    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(bytes, 1));
+#if defined(__AVX512F__)
+    const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)a, _mm512_slli_epi32((__m512i)b, 16));
+    __m512i planes = _mm512_permutexvar_epi32(order_, _mm512_shuffle_epi8(both, pick_));
+    if constexpr (!kWholeFactors) planes = _mm512_xor_si512(planes, flip_);
+    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(planes));
+    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(planes, 1));
+#elif defined(__AVX2__)
+    const __m256i both = _mm256_blend_epi16((__m256i)a, _mm256_slli_epi32((__m256i)b, 16), 0xaa);
+    const __m256i planes = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(both, pick_), order_);
+    _mm_storeu_si128((__m128i*)first, _mm256_castsi256_si128(planes));
+    _mm_storeu_si128((__m128i*)second, _mm256_extracti128_si256(planes, 1));
 #else
     put(first, a >> 8), put(first + kLanes, b >> 8);
     put(second, a ^ 0x80), put(second + kLanes, b ^ 0x80);
@@ -70,26 +68,20 @@ class Factors {
   }
 
  private:
-#if defined(KVPRESS_WHOLE_FACTORS) && defined(__AVX512F__)
-  static __m512i pick() {
-    alignas(64) uint16_t index[32];
-    for (int i = 0; i < 32; ++i) index[i] = uint16_t(2 * (i % 16 / 2 * 4 + i % 2 * 2 + i / 16));
-    return _mm512_load_si512(index);
+#if defined(__AVX2__)
+  // Of each 128 bits, what goes to the first plane of a and of b, then to the second one.
+  static __m128i pick() {
+    if (kWholeFactors) return _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8, 12, 2, 6, 10, 14);
   }
-  const __m512i pick_ = pick();
-#elif defined(KVPRESS_WHOLE_FACTORS)
-  // Of each half, the first and third factor, then the second and fourth; then all that go to the same plane.
-  const __m256i pick_ = _mm256_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 8, 9, 4, 5, 12, 13,
-                                         -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m256i order_ = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-#elif defined(__AVX512VBMI__)
-  static __m512i pick() {
-    alignas(64) uint8_t index[64];
-    for (int i = 0; i < 64; ++i) index[i] = uint8_t(4 * (i % 32) + (i < 32));
-    return _mm512_load_si512(index);
-  }
-  const __m512i pick_ = pick();
+#if defined(__AVX512F__)
+  const __m512i pick_ = _mm512_broadcast_i32x4(pick());
+  const __m512i order_ = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i flip_ = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(int8_t(0x80)), 1);
+#else
+  const __m256i pick_ = _mm256_broadcastsi128_si256(pick());
+  const __m256i order_ = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+#endif
 #else
   static KVPRESS_INLINE void put(int8_t* out, Words x) {
     const SignedBytes bytes = __builtin_convertvector(x, SignedBytes);
@@ -136,9 +128,10 @@ class Part {
   // Sums of a query: one for each plane of its factors where they are bytes, and for each digit.
   static constexpr int kSums = kWholeFactors ? 1 : 2 * kWords;
 
-  // Codes may stay in their place unless they are signed: they are 2^left() times as large then, and take less to get at.
-  KVPRESS_INLINE Part(int part, bool in_place)
-      : left_(in_place && !kSignedCodes ? kBits * part : 0),
+  // Codes may stay `left` bits from the right unless they are signed: they are 2^left() times as large then, and those that stay
+  // in their place take less to get at.
+  KVPRESS_INLINE Part(int part, int left)
+      : left_(kSignedCodes ? 0 : left),
         right_(UnsignedWords{} + uint32_t(kBits * part - left_)),
         mask_(UnsignedWords{} + (((1u << kDigit) - 1) << left_) * (kWholeFactors ? 0x00010001u : 0x01010101u)) {}
 

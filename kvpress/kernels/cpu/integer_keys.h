@@ -35,7 +35,7 @@ class IntegerKeys {
         ones_(round_up(rows.side().channels, 2 * kLanes)),
         by_row_(by_row(rows.side())),
         // So that no sum of products leaves 32 bits.
-        range_(std::min(kIntRange, float(INT32_MAX / (rows.side().channels << rows.side().bits)))) {}
+        range_(std::min(kIntRange, float(INT32_MAX / widest(rows.side().channels, codes_.plane().bits)))) {}
 
   // Queries float32 [M, stride], zero padded to a multiple of kQueryPad.
   void begin(const float* q, int) {
@@ -133,6 +133,12 @@ class IntegerKeys {
     std::copy_n(sums, kQueries, zero_dot_ + m);
   }
 
+  // Every other part of the codes stays one code from the right, and has sums of its own.
+  static constexpr int sets(int bits) { return bits < 8 && !kSignedCodes ? 2 : 1; }
+
+  // The sum of so many channels of codes, as large as they can be where they stay.
+  static int64_t widest(int64_t channels, int bits) { return channels / sets(bits) << sets(bits) * bits; }
+
   // The first tile of queries transposes as it goes, which overlaps shuffles with multiplications.
   template <int kBits, int kQueries, bool kFirst>
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
@@ -140,8 +146,9 @@ class IntegerKeys {
     const Plane& plane = codes_.plane();
     const int8_t* factors = bytes_ + m * 2 * kMaxChannels;
     using Codes = Part<kBits>;
-    Words sums[kQueries * Codes::kSums];
-    unrolled<kQueries * Codes::kSums>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i] = Words{}; });
+    constexpr int kSums = kQueries * Codes::kSums, kSets = sets(kBits);
+    Words sums[kSets][kSums];
+    unrolled<kSets * kSums>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i / kSums][i % kSums] = Words{}; });
     for (int at = 0; at < plane.bytes; at += kBlock) {
       Words* column = columns_ + at / 4;
       const int left = plane.bytes - at;
@@ -150,14 +157,16 @@ class IntegerKeys {
         if (kBits == 1 && k * 4 >= left) break;  // the plane may be shorter than a block
         unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
           Words word[Codes::kWords];
-          Codes(part, false)(column[k], word);
+          Codes(part, part % kSets * kBits)(column[k], word);
           const int8_t* const of_part = factors + part * plane.bytes + at + 4 * k;
-          Codes::template multiply<kQueries>(sums, word, of_part, 2 * kMaxChannels, kMaxChannels);
+          Codes::template multiply<kQueries>(sums[part % kSets], word, of_part, 2 * kMaxChannels, kMaxChannels);
         });
       }
     }
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
-      store_words(sums_ + kLanes * (m + i), Codes::total(sums + i * Codes::kSums));
+      Words total = Codes::total(sums[0] + i * Codes::kSums);
+      if constexpr (kSets > 1) total += Codes::total(sums[1] + i * Codes::kSums) >> kBits;
+      store_words(sums_ + kLanes * (m + i), total);
     });
   }
 

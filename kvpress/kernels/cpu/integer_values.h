@@ -2,8 +2,6 @@
 // Weighted sums of quantised values whose scales are per row and shared by a group of channels.
 #pragma once
 
-#include <array>
-
 #include "integer_dot.h"
 #include "words.h"
 
@@ -115,16 +113,17 @@ class IntegerValues {
       for (int at = 0; at < plane.bytes; at += kBlock)
         for_query_tiles(queries_, [&](auto tile, int m) {
           float* out = acc + m * acc_stride;
-          for (int part = 0; part < 8 / bits; part += kParts)
+          unrolled<8 / bits / kParts>([&](auto step) {
             for (int vector = 0; vector < kBlockVectors; ++vector) {
               const int first = at + vector * kLanes;
               if (first >= plane.bytes) break;
-              const Span span{at, vector, std::min(kLanes, plane.bytes - first), part, padded, m};
-              if (m == 0 && part == 0 && vector == 0)
-                accumulate<bits, tile, kParts, true>(span, out, acc_stride);
+              const Span span{at, vector, std::min(kLanes, plane.bytes - first), padded, m};
+              if (m == 0 && step == 0 && vector == 0)
+                accumulate<bits, tile, step * kParts, kParts, step == 0>(span, out, acc_stride);
               else
-                accumulate<bits, tile, kParts, false>(span, out, acc_stride);
+                accumulate<bits, tile, step * kParts, kParts, false>(span, out, acc_stride);
             }
+          });
         });
     });
     const int width = int(rows_.side().group_channels);
@@ -189,31 +188,29 @@ class IntegerValues {
     }
   }
 
-  // What one call of accumulate covers: `count` bytes in one vector of the block `at` of the plane, the parts from `part`,
-  // queries from `m`.
+  // What one call of accumulate covers: `count` bytes in one vector of the block `at` of the plane, queries from `m`.
   struct Span {
-    int at, vector, count, part, rows, m;
+    int at, vector, count, rows, m;
     int first() const { return at + vector * kLanes; }
   };
 
   // Word q: lane i holds byte `first + i` of rows 4q .. 4q + 3. The first call makes the words as it goes, which overlaps
   // shuffles with multiplications; the others find them in words_.
-  template <int kBits, int kQueries, int kParts, bool kFirst>
+  template <int kBits, int kQueries, int kPart, int kParts, bool kFirst>
   void accumulate(const Span& span, float* acc, int acc_stride) {
     const Plane& plane = whole_.plane();
     const int8_t* weight[kParts];
     const float* units[kParts];
     unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
-      const int channel = (span.part + p) * plane.bytes + span.first();
+      const int channel = (kPart + p) * plane.bytes + span.first();
       const int group = channel / int(rows_.side().group_channels);
       weight[p] = bytes(group, span.m), units[p] = unit(group, span.m);
     });
     const uint8_t* const* const codes = codes_;  // a local, because stores may alias every member
     const Interleave interleave;
-    const int vector = span.vector, offset = span.at, left = plane.bytes - span.at;
+    const int vector = kFirst ? 0 : span.vector, offset = span.at, left = plane.bytes - span.at;
     using Codes = Part<kBits>;
     constexpr int kSums = kQueries * Codes::kSums;
-    const auto parts = parts_from<kBits>(span.part, std::make_integer_sequence<int, kParts>{});
     Words sums[kParts][kSums];
     unrolled<kParts * kSums>([&](auto j) KVPRESS_INLINE_LAMBDA { sums[j / kSums][j % kSums] = Words{}; });
     Words* word = words_;
@@ -221,23 +218,18 @@ class IntegerValues {
       if (kFirst) interleave(codes + t, offset, left, word);
       unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
         Words part[Codes::kWords];
-        parts[p](word[vector], part);
+        Codes(kPart + p, kBits * (kPart + p))(word[vector], part);
         Codes::template multiply<kQueries>(sums[p], part, weight[p] + t, 2 * kChunk, kChunk);
       });
     }
     unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
-      const float power = std::ldexp(1.f, -parts[p].left());
-      float* out = acc + (span.part + p) * plane.bytes + span.first();
+      const float power = std::ldexp(1.f, -Codes(kPart + p, kBits * (kPart + p)).left());
+      float* out = acc + (kPart + p) * plane.bytes + span.first();
       unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
         const F product = (F)__builtin_convertvector(Codes::total(sums[p] + i * Codes::kSums), Floats);
         add_part(out + i * acc_stride, mul(product, set1(units[p][i] * power)), span.count);
       });
     });
-  }
-
-  template <int kBits, int... kPart>
-  static KVPRESS_INLINE std::array<Part<kBits>, sizeof...(kPart)> parts_from(int first, std::integer_sequence<int, kPart...>) {
-    return {Part<kBits>(first + kPart, true)...};
   }
 
   // out[0 .. count) += x
