@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvpress.kernels import Listed, Options, Ranges, Rows, counters, decode, reset_counters
+from kvpress.kernels import Listed, Options, Packed, Ranges, Rows, counters, decode, reset_counters
 from kvpress.kernels.attention import cpu, reference
-from tests.kernels.builders import assert_same_lse, dense, quantise, relative_error, streams
+from tests.kernels.builders import assert_same_lse, dense, pack, quantise, relative_error, streams
 from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
@@ -117,6 +117,24 @@ def test_float32_scales_are_read_as_exactly_as_float32_rows(level: str, bits: in
         expected, expected_lse = reference.decode(s.q, exact, where, Options(0.125, causal=3))
         assert relative_error(out, expected) < 1e-5
         assert_same_lse(lse, expected_lse, 1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("dim", [128, 512])
+def test_no_sum_overflows_where_codes_and_queries_are_as_large_as_they_can_be(dim: int, bits: int, level: str) -> None:
+    s = streams([96], 4, dim)
+    s.q[:] = torch.tensor([1.0, -1.0, 0.5, 1.0])[:, None]
+    codes = pack(torch.full((s.rows, dim), 2**bits - 1, dtype=torch.uint8), bits)
+    keys, values = (
+        Packed(codes, torch.full(shape, 0.01).half(), torch.zeros(shape).half(), bits, group)
+        for shape, group in (((-(-s.rows // 32), dim), (32, 1)), ((s.rows, dim // 32), (1, 32)))
+    )
+    args = (s.q, Rows(keys, values), s.where, Options(0.1))
+    (out, lse), (expected, expected_lse) = cpu.decode(*args, level=level), reference.decode(*args)
+    assert relative_error(out, expected) < LIMIT
+    assert relative_error(lse, expected_lse) < LIMIT
 
 
 def test_mixed_bits_and_lengths_of_groups_after_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
