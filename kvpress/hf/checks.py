@@ -314,8 +314,12 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
     if mask is not None:
         back = back & mask[:, -new:][:, :-1].bool().to(back.device)
     if bool(back.any()):
+        row, token = back.nonzero()[0].tolist()
+        before, after = position_ids[row, token : token + 2].tolist()
         raise NotImplementedError(
-            "position_ids restart inside a row: packed sequences are not supported inside a press"
+            f"position_ids go from {before} back to {after} inside row {row}: a press does not read packed sequences; "
+            "read them one by one or padded. Where none are packed, the prompt may hold the pad token as an ordinary one, "
+            "which generate takes for padding unless it is given an attention_mask (of ones)"
         )
 
 

@@ -88,7 +88,15 @@ def test_12_packed_positions() -> None:
     model = tiny_model("llama")
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     run = lambda: forward(model, "knorm:0.5", tokens(1, 10), position_ids=packed)  # noqa: E731
-    refused(model, run, NotImplementedError, "position_ids", "packed")
+    refused(model, run, NotImplementedError, "position_ids go from 3 back to 0 inside row 0", "packed sequences")
+
+
+def test_a_pad_token_in_the_prompt_without_a_mask() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 10)
+    pad = int(ids[0, 5])
+    words = ["inside row 0", "pad token as an ordinary one", "attention_mask"]
+    refused(model, lambda: generate(model, "knorm:0.5", ids, pad_token_id=pad), NotImplementedError, *words)
+    assert generate(model, "knorm:0.5", ids, attention_mask=torch.ones_like(ids), pad_token_id=pad).result.shape[1] > 10
 
 
 def test_a_mask_of_the_wrong_length() -> None:

@@ -14,6 +14,7 @@ the codes alone. Coded rows, on a CPU that of summing in another order, and belo
 long streams of rotated keys are then multiplied as whole numbers; on a GPU of rounding to the dtype of the books.
 
 A query that holds something which is no number gets none, and where queries of a stream are rounded together, neither do they.
+Neither does a query that sees a dense key which holds none.
 
 Every back end has a function ``decode(q, rows, where, options)`` that leaves bases and sinks to its caller.
 """

@@ -197,7 +197,7 @@ inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F ldexp(F p, F n) {
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  const F live = _mm256_cmp_ps(n, set1(-126.f), _CMP_GE_OQ);
+  const F live = _mm256_cmp_ps(n, set1(-126.f), _CMP_NLT_UQ);
   return _mm256_and_ps(live, mul(p, _mm256_castsi256_ps(power)));
 }
 inline float max_lane(F x) {
@@ -290,7 +290,7 @@ inline F round(F a) {
 inline F ldexp(F p, F n) {
   using Ints = int32_t __attribute__((vector_size(sizeof(F))));
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return (F)((Ints)(p * (F)power) & (Ints)(n >= -126.f));
+  return (F)((Ints)(p * (F)power) & ~(Ints)(n < -126.f));
 }
 inline float sum(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 inline float max_lane(F x) {
@@ -327,8 +327,10 @@ typedef float Quad __attribute__((vector_size(16)));
 inline F abs(F x) { return max(x, sub(set1(0.f), x)); }
 
 // 2^x for x <= 128; relative error 2e-7, zero below -150 (Cephes exp2f coefficients).
+// What is no number stays none, or else counts as minus infinity: `max` returns the second of its arguments then.
+template <bool kKeepsNaN = false>
 inline F exp2(F x) {
-  x = max(x, set1(-150.f));
+  x = kKeepsNaN ? max(set1(-150.f), x) : max(x, set1(-150.f));
   const F n = round(x), f = sub(x, n);
   F p = set1(1.535336188319500e-4f);
   for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,

@@ -41,12 +41,13 @@ class Softmax {
     for (int t = 0; t < padded; t += kLanes) best = max(best, load(logits + t));
     const float next = std::max(max_[m], scale * max_lane(best));
     if (next == -INFINITY) {
+      if (std::any_of(logits, logits + visible, [](float x) { return std::isnan(x); })) sum_[m] = NAN;
       std::fill_n(logits, padded, 0.f);
       return 1.f;
     }
     F total = set1(0.f);
     for (int t = 0; t < padded; t += kLanes) {
-      const F weight = exp2(fma(load(logits + t), set1(scale), set1(-next)));
+      const F weight = exp2<true>(fma(load(logits + t), set1(scale), set1(-next)));
       store(logits + t, weight);
       total = add(total, weight);
     }

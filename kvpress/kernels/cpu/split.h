@@ -29,7 +29,11 @@ inline void merge(int64_t first, int64_t end, int64_t channels, const Piece* pie
     for (int64_t i = 0; i < count; ++i) best = std::max(best, pieces[i].lse[m]);
     std::fill_n(out + m * channels, channels, 0.f);
     lse[m] = -INFINITY;
-    if (best == -INFINITY) continue;
+    if (best == -INFINITY) {
+      const bool numbers = std::none_of(pieces, pieces + count, [&](const Piece& piece) { return std::isnan(piece.lse[m]); });
+      if (!numbers) std::fill_n(out + m * channels, channels, NAN), lse[m] = NAN;
+      continue;
+    }
     for (int64_t i = 0; i < count; ++i) total += std::exp(pieces[i].lse[m] - best);
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp(pieces[i].lse[m] - best) / total;

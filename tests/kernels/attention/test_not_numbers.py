@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query with something that is no number gets none; others get what is theirs, or none if they are rounded with it."""
+"""A query with something that is no number gets none; others get what is theirs, or none if they are rounded with it.
+
+Nor does a query get numbers that sees a key without.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,29 @@ def test_they_are_neither_hidden_nor_spread(name: str, bad: float, level: str) -
             assert out[0].isnan().all()
             others[0] = False
         assert relative_error(out[others], expected[others]) < 1e-3
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at", [0, 2499])
+def test_a_key_that_is_none_is_not_hidden(at: int, dtype: torch.dtype, level: str) -> None:
+    s = streams([200, 1, 2500, 0], 6, 64, dtype)
+    keys, values = torch.randn(2, s.rows, 64).to(dtype)
+    expected, _ = reference.decode(s.q, Rows(Dense(keys), Dense(values)), s.where, Options(0.1))
+    keys[s.starts[1], 3] = keys[s.starts[2] + at, 5] = float("nan")
+    for where in (s.where, s.listed()):
+        out, lse = cpu.decode(s.q, Rows(Dense(keys), Dense(values)), where, Options(0.1), level=level)
+        assert out[1:3].isnan().all()
+        assert lse[1:3].isnan().all()
+        assert relative_error(out[0], expected[0]) < 1e-3
+        assert (out[3] == 0).all()
+
+
+@needs_compiler
+def test_a_key_that_is_none_is_not_seen_before_its_turn() -> None:
+    s = streams([200], 6, 64)
+    keys, values = torch.randn(2, s.rows, 64)
+    keys[s.starts[0] + 198, 3] = float("nan")  # the second of three new tokens
+    out, _ = cpu.decode(s.q, Rows(Dense(keys), Dense(values)), s.where, Options(0.1, causal=3))
+    assert out[0].isnan().all(dim=1).tolist() == [False, True, True] * 2
