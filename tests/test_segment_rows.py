@@ -14,6 +14,7 @@ from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.held import tensors_in
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.window import Window
 from kvpress.quant.codebook import CodedSegment
 from tests.formats import DIM, every_codec, segment
 from tests.quant.test_codebook import embedding
@@ -133,7 +134,43 @@ def test_short_weights_are_not_kept_in_float32() -> None:
     held.log_weight = torch.zeros(held.layout.total, dtype=torch.float16)
     (first,), (second,) = (held.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
     assert first is not second
-    assert all(operand is None for operand in vars(held)["_read_as"][1].values())
+    assert vars(held)["_read_as"][1] == {"operand": None}
+
+
+@pytest.mark.parametrize("name", ["uniform", "corrected", "centred"])
+def test_an_operand_is_made_once_for_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, queries, made = segment(name), torch.randn(4, 3, DIM), []
+    attend(held, queries)
+    original = type(held).operand
+    monkeypatch.setattr(type(held), "operand", lambda self: made.append(1) or original(self))
+    assert held.as_parts(queries, Logits(0.2)) is not None
+    assert len(made) == (0 if name == "uniform" else 1)
+    attend(held, queries)
+    assert len(made) == (0 if name == "uniform" else 2)
+
+
+def test_a_window_keeps_no_copy_of_what_a_prefill_hands_over() -> None:
+    keys, values = (torch.randn(2, 9, 2, DIM).transpose(1, 2) for _ in range(2))  # as projections lay them out
+    window, queries = Window.empty_like(keys, values), torch.randn(4, 3, DIM)
+    window.append(keys.contiguous().transpose(1, 2).contiguous().transpose(1, 2), values)
+    for tokens in range(3):
+        part, again = (window.as_part(queries, None) for _ in range(2))
+        assert part is not None
+        assert (part is again) == (tokens > 0)
+        assert window.cursor is not None
+        held = {place(tensor) for tensor in (window.keys, window.values, *window.cursor.tensors())}
+        assert {place(tensor) for tensor in tensors_in(window.cursor.part)} <= held
+        window.append(*(torch.randn(2, 2, 1, DIM) for _ in range(2)))
+
+
+def test_a_copy_of_a_window_reads_its_own_block() -> None:
+    window, queries = Window(*(torch.randn(2, 2, 9, DIM) for _ in range(2))), torch.randn(4, 3, DIM)
+    options = kernels.Options(0.2)
+    before = kernels.decode_parts(queries, [window.part([0, 0])], options)
+    twin = copy.deepcopy(window)
+    window.keys.zero_()
+    assert all(map(torch.equal, kernels.decode_parts(queries, [twin.part([0, 0])], options), before))
+    assert not torch.equal(kernels.decode_parts(queries, [window.part([0, 0])], options)[0], before[0])
 
 
 def test_a_format_with_an_attention_of_its_own_is_asked_alone() -> None:

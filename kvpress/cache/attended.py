@@ -16,7 +16,7 @@ from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
 from kvpress.cache.held import tensors_in
 from kvpress.cache.layout import Layout
 
-RowsT = TypeVar("RowsT", bound="kernels.Rows | kernels.Part | None")
+RowsT = TypeVar("RowsT", bound="kernels.Rows | None")
 
 BLOCK_ROWS = 4096
 """Rows decoded at a time where a packed format is read without a fused kernel."""
@@ -80,15 +80,15 @@ class Attended(ABC):
 
     def as_rows(self) -> kernels.Rows | None:
         """Return `operand`, kept for the next token."""
-        return self._keep(self.operand)
+        return self._keep("operand", self.operand)
 
-    def _keep(self, make: Callable[[], RowsT]) -> RowsT:
-        """Return `make()`, a method's, the same object for every token, so that it is checked once.
+    def _keep(self, name: str, make: Callable[[], RowsT]) -> RowsT:
+        """Return `make()`, the same object for every token, so that it is checked once.
 
         It is kept until something of the pairs is set, unless it holds tensors that only it has: those are made for each
         call, and freed behind it. Made twice, such an operand has others.
         """
-        kept, name = self._kept(), make.__name__
+        kept = self._kept()
         if name in kept:
             rows = kept[name]
             return make() if rows is None else rows
@@ -120,23 +120,28 @@ class Attended(ABC):
         stored = None if rows is None else rows.keys.tensors()[0]
         return rows if stored is not None and kernels.serves(queries, stored) else None
 
-    def part(self) -> kernels.Part:
-        """All pairs as one part of what an operator reads; `operand` is not None."""
-        rows = self.as_rows()
-        assert rows is not None  # noqa: S101 - for type checkers
-        return kernels.Part(rows, kernels.Ranges(*self.layout.on(rows.keys.storage.device)))
+    def _part(self, rows: kernels.Rows) -> kernels.Part:
+        """All pairs as one part of what an operator reads, kept as long as its rows are."""
+        kept, where = self._kept(), kernels.Ranges(*self.layout.on(rows.keys.storage.device))
+        if kept.get("operand") is not rows:
+            return kernels.Part(rows, where)
+        if "part" not in kept:
+            kept["part"] = kernels.Part(rows, where)
+        part: kernels.Part = kept["part"]
+        return part
 
     def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
         """What an operator reads to do the same as `attend`, with what lies elsewhere in one call; None where it cannot."""
-        return None if self._served(queries, logits) is None else [self._keep(self.part)]
+        rows = self._served(queries, logits)
+        return None if rows is None else [self._part(rows)]
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out.
 
         A format that does this in its own way says in `as_parts` what does the same, or is always asked alone.
         """
-        if hidden is None and self._served(queries, logits) is not None:
-            return kernels.decode_parts(queries, [self._keep(self.part)], options_of(logits))
+        if hidden is None and (rows := self._served(queries, logits)) is not None:
+            return kernels.decode_parts(queries, [self._part(rows)], options_of(logits))
         parts: dict[int, list[Partial]] = {}
         for block in self.blocks():
             visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)

@@ -48,7 +48,7 @@ class Cursor:
     """How far a window is filled, on its device: what a recorded step reads and moves instead of host counters.
 
     `starts` and `lengths [N]` are the streams of the block as flat rows, after `pads[b]` tokens of left padding;
-    `end [1]` is the first free token. `part` is the block as an operator reads it.
+    `end [1]` is the first free token. `part` is the block as an operator reads it, once it was asked for.
     """
 
     def __init__(self, window: Window, pads: list[int]) -> None:
@@ -56,7 +56,7 @@ class Cursor:
         self.starts, lengths = window.streams(pads)
         self._counters = torch.cat([lengths, lengths.new_full((1,), window.length)])
         self.lengths, self.end = self._counters[:-1], self._counters[-1:]
-        self.part = kernels.Part(window.rows(), kernels.Ranges(self.starts, self.lengths))
+        self.part: kernels.Part | None = None
 
     def move(self, tokens: int) -> None:
         """Follow `tokens` new tokens."""
@@ -193,14 +193,22 @@ class Window:
         )
 
     def as_part(self, queries: Tensor, mask: RealTokens | None) -> kernels.Part | None:
-        """The real tokens as an operator reads them; None where it cannot.
-
-        The preallocated block is read as flat rows: stream `n` starts at `n * capacity`, after its padding.
-        """
+        """The real tokens as an operator reads them; None where it cannot."""
         pads = self.pads(mask, self.length)
-        if pads is None or not kernels.serves(queries, self.keys):
-            return None
-        return self.cursor_at(pads).part
+        return None if pads is None or not kernels.serves(queries, self.keys) else self.part(pads)
+
+    def part(self, pads: list[int]) -> kernels.Part:
+        """The block as flat rows: stream `n` starts at `n * capacity`, after its padding.
+
+        It is told once, but for the tensors that a prefill has handed over: their rows are a copy, freed behind the call.
+        """
+        cursor = self.cursor_at(pads)
+        if cursor.part is not None:
+            return cursor.part
+        part = kernels.Part(self.rows(), kernels.Ranges(cursor.starts, cursor.lengths))
+        if self.keys.is_contiguous() and self.values.is_contiguous():
+            cursor.part = part
+        return part
 
     def rows(self) -> kernels.Rows:
         """The block as flat rows."""

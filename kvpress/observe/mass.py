@@ -27,7 +27,7 @@ def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
     pads = window.pads(None if call.mask is None else RealTokens(call.mask), window.length)
     if pads is None or not kernels.available(window.keys):
         return None
-    part = window.cursor_at(pads).part
+    part = window.part(pads)
     assert isinstance(part.where, kernels.Ranges)  # noqa: S101 - for type checkers
     sinks = None
     if call.lse is None and call.sinks is not None:

@@ -196,7 +196,7 @@ class PredictedSegment(CodedSegment):
         self, rest: Partial, queries: Tensor, where: kernels.Where, logits: Logits, streams: Tensor
     ) -> Partial:
         """Add what the means of the decoded keys predict to the means of what is left of values."""
-        means = kernels.decode(queries, self._keep(self.keys_only), where, options_of(logits))[0]
+        means = kernels.decode(queries, self._keep("keys only", self.keys_only), where, options_of(logits))[0]
         head = streams % len(self.weight)
         return rest[0] + torch.baddbmm(self.offset[head, None].float(), means, self.weight[head].float()), rest[1]
 
