@@ -122,12 +122,13 @@ class Attended(ABC):
 
     def _part(self, rows: kernels.Rows) -> kernels.Part:
         """All pairs as one part of what an operator reads, kept as long as its rows are."""
-        kept, where = self._kept(), kernels.Ranges(*self.layout.on(rows.keys.storage.device))
-        if kept.get("operand") is not rows:
-            return kernels.Part(rows, where)
-        if "part" not in kept:
-            kept["part"] = kernels.Part(rows, where)
-        part: kernels.Part = kept["part"]
+        kept = self._kept()
+        lasting = kept.get("operand") is rows
+        part: kernels.Part | None = kept.get("part") if lasting else None
+        if part is None:
+            part = kernels.Part(rows, self._ranges(rows.keys.storage))
+            if lasting:
+                kept["part"] = part
         return part
 
     def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
@@ -191,8 +192,8 @@ class Attended(ABC):
                 received[block.rows] += shares.sum(dim=1).flatten()
         return received
 
-    def _ranges(self, queries: Tensor) -> kernels.Ranges:
-        return kernels.Ranges(*self.layout.on(queries.device))
+    def _ranges(self, beside: Tensor) -> kernels.Ranges:
+        return kernels.Ranges(*self.layout.on(beside.device))
 
 
 def options_of(logits: Logits) -> kernels.Options:
