@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.memory import for_scattered_reads
+from kvpress.cache import memory
 from kvpress.kernels import STEP, Coded, Correction, Listed, Options, Packed, Ranges, Rotary, Rows, Where
 from kvpress.kernels.attention import reference as plain
 
@@ -158,7 +158,7 @@ class Selected(Cache):
     def __init__(self, dense: Stored, share: int = 16, label_bits: int | None = None) -> None:
         super().__init__(dense.streams)
         keys, values = dense.tensors()
-        self.dense = Given(dense.streams, Rows(*(kernels.Dense(for_scattered_reads(side)) for side in (keys, values))))
+        self.dense = Given(dense.streams, Rows(*(kernels.Dense(memory.moved(side)) for side in (keys, values))))
         labels = keys[:, : self.channels].contiguous()
         self.labels: kernels.Dense | Packed = kernels.Dense(labels)
         if label_bits is not None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.cache.memory import for_scattered_reads
+from kvpress.cache import memory
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
@@ -146,7 +146,7 @@ class DenseCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
-        return DenseSegment(for_scattered_reads(segment.keys), for_scattered_reads(segment.values), segment.layout)
+        return DenseSegment(memory.moved(segment.keys), memory.moved(segment.values), segment.layout)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return 2 * dim * dtype.itemsize

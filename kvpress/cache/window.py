@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache import memory
 from kvpress.cache.attention import Logits, Partial, attend
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
@@ -289,7 +290,7 @@ class Window:
 
 def _empty(like: Tensor, capacity: int) -> Tensor:
     batch, heads, _, dim = like.shape
-    return like.new_empty(batch, heads, capacity, dim)
+    return memory.empty((batch, heads, capacity, dim), like)
 
 
 def left_padding(real: Tensor) -> Tensor | None:

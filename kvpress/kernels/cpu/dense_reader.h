@@ -12,7 +12,10 @@ class DenseReader {
 
  public:
   explicit DenseReader(const Problem& p)
-      : p_(p), stride_(round_up(p.keys.channels, kQueryPad)), queries_(p.queries * stride_) {}
+      : p_(p),
+        stride_(round_up(p.keys.channels, kQueryPad)),
+        ahead_(rows_ahead(p.keys.channels * sizeof(T))),
+        queries_(p.queries * stride_) {}
 
   void begin(const float* q) {
     pad_queries<Dot>(q, p_.queries, p_.keys.channels, queries_, stride_);
@@ -23,7 +26,7 @@ class DenseReader {
   void score(const Chunk& chunk, float* scores) {
     score_rows<Dot>([&](int t) { return row(p_.keys, chunk.rows[t]); }, chunk.count, queries_, stride_, int(p_.queries),
                     int(p_.keys.channels), scores, [&](int t) {
-                      prefetch(p_.keys, chunk, t + kAhead);
+                      prefetch(p_.keys, chunk, t + ahead_);
                       // Listed rows lie far apart: their values are on the way while the keys are still being read.
                       if (!chunk.contiguous) prefetch(p_.values, chunk, t);
                     });
@@ -31,7 +34,7 @@ class DenseReader {
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     mix_rows<T>([&](int t) { return row(p_.values, chunk.rows[t]); }, chunk.count, weights, int(p_.queries),
-                int(p_.values.channels), acc, acc_stride, [&](int t) { prefetch(p_.values, chunk, t + kAhead); });
+                int(p_.values.channels), acc, acc_stride, [&](int t) { prefetch(p_.values, chunk, t + ahead_); });
   }
 
  private:
@@ -42,7 +45,7 @@ class DenseReader {
   }
 
   const Problem& p_;
-  const int stride_;
+  const int stride_, ahead_;
   Buffer<typename Dot::Query> queries_;
 };
 

@@ -160,6 +160,26 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
+// Numbers as those at even and those at odd places, as below.
+#define KVPRESS_PAIRS 1
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  const __m512i x = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
+}
+inline void part_pairs(float* p) {
+  const F a = load(p), b = load(p + kLanes);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  store(p, _mm512_permutex2var_ps(a, even, b));
+  store(p + kLanes, _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b));
+}
+inline void join_pairs(float* p) {
+  const F even = load(p), odd = load(p + kLanes);
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  store(p, _mm512_permutex2var_ps(even, low, odd));
+  store(p + kLanes, _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
+}
+
 #elif defined(__AVX2__)
 
 using F = __m256;
@@ -216,8 +236,8 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-// Sixteen numbers as those at even and those at odd places: bfloat16 takes half the instructions that way, because both of a
-// pair are in place, or nearly so, where they lie.
+// Numbers as those at even and those at odd places: bfloat16 takes half the instructions that way, because both of a pair are in
+// place, or nearly so, where they lie.
 #define KVPRESS_PAIRS 1
 inline void load_pairs(const bf16* p, F& even, F& odd) {
   const __m256i x = _mm256_loadu_si256((const __m256i*)p);
@@ -226,16 +246,16 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
 }
 // The same for numbers of 32 bits, in place, and back.
 inline void part_pairs(float* p) {
-  const F a = load(p), b = load(p + 8);
+  const F a = load(p), b = load(p + kLanes);
   const auto ordered = [](F x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
   store(p, ordered(_mm256_shuffle_ps(a, b, 0x88)));
-  store(p + 8, ordered(_mm256_shuffle_ps(a, b, 0xdd)));
+  store(p + kLanes, ordered(_mm256_shuffle_ps(a, b, 0xdd)));
 }
 inline void join_pairs(float* p) {
-  const F even = load(p), odd = load(p + 8);
+  const F even = load(p), odd = load(p + kLanes);
   const F low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
   store(p, _mm256_permute2f128_ps(low, high, 0x20));
-  store(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+  store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
 #else

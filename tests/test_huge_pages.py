@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for pairs that are read one here and one there."""
+"""Memory for pairs that every token reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.layout import Layout
-from kvpress.cache.memory import LEAST_BYTES, for_scattered_reads
+from kvpress.cache.memory import LEAST_BYTES, empty, moved
 from kvpress.cache.segment import DenseSegment
+from kvpress.cache.window import Window
 
 on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages to ask for")
 
@@ -40,19 +41,20 @@ def asks_for_huge_pages(tensor: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_rows_get_huge_pages_and_keep_their_values(dtype: torch.dtype) -> None:
     given = rows(dtype)
-    moved = for_scattered_reads(given)
-    assert asks_for_huge_pages(moved)
-    assert moved.dtype == dtype
-    assert torch.equal(moved, given)
-    moved[0] += 1
-    assert not torch.equal(moved, given)
-    assert moved.untyped_storage().nbytes() == given.nbytes
+    found = moved(given)
+    assert asks_for_huge_pages(found)
+    assert found.dtype == dtype
+    assert torch.equal(found, given)
+    found[0] += 1
+    assert not torch.equal(found, given)
+    assert found.untyped_storage().nbytes() == given.nbytes
 
 
 def test_small_rows_and_those_of_other_devices_stay() -> None:
     small, elsewhere = rows(size=LEAST_BYTES // 2), rows().to("meta")
-    assert for_scattered_reads(small) is small
-    assert for_scattered_reads(elsewhere) is elsewhere
+    assert moved(small) is small
+    assert moved(elsewhere) is elsewhere
+    assert empty(elsewhere.shape, elsewhere).is_meta
 
 
 @on_linux
@@ -63,7 +65,8 @@ def test_rows_stay_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(mmap, "mmap", Refusing)
     given = rows()
-    assert for_scattered_reads(given) is given
+    assert moved(given) is given
+    assert not asks_for_huge_pages(empty(given.shape, given))
 
 
 @on_linux
@@ -76,3 +79,14 @@ def test_pairs_that_a_selector_reads_get_huge_pages() -> None:
         assert asks_for_huge_pages(held)
         assert torch.equal(held, given)
     assert sealed.layout == layout
+
+
+@on_linux
+def test_a_window_that_grows_past_the_limit_gets_huge_pages_and_keeps_its_pairs() -> None:
+    keys, values = (side.view(1, 4, -1, 64) for side in (rows(), rows().flip(0)))
+    window = Window.empty_like(keys, values)
+    window.append(keys[:, :, :-1].clone(), values[:, :, :-1].clone())
+    window.append(keys[:, :, -1:], values[:, :, -1:])
+    for held, given in ((window.keys, keys), (window.values, values)):
+        assert asks_for_huge_pages(held)
+        assert torch.equal(held[:, :, : window.length], given)
