@@ -61,6 +61,13 @@ struct FloatDot {
 };
 
 #if defined(KVPRESS_PAIRS)
+// part_pairs or join_pairs of two vectors in memory.
+KVPRESS_INLINE void in_place(void (&step)(F&, F&), float* p) {
+  F a = load(p), b = load(p + kLanes);
+  step(a, b);
+  store(p, a), store(p + kLanes, b);
+}
+
 template <>
 struct FloatDot<bf16> {
   using Key = bf16;
@@ -71,7 +78,7 @@ struct FloatDot<bf16> {
   static constexpr int kWidth = 2 * kLanes;
   static void put_query(const float* q, int channels, float* out) {
     std::fill(std::copy_n(q, channels, out), out + round_up(channels, kWidth), 0.f);
-    for (int c = 0; c < channels; c += kWidth) part_pairs(out + c);
+    for (int c = 0; c < channels; c += kWidth) in_place(part_pairs, out + c);
   }
   static KVPRESS_INLINE Vector load_key(const bf16* p) {
     Vector key;
@@ -205,10 +212,10 @@ void mix_rows(RowAt row_at, int count, const float* weights, int query_count, in
               Ahead ahead) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as the register file holds
   constexpr int kBlockChannels = kVectors * kLanes;
-  const auto for_pairs = [&](auto&& step) {
+  const auto for_pairs = [&](auto& step) {
     const int whole = channels / kBlockChannels * kBlockChannels;
     for (int m = 0; m < query_count; ++m)
-      for (int c = 0; c < whole; c += 2 * kLanes) step(acc + m * acc_stride + c);
+      for (int c = 0; c < whole; c += 2 * kLanes) in_place(step, acc + m * acc_stride + c);
   };
 #if defined(KVPRESS_PAIRS)
   constexpr bool kPairs = std::is_same_v<T, bf16>;

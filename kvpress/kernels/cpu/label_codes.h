@@ -123,30 +123,28 @@ class CodedLabels {
   void transpose(const uint8_t* codes, int size) {
     int32_t* const out = words_;
     int t = 0;
-#if defined(__AVX512F__)
-    for (; t + 16 <= size; t += 16) {
-      __m512i column[kWords];
+#if defined(KVPRESS_PAIRS)
+    for (; t + kLanes <= size; t += kLanes) {
+      F column[kWords];
       split_rows(codes + t * kWords * 4, column);
-      for (int k = 0; k < kWords; ++k) _mm512_store_si512(out + k * kTileRows + t, column[k]);
+      for (int k = 0; k < kWords; ++k) store(reinterpret_cast<float*>(out + k * kTileRows + t), column[k]);
     }
 #endif
     for (; t < size; ++t)
       for (int k = 0; k < kWords; ++k) std::memcpy(out + k * kTileRows + t, codes + (t * kWords + k) * 4, 4);
   }
 
-#if defined(__AVX512F__)
-  // column[k] = word k of sixteen rows; each step separates the even words of the lists from the odd ones.
+#if defined(KVPRESS_PAIRS)
+  // column[k] = word k of kLanes rows; each step separates the even words of the lists from the odd ones.
   template <int kWords>
-  static KVPRESS_INLINE void split_rows(const uint8_t* codes, __m512i (&column)[kWords]) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    for (int k = 0; k < kWords; ++k) column[k] = _mm512_loadu_si512(codes + 64 * k);
+  static KVPRESS_INLINE void split_rows(const uint8_t* codes, F (&column)[kWords]) {
+    for (int k = 0; k < kWords; ++k) column[k] = ::kvpress::load(reinterpret_cast<const float*>(codes) + k * kLanes);
     for (int step = 1; step < kWords; step *= 2) {
-      __m512i from[kWords];
+      F from[kWords];
       std::copy_n(column, kWords, from);
       for (int k = 0; k < kWords / 2; ++k) {
-        column[k] = _mm512_permutex2var_epi32(from[2 * k], even, from[2 * k + 1]);
-        column[kWords / 2 + k] = _mm512_permutex2var_epi32(from[2 * k], odd, from[2 * k + 1]);
+        part_pairs(from[2 * k], from[2 * k + 1]);
+        column[k] = from[2 * k], column[kWords / 2 + k] = from[2 * k + 1];
       }
     }
   }

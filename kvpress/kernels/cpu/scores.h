@@ -96,9 +96,10 @@ class LabelWorker {
       for (const auto& query : sums)
         for (int v = 0; v < kTileVectors; ++v) best[v] = max(best[v], query[v]);
     });
-    float scores[kTileRows];
-    for (int v = 0; v < kTileVectors; ++v) store(scores + v * kLanes, best[v]);
-    std::copy_n(scores, size, out);
+    float scores[kTileRows];  // of a part of a tile: a copy waits for the vectors to reach the cache
+    float* const to = size == kTileRows ? out : scores;
+    for (int v = 0; v < kTileVectors; ++v) store(to + v * kLanes, best[v]);
+    if (to == scores) std::copy_n(scores, size, out);
   }
 
   const Scores& p_;

@@ -57,6 +57,26 @@ inline int64_t take_reaching(const float* scores, float limit, int32_t place, Ta
   _mm512_storeu_si512(out.places, _mm512_maskz_compress_epi32(taken, _mm512_add_epi32(lanes, _mm512_set1_epi32(place))));
   return __builtin_popcount(taken);
 }
+#elif defined(__AVX2__)
+// For every set of lanes, their numbers from the lowest on, a byte each.
+struct LanesOf {
+  uint8_t first[256][8] = {};
+  constexpr LanesOf() {
+    for (int set = 0; set < 256; ++set)
+      for (int lane = 0, n = 0; lane < 8; ++lane)
+        if (set >> lane & 1) first[set][n++] = uint8_t(lane);
+  }
+};
+inline constexpr LanesOf kLanesOf;
+
+inline int64_t take_reaching(const float* scores, float limit, int32_t place, Taken out) {
+  const F x = load(scores);
+  const int taken = _mm256_movemask_ps(_mm256_cmp_ps(x, set1(limit), _CMP_NLT_UQ));
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)kLanesOf.first[taken]));
+  store(out.values, _mm256_permutevar8x32_ps(x, lanes));
+  _mm256_storeu_si256((__m256i*)out.places, _mm256_add_epi32(lanes, _mm256_set1_epi32(place)));
+  return __builtin_popcount(taken);
+}
 #else
 inline int64_t take_reaching(const float* scores, float limit, int32_t place, Taken out) {
   int64_t taken = 0;

@@ -167,17 +167,15 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
 }
-inline void part_pairs(float* p) {
-  const F a = load(p), b = load(p + kLanes);
+inline void part_pairs(F& a, F& b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  store(p, _mm512_permutex2var_ps(a, even, b));
-  store(p + kLanes, _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b));
+  const F evens = _mm512_permutex2var_ps(a, even, b);
+  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b), a = evens;
 }
-inline void join_pairs(float* p) {
-  const F even = load(p), odd = load(p + kLanes);
+inline void join_pairs(F& a, F& b) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  store(p, _mm512_permutex2var_ps(even, low, odd));
-  store(p + kLanes, _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
+  const F lows = _mm512_permutex2var_ps(a, low, b);
+  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b), a = lows;
 }
 
 #elif defined(__AVX2__)
@@ -244,18 +242,15 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
   even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
-// The same for numbers of 32 bits, in place, and back.
-inline void part_pairs(float* p) {
-  const F a = load(p), b = load(p + kLanes);
+// The same for numbers of 32 bits in two vectors, and back.
+inline void part_pairs(F& a, F& b) {
   const auto ordered = [](F x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
-  store(p, ordered(_mm256_shuffle_ps(a, b, 0x88)));
-  store(p + kLanes, ordered(_mm256_shuffle_ps(a, b, 0xdd)));
+  const F evens = ordered(_mm256_shuffle_ps(a, b, 0x88));
+  b = ordered(_mm256_shuffle_ps(a, b, 0xdd)), a = evens;
 }
-inline void join_pairs(float* p) {
-  const F even = load(p), odd = load(p + kLanes);
-  const F low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
-  store(p, _mm256_permute2f128_ps(low, high, 0x20));
-  store(p + kLanes, _mm256_permute2f128_ps(low, high, 0x31));
+inline void join_pairs(F& a, F& b) {
+  const F low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(low, high, 0x20), b = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
 #else
