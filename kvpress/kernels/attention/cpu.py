@@ -109,8 +109,9 @@ def merge(parts: Sequence[Result], level: str | None = None) -> Result:
     """Combine results over disjoint rows, those of `kvpress.kernels.merge`."""
     out, lse = parts[0]
     whole, total = torch.empty(out.shape), torch.empty(lse.shape)
-    shape = total.numel(), whole.shape[-1], torch.get_num_threads(), len(parts)
-    launch.run("decode.cpp", "kvpress_merge", whole, total, *shape, *_pieces(parts), level=level)
+    nothing = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0  # no part is to be asked
+    told = whole, total, whole.shape[-1], len(parts), 0, *_pieces(parts)
+    launch.run("decode.cpp", "kvpress_parts", *nothing, *told, level=level)
     return whole, total
 
 

@@ -47,7 +47,17 @@ struct Positions {
 
   uint64_t operator[](int t) const { return each ? each[t] : first + uint64_t(t); }
 
-  // The first row behind row t, of `count`, that stands in another block of kStep positions.
+  // Calls step(block, first, end) for rows that stand in one block of kStep positions, until `count` rows are done.
+  template <class Step>
+  void for_blocks(int count, Step&& step) const {
+    for (int i = 0, end; i < count; i = end) {
+      end = end_of_block(i, count);
+      step((*this)[i] / kStep, i, end);
+    }
+  }
+
+ private:
+  // The first row behind row t, of `count`, that stands in another block.
   int end_of_block(int t, int count) const {
     if (!each) return int(std::min<uint64_t>(uint64_t(count), t + kStep - (first + uint64_t(t)) % kStep));
     int end = t + 1;

@@ -23,16 +23,3 @@ extern "C" int kvpress_dense(const kvpress::Problem* p) {
 extern "C" int kvpress_packed(const kvpress::Problem* p) { return kvpress::attend_all<kvpress::PackedReader>(*p); }
 
 extern "C" int kvpress_parts(const kvpress::Parts* p) { return p->attend(); }
-
-// Attention over disjoint rows that was computed by several calls.
-struct Partials {
-  float* out;  // [queries, channels]
-  float* lse;  // [queries]
-  int64_t queries, channels, threads, count;
-  kvpress::Piece part;  // the first of `count`, whose streams and ranges say nothing
-};
-
-extern "C" int kvpress_merge(const Partials* p) {
-  kvpress::merge_all(p->queries, p->channels, p->threads, &p->part, p->count, p->out, p->lse);
-  return -1;
-}

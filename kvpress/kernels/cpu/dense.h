@@ -47,20 +47,20 @@ inline void for_query_tiles(int queries, Step&& step) {
 // less than keeping sums in memory, unless numbers are converted one at a time.
 constexpr int kDotQueries = kRegisters == 16 && kConvertsHalves ? 2 : 4;
 
-// Multiply-accumulate one vector of a key with one vector of a query, in float32.
+// How many vectors of neighbouring channels are read at once: two of what is read as pairs.
 template <class T>
-struct FloatDot {
-  using Key = T;
-  using Query = float;
-  using Vector = F;
-  static constexpr int kWidth = kLanes;
-  static void put_query(const float* q, int channels, float* out) { std::copy_n(q, channels, out); }
-  static Vector load_key(const T* p) { return load(p); }
-  static Vector load_query(const float* p) { return load(p); }
-  static F step(F sum, Vector key, Vector query) { return fma(key, query, sum); }
-};
+constexpr int kAtOnce = kPaired<T> ? 2 : 1;
 
-#if defined(KVPRESS_PAIRS)
+// x = kVectors vectors of neighbouring channels; an even number of what is read as pairs is parted.
+template <class T, int kVectors>
+KVPRESS_INLINE void load_block(const T* p, F (&x)[kVectors]) {
+  if constexpr (kPaired<T> && kVectors % 2 == 0)
+    unrolled<kVectors / 2>(
+        [&](auto v) KVPRESS_INLINE_LAMBDA { load_pairs(p + 2 * v * kLanes, x[2 * v], x[2 * v + 1]); });
+  else
+    unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load(p + v * kLanes); });
+}
+
 // part_pairs or join_pairs of two vectors in memory.
 KVPRESS_INLINE void in_place(void (&step)(F&, F&), float* p) {
   F a = load(p), b = load(p + kLanes);
@@ -68,32 +68,38 @@ KVPRESS_INLINE void in_place(void (&step)(F&, F&), float* p) {
   store(p, a), store(p + kLanes, b);
 }
 
-template <>
-struct FloatDot<bf16> {
-  using Key = bf16;
+// Multiply-accumulate the vectors of a key that are read at once with those of a query, in float32.
+template <class T>
+struct FloatDot {
+  using Key = T;
   using Query = float;
   struct Vector {
-    F even, odd;
+    F at[kAtOnce<T>];
   };
-  static constexpr int kWidth = 2 * kLanes;
+  static constexpr int kWidth = kAtOnce<T> * kLanes;
   static void put_query(const float* q, int channels, float* out) {
     std::fill(std::copy_n(q, channels, out), out + round_up(channels, kWidth), 0.f);
-    for (int c = 0; c < channels; c += kWidth) in_place(part_pairs, out + c);
+    if constexpr (kPaired<T>)
+      for (int c = 0; c < channels; c += kWidth) in_place(part_pairs, out + c);
   }
-  static KVPRESS_INLINE Vector load_key(const bf16* p) {
+  static KVPRESS_INLINE Vector load_key(const T* p) {
     Vector key;
-    load_pairs(p, key.even, key.odd);
+    load_block(p, key.at);
     return key;
   }
-  static KVPRESS_INLINE Vector load_query(const float* p) { return {load(p), load(p + kLanes)}; }
+  static KVPRESS_INLINE Vector load_query(const float* p) {
+    Vector query;
+    load_block(p, query.at);
+    return query;
+  }
   static KVPRESS_INLINE F step(F sum, Vector key, Vector query) {
-    return fma(key.odd, query.odd, fma(key.even, query.even, sum));
+    unrolled<kAtOnce<T>>([&](auto v) KVPRESS_INLINE_LAMBDA { sum = fma(key.at[v], query.at[v], sum); });
+    return sum;
   }
 };
-#endif
 
 #if defined(__AVX512BF16__)
-// Exact products of bfloat16 pairs, float32 sums: half the instructions of FloatDot<bf16>.
+// Exact products of bfloat16 pairs, float32 sums: half the instructions of FloatDot.
 struct PairDot {
   using Key = bf16;
   using Query = bf16;
@@ -166,18 +172,6 @@ void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int
   }
 }
 
-// How mix_block reads kVectors vectors of neighbouring channels.
-template <class T, int kVectors>
-KVPRESS_INLINE void load_block(const T* p, F (&x)[kVectors]) {
-#if defined(KVPRESS_PAIRS)
-  if constexpr (std::is_same_v<T, bf16> && kVectors % 2 == 0)
-    return unrolled<kVectors / 2>([&](auto v) KVPRESS_INLINE_LAMBDA {
-      load_pairs(p + 2 * v * kLanes, x[2 * v], x[2 * v + 1]);
-    });
-#endif
-  unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load(p + v * kLanes); });
-}
-
 // acc[m, c ..] += sum_t weights[m, t] * row_t[c ..] for kVectors vectors of channels.
 template <class T, int kQueries, int kVectors, class Load, class Ahead>
 inline void mix_block(const T* const* rows, int count, const float* weights, float* acc, int acc_stride, int c, Load load_at,
@@ -217,10 +211,7 @@ void mix_rows(RowAt row_at, int count, const float* weights, int query_count, in
     for (int m = 0; m < query_count; ++m)
       for (int c = 0; c < whole; c += 2 * kLanes) in_place(step, acc + m * acc_stride + c);
   };
-#if defined(KVPRESS_PAIRS)
-  constexpr bool kPairs = std::is_same_v<T, bf16>;
-  if constexpr (kPairs) for_pairs(part_pairs);
-#endif
+  if constexpr (kPaired<T>) for_pairs(part_pairs);
   const auto whole = [](const T* p, auto& x) KVPRESS_INLINE_LAMBDA { load_block(p, x); };
   const auto part = [&](const T* p, F(&x)[1]) { x[0] = load_part(p, channels % kLanes); };
   const auto quiet = [](int) {};
@@ -241,9 +232,7 @@ void mix_rows(RowAt row_at, int count, const float* weights, int query_count, in
       if (c < channels) mix_block<T, tile, 1>(rows, size, w, a, acc_stride, c, part, quiet);
     });
   }
-#if defined(KVPRESS_PAIRS)
-  if constexpr (kPairs) for_pairs(join_pairs);
-#endif
+  if constexpr (kPaired<T>) for_pairs(join_pairs);
 }
 
 }  // namespace kvpress

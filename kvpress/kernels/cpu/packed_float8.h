@@ -7,6 +7,8 @@
 namespace kvpress {
 
 class Float8Rows {
+  using Dot = FloatDot<e4m3>;
+
  public:
   static bool fits(const Rows& side) {
     if (!side.levels || side.zero || side.bits != 8 || side.group_channels != side.channels) return false;
@@ -17,16 +19,24 @@ class Float8Rows {
   }
 
   Float8Rows(const PackedRows& rows, int64_t queries)
-      : rows_(rows), queries_(int(queries)), scales_(rows), scale_(kChunk), weights_(queries * kScoreStride) {}
+      : rows_(rows),
+        queries_(int(queries)),
+        stride_(round_up(rows.side().channels, kQueryPad)),
+        scales_(rows),
+        q_(queries * stride_),
+        scale_(kChunk),
+        weights_(queries * kScoreStride) {}
 
-  // Queries [M, stride], zero padded.
-  void begin(const float* q, int stride) { q_ = q, stride_ = stride; }
+  // Queries [M, stride].
+  void begin(const float* q, int stride) {
+    for (int m = 0; m < queries_; ++m) Dot::put_query(q + m * stride, int(rows_.side().channels), q_ + m * stride_);
+  }
 
   int run(const int64_t*, int count, bool) const { return std::min(count, 64); }
 
   void score(const int64_t* rows, int count, float* scores) {
     scales_.read(rows, count, scale_, kChunk);
-    score_rows<FloatDot<e4m3>>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_,
+    score_rows<Dot>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_,
                                int(rows_.side().channels), scores, [](int) {});
     for (int m = 0; m < queries_; ++m)
       for (int t = 0; t < count; t += kLanes)
@@ -47,11 +57,9 @@ class Float8Rows {
   const e4m3* row(int64_t number) const { return reinterpret_cast<const e4m3*>(rows_.codes(number)); }
 
   const PackedRows& rows_;
-  const int queries_;
+  const int queries_, stride_;
   const RowScales scales_;
-  const float* q_ = nullptr;
-  int stride_ = 0;
-  Buffer<float> scale_, weights_;  // [kChunk] and [M, kScoreStride]
+  Buffer<float> q_, scale_, weights_;  // [M, stride], [kChunk] and [M, kScoreStride]
 };
 
 }  // namespace kvpress

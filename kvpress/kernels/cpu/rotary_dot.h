@@ -40,24 +40,21 @@ class RotaryDot {
   // out[i] = products with key i. Keys whose vectors are not aligned end on zeros, a vector of them at least.
   template <class Keys>
   void multiply(const Keys& keys, Positions positions, int count, Quad* out) {
-    for (int i = 0, end; i < count; i = end) {
-      end = half_ ? positions.end_of_block(i, count) : count;
-      if (half_) turn_queries(positions[i] / kStep);
-      const bool plain = half_ % kLanes == 0 && channels_ == 2 * half_;
+    if (!half_) return multiply_rows<0>(keys, 0, count, positions, out);
+    const bool plain = half_ % kLanes == 0 && channels_ == 2 * half_;
+    positions.for_blocks(count, [&](uint64_t block, int first, int end) {
+      turn_queries(block);
       switch (plain ? pairs_ : 0) {
         case 2:
-          multiply_rows<2>(keys, i, end, positions, out);
-          break;
+          return multiply_rows<2>(keys, first, end, positions, out);
         case 4:
-          multiply_rows<4>(keys, i, end, positions, out);
-          break;
+          return multiply_rows<4>(keys, first, end, positions, out);
         case 8:
-          multiply_rows<8>(keys, i, end, positions, out);
-          break;
+          return multiply_rows<8>(keys, first, end, positions, out);
         default:
-          multiply_rows<0>(keys, i, end, positions, out);
+          multiply_rows<0>(keys, first, end, positions, out);
       }
-    }
+    });
   }
 
  private:

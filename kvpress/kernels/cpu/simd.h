@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -120,10 +121,12 @@ inline F load(const bf16* p) {
 }
 inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 // Moving the bits of an e4m3 number to those of a half divides it by 2^8, subnormal or not; an arithmetic shift copies its sign.
-inline F load(const e4m3* p) {
-  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
-  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+inline F from_e4m3(__m256i x) {  // in the upper byte of 16 bits each; those below do not matter
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(int16_t(0xbf80)));
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
+}
+inline F load(const e4m3* p) {
+  return from_e4m3(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
 }
 inline F load_parts(const f16* const (&p)[2]) {
   const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p[0]));
@@ -160,13 +163,19 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-// Numbers as those at even and those at odd places, as below.
+// Numbers as those at even and those at odd places: those of 16 bits and of 8 take half the instructions that way, because one of a
+// pair is in place, or nearly so, where it lies.
 #define KVPRESS_PAIRS 1
 inline void load_pairs(const bf16* p, F& even, F& odd) {
   const __m512i x = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
 }
+inline void load_pairs(const e4m3* p, F& even, F& odd) {
+  const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+  even = from_e4m3(_mm256_slli_epi16(x, 8)), odd = from_e4m3(x);
+}
+// The same for numbers of 32 bits in two vectors, and back.
 inline void part_pairs(F& a, F& b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const F evens = _mm512_permutex2var_ps(a, even, b);
@@ -190,10 +199,12 @@ inline F load(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline F load(const e4m3* p) {
-  const __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8);
-  const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(int16_t(0xbf80)));
+inline F from_e4m3(__m128i x) {
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(x, 1), _mm_set1_epi16(int16_t(0xbf80)));
   return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
+}
+inline F load(const e4m3* p) {
+  return from_e4m3(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8));
 }
 inline F load_parts(const f16* const (&p)[2]) {
   return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)p[0]), _mm_loadl_epi64((const __m128i*)p[1])));
@@ -234,15 +245,16 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-// Numbers as those at even and those at odd places: bfloat16 takes half the instructions that way, because both of a pair are in
-// place, or nearly so, where they lie.
 #define KVPRESS_PAIRS 1
 inline void load_pairs(const bf16* p, F& even, F& odd) {
   const __m256i x = _mm256_loadu_si256((const __m256i*)p);
   even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
-// The same for numbers of 32 bits in two vectors, and back.
+inline void load_pairs(const e4m3* p, F& even, F& odd) {
+  const __m128i x = _mm_loadu_si128((const __m128i*)p);
+  even = from_e4m3(_mm_slli_epi16(x, 8)), odd = from_e4m3(x);
+}
 inline void part_pairs(F& a, F& b) {
   const auto ordered = [](F x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
   const F evens = ordered(_mm256_shuffle_ps(a, b, 0x88));
@@ -324,6 +336,19 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
+#endif
+
+// Whether numbers of a type are read as pairs.
+#if defined(KVPRESS_PAIRS)
+template <class T>
+constexpr bool kPaired = std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>;
+#else
+template <class T>
+constexpr bool kPaired = false;
+inline void part_pairs(F&, F&) {}
+inline void join_pairs(F&, F&) {}
+template <class T>
+inline void load_pairs(const T*, F&, F&) {}
 #endif
 
 // As many whole numbers of 32 bits, and what conversions between the two are written with.

@@ -49,20 +49,17 @@ class WholeRotaryDot {
 
   // out[i] = products with key i.
   void multiply(IndexBlock<uint8_t> rows, Positions positions, int count, Quad* out) {
-    for (int i = 0, end; i < count; i = end) {
-      end = positions.end_of_block(i, count);
-      turn_queries(positions[i] / kStep);
+    positions.for_blocks(count, [&](uint64_t block, int first, int end) {
+      turn_queries(block);
       switch (p_.keys.coupled) {
         case 4:
-          multiply_rows<4>(rows, positions, i, end, out);
-          break;
+          return multiply_rows<4>(rows, positions, first, end, out);
         case 8:
-          multiply_rows<8>(rows, positions, i, end, out);
-          break;
+          return multiply_rows<8>(rows, positions, first, end, out);
         default:
-          multiply_rows<16>(rows, positions, i, end, out);
+          multiply_rows<16>(rows, positions, first, end, out);
       }
-    }
+    });
   }
 
  private:
