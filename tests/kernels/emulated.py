@@ -35,6 +35,9 @@ LEVEL = "neon_dot"
 AVX512 = {"avx512": 1, "avx512_vnni": 2, "avx512_bf16": 4}
 """Levels that are run by SIMDe, and their number in the header; `avx512_vbmi` has nothing that the last one lacks."""
 
+BROKEN: dict[Path, subprocess.SubprocessError] = {}
+"""Programs that could not be built in this process."""
+
 missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
 """Tools that kernels for ARM would need; Debian has them as g++-aarch64-linux-gnu and qemu-user."""
 
@@ -76,12 +79,18 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
         key.update(file.read_bytes())
     program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
     program.parent.mkdir(parents=True, exist_ok=True)
+    if program in BROKEN:
+        raise BROKEN[program]  # compiling takes minutes: every test that needs it fails, without another attempt
     with FileLock(f"{program}.lock"):
         if program.exists():
             return program
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
             made = Path(scratch) / program.name
-            subprocess.run([*command, *map(str, files), "-o", str(made)], check=True, timeout=600)  # noqa: S603 - fixed flags
+            try:
+                subprocess.run([*command, *map(str, files), "-o", str(made)], check=True, timeout=600)  # noqa: S603 - fixed flags
+            except subprocess.SubprocessError as error:
+                BROKEN[program] = error
+                raise
             made.replace(program)
     return program
 
