@@ -246,12 +246,12 @@ def main() -> None:
         levels = levels_of(args.levels)
     except ValueError as error:
         parser.error(f"--levels: {error}")
-    results = []
+    lengths, results = [int(length) for length in args.tokens.split(",")], []
     for level in levels:
         held = {} if level == build.supported_levels()[-1] else TORCH_LEVELS[level]
         os.environ.update(held)
         with multiprocessing.get_context("spawn").Pool(1) as alone:
-            results += alone.apply(measure, (level, [int(length) for length in args.tokens.split(",")], args.repeats))
+            results += alone.apply(measure, (level, lengths, args.repeats))
         for name in held:
             del os.environ[name]
     if args.out:
