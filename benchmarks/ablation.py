@@ -33,7 +33,7 @@ from torch import Tensor
 
 import kvpress
 from benchmarks.frontier import solved
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from benchmarks.quality import held
 from benchmarks.quality_figures import COLOURS, MARKERS, write_figure
 from kvpress.core.model import ModelFacts

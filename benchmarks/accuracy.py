@@ -29,7 +29,7 @@ import numpy as np
 import pandas
 from kvpress_eval import evaluate
 
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from benchmarks.pages import put
 
 ROOT = Path(__file__).parent

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu_turns import Array, Built, Contender, Setting
+from benchmarks.machine import streamed_bytes
 
 HQ, H, D = 32, 8, 128
 HEAVY = 16
-STREAMED = 192 * 2**20
+STREAMED = streamed_bytes()
 """Bytes that are read before each turn, so that it meets cold caches."""
 WARM_STEPS, STEPS = 0, 1
 

@@ -36,7 +36,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu_turns import EXACT, Contender, Setting, Worker, WorkerError
-from benchmarks.kernels_cpu import cpu_model, levels_of, use
+from benchmarks.levels import levels_of, use
+from benchmarks.machine import cpu_model
 from kvpress import env
 
 PARTS = ("layer", "model")

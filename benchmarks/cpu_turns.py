@@ -185,7 +185,7 @@ def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> N
 
 def _use(level: str | None) -> None:
     if level is not None:
-        from benchmarks.kernels_cpu import use
+        from benchmarks.levels import use
 
         use(level)
 

@@ -33,7 +33,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 import kvpress
-from benchmarks.kernels_cpu import cpu_model, levels_of, use
+from benchmarks.levels import levels_of, use
+from benchmarks.machine import cpu_model
 from kvpress.cache.codec import Sealing
 from kvpress.cache.report import storage_bytes
 from kvpress.cache.store import KVStore

@@ -32,7 +32,7 @@ from scipy.stats import kendalltau, spearmanr
 
 import kvpress
 from benchmarks.accuracy import Score
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 
 PRESSES = (
     "streaming_llm:0.25",

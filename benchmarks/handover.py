@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpress
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from kvpress.hf.models import with_cache
 
 

@@ -3,14 +3,16 @@
 
     python benchmarks/kernels_cpu.py [--tokens 32768,131072] [--levels avx2,avx512] [--repeats 9] [--out results.json]
 
-One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets
-cold caches (192 MiB are streamed between calls), the contenders take turns, and medians and minima are printed with the
-error of each result against float32 attention over the same cache as it is stored. Selection chooses one row in 16 by
-16 channels of the keys, held in 4 bits; its three steps are also timed alone. Rows with a scale each are what ZipCache reads.
-Contenders named float32 stand for models in that type: dense rows of it, and codes whose scales have it.
-The last line of each length is one JSON
-object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one thread, ``x_two_threads`` how many
-times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading alone, on as many threads.
+One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets cold
+caches (as much as the largest holds is read between calls, 192 MiB or more), the contenders take turns, and medians and minima
+are printed with the error of each result against float32 attention over the same cache as it is stored. Selection chooses one
+row in 16 by 16 channels of the keys, held in 4 bits; its three steps are also timed alone. Rows with a scale each are what
+ZipCache reads. Contenders named float32 stand for models in that type: dense rows of it, and codes whose scales have it.
+
+The last line of each length is one JSON object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one
+thread, ``x_two_threads`` how many times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading
+alone, on as many threads.
+
 Instruction-set levels are measured one after the other, each in a process of its own, `all` for every one that this processor
 has; torch is held to the level too, as on a processor that has no more (the last level is that of the processor itself). What
 torch has no kernel for there, and takes ten times as long as with its others, is left out.
@@ -22,7 +24,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -35,9 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.levels import levels_of, torch_held_to, use
+from benchmarks.machine import cpu_model, streamed_bytes
 from benchmarks.problems import Cache, Corrected, Coupled, Dense, Selected, Streams, Uniform
 from kvpress.kernels import counters, reset_counters
-from kvpress.kernels.cpu import build, launch
+from kvpress.kernels.cpu import launch
 
 H, G, D = 8, 4, 128
 READ = "read"
@@ -54,14 +57,6 @@ RATIOS = {
     "float32_int3": "int3 float32",
 }
 """Contenders that are compared with dense decode of their type, by their name in the ratios."""
-TORCH_LEVELS = {
-    "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-    "avx512_vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "avx512_vbmi": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-}
-"""What holds torch and its libraries to a level; they ask when they are first used."""
 
 Calls = dict[tuple[str, int], Callable[[], object]]
 
@@ -105,6 +100,7 @@ def usable(forms: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Ten
     """Without those that take ten times as long as the fastest."""
     seconds = {}
     for name, call in forms.items():
+        call()  # sets up what torch keeps
         begin = time.perf_counter()
         call()
         seconds[name] = time.perf_counter() - begin
@@ -141,19 +137,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
-def cpu_model() -> str:
-    """Name of the processor, from /proc/cpuinfo where there is one."""
-    info = Path("/proc/cpuinfo")
-    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
-    known = {key.strip(): value.strip() for key, value in fields.items()}
-    if "model name" not in known:
-        return platform.processor() or platform.machine()
-    return f"{known['model name']} (family {known.get('cpu family')}, model {known.get('model')})"
-
-
-def run(tokens: int, repeats: int, flushed: int = 192 * 2**20) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The ratios, and one row per contender and number of threads; `flushed` bytes are streamed between calls."""
-    flush, second = torch.ones(flushed // 4), torch.ones(flushed // 4)
+def run(tokens: int, repeats: int, streamed: int | None = None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The ratios, and one row per contender and number of threads; `streamed` bytes are read between calls."""
+    flush, second = (torch.ones((streamed or streamed_bytes()) // 4) for _ in range(2))
     streams = Streams.random([tokens] * H, G, D, torch.bfloat16)
     dense = Dense(streams)
     selected = Selected(dense, label_bits=4)
@@ -200,27 +186,6 @@ def row(name: str, threads: int, times: list[float], error: float | None) -> dic
     return found if error is None else found | {"error": error}
 
 
-def levels_of(text: str | None) -> tuple[str, ...]:
-    """Instruction-set levels by name, slowest first: `all` that this processor has, or the fastest one without a text.
-
-    Raises:
-        ValueError: this processor lacks one, or there is none of that name.
-    """
-    supported = build.supported_levels()
-    named = supported if text == "all" else (text or build.best_level()).split(",")
-    if lacking := [level for level in named if level not in supported]:
-        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or of {', '.join(supported)}")
-    return tuple(level for level in supported if level in named)
-
-
-def use(level: str | None) -> None:
-    """Run the kernels of one level from here on, of the fastest with None; they are loaded when this returns."""
-    os.environ["KVPRESS_CPU_LEVEL"] = level or ""
-    build.best_level.cache_clear()
-    launch.level.cache_clear()
-    build.best_level()
-
-
 def measure(level: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
     """What one level does at each length."""
     torch.set_num_threads(1)
@@ -248,12 +213,8 @@ def main() -> None:
         parser.error(f"--levels: {error}")
     lengths, results = [int(length) for length in args.tokens.split(",")], []
     for level in levels:
-        held = {} if level == build.supported_levels()[-1] else TORCH_LEVELS[level]
-        os.environ.update(held)
-        with multiprocessing.get_context("spawn").Pool(1) as alone:
+        with torch_held_to(level), multiprocessing.get_context("spawn").Pool(1) as alone:
             results += alone.apply(measure, (level, lengths, args.repeats))
-        for name in held:
-            del os.environ[name]
     if args.out:
         record = {
             "date": date.today().isoformat(),

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import kvpress
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from benchmarks.pages import DOCS, put
 from benchmarks.patterns import density, random_prompt
 from kvpress.core.pattern import Pattern, Prompt

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import kvpress
 from benchmarks.accuracy import RETRIEVAL, ROOT, Score
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from benchmarks.pages import DOCS, put
 from benchmarks.quality_figures import write_figure
 from kvpress.cache.attention import Logits

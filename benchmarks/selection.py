@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import kvpress
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from kvpress.cache.attention import Logits
 from kvpress.cache.codec import Sealing
 from kvpress.cache.segment import Segment

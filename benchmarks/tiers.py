@@ -28,7 +28,7 @@ import torch
 
 import kvpress
 from benchmarks.decode import build_model, ours, press_of
-from benchmarks.kernels_cpu import cpu_model
+from benchmarks.machine import cpu_model
 from kvpress.cache.tier import in_file
 from kvpress.hf.models import with_cache
 

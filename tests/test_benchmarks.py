@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from benchmarks import (
 )
 from benchmarks.gpu_parts import Budget
 from benchmarks.gpu_speed import CACHES
+from benchmarks.levels import levels_of, torch_held_to
+from benchmarks.machine import streamed_bytes
 from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
@@ -197,7 +200,7 @@ def test_a_row_names_an_outlier_channel_once() -> None:
 
 @needs_compiler
 def test_cpu_benchmark_reports_every_contender() -> None:
-    ratios, rows = kernels_cpu.run(512, 1, flushed=2**20)
+    ratios, rows = kernels_cpu.run(512, 1, streamed=2**20)
     names = {row["name"] for row in rows}
     assert {"dense", *kernels_cpu.RATIOS.values()} <= names
     assert {f"{name}_vs_dense" for name in kernels_cpu.RATIOS} | {"dense_bandwidth", "dense_vs_torch"} <= set(ratios)
@@ -255,11 +258,36 @@ def test_decode_is_timed_at_every_level_and_names_what_misses_its_goal(
 
 @needs_compiler
 def test_levels_are_named_in_order_and_those_that_are_lacking_refused() -> None:
-    assert kernels_cpu.levels_of("all") == NATIVE
-    assert kernels_cpu.levels_of(",".join(reversed(NATIVE[:2]))) == NATIVE[:2]
-    assert kernels_cpu.levels_of(None) == (build.best_level(),)
+    assert levels_of("all") == NATIVE
+    assert levels_of(",".join(reversed(NATIVE[:2]))) == NATIVE[:2]
+    assert levels_of(None) == (build.best_level(),)
     with pytest.raises(ValueError, match=f"no level 'sse9' on this processor; use all, or of {', '.join(NATIVE)}"):
-        kernels_cpu.levels_of("baseline,sse9")
+        levels_of("baseline,sse9")
+
+
+@needs_compiler
+def test_torch_is_held_to_a_level_and_what_the_user_set_is_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "supported_levels", lambda: ("avx2", "avx512"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+    with torch_held_to("avx2"):
+        assert [os.environ.get(name) for name in names] == ["AVX2", "avx2"]
+    with torch_held_to("avx512"):
+        assert [os.environ.get(name) for name in names] == ["AVX512_CORE_AMX", None]
+    assert [os.environ.get(name) for name in names] == ["AVX512_CORE_AMX", None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [(["48K", "491520K"], 480 * 2**20), (["32K", "32768K"], 192 * 2**20), ([], 192 * 2**20)]
+)
+def test_as_much_is_read_between_calls_as_the_largest_cache_holds(
+    sizes: list[str], expected: int, tmp_path: Path
+) -> None:
+    for i, size in enumerate(sizes):
+        (tmp_path / f"index{i}").mkdir()
+        (tmp_path / f"index{i}" / "size").write_text(f"{size}\n")
+    assert streamed_bytes(tmp_path) == expected
 
 
 def test_bytes_that_selectors_read_are_counted() -> None:
