@@ -13,18 +13,32 @@ namespace kvpress {
 constexpr int kChunk = 256;                // rows whose logits are held at once
 constexpr int kAhead = 24;                 // dense rows between the one worked on and the one prefetched, at most
 constexpr int kAheadCoded = 64;            // quantised ones, which are shorter
+constexpr int kAheadLabels = 512;          // labels, shorter still: beyond the page that hardware prefetchers follow
 constexpr int kScoreStride = kChunk + 32;  // a kernel may write a full vector past the last row
 constexpr int kTile = 16;                  // rows worked on at once
 constexpr int kQueryPad = 32;              // queries are zero padded to a multiple of this
 
+inline bool on_intel() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 // Dense rows of so many bytes between the one worked on and the one prefetched. Beyond the page that the hardware prefetchers of an
 // Intel processor follow, a fifth of the bandwidth is lost; on AMD the longer way is the faster one.
 inline int rows_ahead(int64_t bytes) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_is("intel")) return int(std::clamp<int64_t>(2560 / bytes, 4, kAhead));
-#endif
-  return kAhead;
+  return on_intel() ? int(std::clamp<int64_t>(2560 / bytes, 4, kAhead)) : kAhead;
 }
+
+// Listed dense rows that are prefetched one after the other, and how far ahead. On an Intel processor, asking for many at once is
+// faster by a tenth than asking for the next between two products.
+struct Burst {
+  int rows, ahead;
+};
+
+inline Burst burst_of_listed() { return on_intel() ? Burst{32, 0} : Burst{4, kAhead}; }
 
 // Row numbers of one step of a stream; those from `count` to `known` come in the next step.
 struct Chunk {

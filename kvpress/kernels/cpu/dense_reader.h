@@ -26,15 +26,18 @@ class DenseReader {
   void score(const Chunk& chunk, float* scores) {
     score_rows<Dot>([&](int t) { return row(p_.keys, chunk.rows[t]); }, chunk.count, queries_, stride_, int(p_.queries),
                     int(p_.keys.channels), scores, [&](int t) {
-                      prefetch(p_.keys, chunk, t + ahead_);
-                      // Listed rows lie far apart: their values are on the way while the keys are still being read.
-                      if (!chunk.contiguous) prefetch(p_.values, chunk, t);
+                      if (chunk.contiguous)
+                        prefetch(p_.keys, chunk, t + ahead_);
+                      else if (t % burst_.rows == 0)
+                        prefetch_pairs(chunk, t + burst_.ahead);
                     });
   }
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     mix_rows<T>([&](int t) { return row(p_.values, chunk.rows[t]); }, chunk.count, weights, int(p_.queries),
-                int(p_.values.channels), acc, acc_stride, [&](int t) { prefetch(p_.values, chunk, t + ahead_); });
+                int(p_.values.channels), acc, acc_stride, [&](int t) {
+                  if (chunk.contiguous) prefetch(p_.values, chunk, t + ahead_);
+                });
   }
 
  private:
@@ -44,8 +47,17 @@ class DenseReader {
     if (t < chunk.known) prefetch_row(row(rows, chunk.rows[t]), rows.channels * sizeof(T));
   }
 
+  // Listed rows lie far apart: their values are on the way while the keys are still being read.
+  void prefetch_pairs(const Chunk& chunk, int first) const {
+    for (int t = first; t < first + burst_.rows; ++t) {
+      prefetch(p_.keys, chunk, t);
+      prefetch(p_.values, chunk, t);
+    }
+  }
+
   const Problem& p_;
   const int stride_, ahead_;
+  const Burst burst_ = burst_of_listed();
   Buffer<typename Dot::Query> queries_;
 };
 

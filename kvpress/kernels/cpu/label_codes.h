@@ -63,8 +63,12 @@ class CodedLabels {
       default:
         transpose(codes, size);
     }
-    Elements(p_.scale, p_.dtype).read(row, size, scale_);
-    Elements(p_.zero, p_.dtype).read(row, size, zero_);
+    prefetch_row(codes + kAheadLabels * p_.stride, size * p_.stride);
+    for (const auto [from, to] : {std::pair(p_.scale, &scale_), std::pair(p_.zero, &zero_)}) {
+      const Elements numbers(from, p_.dtype);
+      numbers.prefetch(row + kAheadLabels, size);
+      numbers.read(row, size, *to);
+    }
   }
 
   template <int kQueries>

@@ -126,7 +126,9 @@ class PlainLabels {
   }
 
   void load(int64_t row, int size) {
-    transpose_.load(Elements(p_.high, p_.dtype), row * p_.stride, p_.stride, size, tile_);
+    const Elements labels(p_.high, p_.dtype);
+    labels.prefetch((row + kAheadLabels) * p_.stride, size * p_.stride);
+    transpose_.load(labels, row * p_.stride, p_.stride, size, tile_);
   }
 
   template <int kQueries>

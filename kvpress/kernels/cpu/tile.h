@@ -16,6 +16,11 @@ class Elements {
 
   const void* data() const { return data_; }
 
+  void prefetch(int64_t first, int64_t count) const {
+    const int64_t bytes = dtype_ == kFloat32 ? 4 : 2;
+    prefetch_row(static_cast<const char*>(data_) + first * bytes, count * bytes);
+  }
+
   void read(int64_t first, int64_t count, float* out) const {
     switch (dtype_) {
       case kFloat32:
