@@ -57,9 +57,10 @@ inline void for_query_tiles(int queries, Step&& step) {
   if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
 }
 
-// Queries that four rows meet at once. Sixteen registers have no room for the sums of four, and converting rows twice costs
-// less than keeping sums in memory, unless numbers are converted one at a time.
-constexpr int kDotQueries = kRegisters == 16 && kConvertsHalves ? 2 : 4;
+// Queries that rows meet at once. Sixteen registers have no room for the sums of four rows and four queries: converting rows
+// twice costs less than two rows at a time, unless it takes several instructions a number or goes one at a time.
+template <class T>
+constexpr int kDotQueries = kRegisters == 16 && kConvertsHalves && !std::is_same_v<T, e4m3> ? 2 : 4;
 
 // How many vectors of neighbouring channels are read at once: two of what is read as pairs.
 template <class T>
@@ -138,32 +139,58 @@ inline void pad_queries(const float* q, int64_t queries, int64_t channels, typen
   for (int64_t m = 0; m < queries; ++m) Dot::put_query(q + m * channels, int(channels), out + m * stride);
 }
 
-// scores[m * kScoreStride + r] = row_r . query_m for four rows and kQueries queries.
-template <class Dot, int kQueries>
-inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot::Query* queries, int query_stride,
-                     int channels, float* scores) {
-  F sums[kQueries][4];
+// sums[m][first + r] = lanes of row_r . query_m for kRows rows and kQueries queries.
+template <class Dot, int kQueries, int kRows, int kFirst>
+KVPRESS_INLINE void dot_rows(const typename Dot::Key* const* rows, const typename Dot::Query* queries, int query_stride,
+                             int channels, F (&sums)[kQueries][4]) {
+  using Vector = typename Dot::Vector;
   unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
-    unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA { sums[m][r] = set1(0.f); });
+    unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { sums[m][kFirst + r] = set1(0.f); });
   });
-  const typename Dot::Key *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3];
-  typename Dot::Key tail[4][Dot::kWidth];
+  const typename Dot::Key* from[kRows];
+  unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { from[r] = rows[kFirst + r]; });
+  typename Dot::Key tail[kRows][Dot::kWidth];
   // One body for whole and partial vectors: with a second copy of it the sums would be kept in memory in between.
   for (int at = 0; at < channels; at += Dot::kWidth) {
     if (channels - at < Dot::kWidth) {
       std::memset(static_cast<void*>(tail), 0, sizeof tail);
-      for (int r = 0; r < 4; ++r) std::memcpy(tail[r], rows[r] + at, (channels - at) * sizeof(tail[r][0]));
-      a = tail[0] - at, b = tail[1] - at, c = tail[2] - at, d = tail[3] - at;
+      unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
+        std::memcpy(tail[r], from[r] + at, (channels - at) * sizeof(tail[r][0]));
+        from[r] = tail[r] - at;
+      });
     }
-    typename Dot::Vector query[kQueries];
-    unrolled<kQueries>(
-        [&](auto m) KVPRESS_INLINE_LAMBDA { query[m] = Dot::load_query(queries + m * query_stride + at); });
-    const typename Dot::Key* const at_rows[4] = {a + at, b + at, c + at, d + at};
-    unrolled<4>([&](auto r) KVPRESS_INLINE_LAMBDA {
-      const typename Dot::Vector key = Dot::load_key(at_rows[r]);
-      unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA { sums[m][r] = Dot::step(sums[m][r], key, query[m]); });
-    });
+    const auto key = [&](auto r) KVPRESS_INLINE_LAMBDA { return Dot::load_key(from[r] + at); };
+    const auto query = [&](auto m) KVPRESS_INLINE_LAMBDA { return Dot::load_query(queries + m * query_stride + at); };
+    const auto add = [&](auto m, auto r, Vector k, Vector q) KVPRESS_INLINE_LAMBDA {
+      sums[m][kFirst + r] = Dot::step(sums[m][kFirst + r], k, q);
+    };
+    if constexpr (kRows < kQueries) {  // the fewer vectors stay in registers
+      Vector keys[kRows];
+      unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { keys[r] = key(r); });
+      unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
+        const Vector q = query(m);
+        unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { add(m, r, keys[r], q); });
+      });
+    } else {
+      Vector held[kQueries];
+      unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA { held[m] = query(m); });
+      unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA {
+        const Vector k = key(r);
+        unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA { add(m, r, k, held[m]); });
+      });
+    }
   }
+}
+
+// scores[m * kScoreStride + r] = row_r . query_m for four rows and kQueries queries.
+template <class Dot, int kQueries>
+inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot::Query* queries, int query_stride,
+                     int channels, float* scores) {
+  constexpr int kRows = kRegisters == 16 && kConvertsHalves && kQueries > 2 ? 2 : 4;
+  F sums[kQueries][4];
+  unrolled<4 / kRows>([&](auto part) KVPRESS_INLINE_LAMBDA {
+    dot_rows<Dot, kQueries, kRows, kRows * part>(rows, queries, query_stride, channels, sums);
+  });
   unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
     store_sums(scores + m * kScoreStride, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
   });
@@ -180,7 +207,7 @@ void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int
       rows[r] = row_at(t + r < count ? t + r : count - 1);
       ahead(t + r);
     }
-    for_query_tiles<kDotQueries>(query_count, [&](auto tile, int m) {
+    for_query_tiles<kDotQueries<typename Dot::Key>>(query_count, [&](auto tile, int m) {
       dot_four<Dot, tile>(rows, queries + m * query_stride, query_stride, channels, scores + m * kScoreStride + t);
     });
   }

@@ -32,28 +32,32 @@ class Float8Rows {
     for (int m = 0; m < queries_; ++m) Dot::put_query(q + m * stride, int(rows_.side().channels), q_ + m * stride_);
   }
 
-  int run(const int64_t*, int count, bool) const { return std::min(count, 64); }
+  // Few at a time, because the reader prefetches as many in between: more fill the buffers that loads wait for.
+  int run(const int64_t*, int count, bool) const { return std::min(count, 4); }
 
   void score(const int64_t* rows, int count, float* scores) {
-    scales_.read(rows, count, scale_, kChunk);
-    score_rows<Dot>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_,
-                               int(rows_.side().channels), scores, [](int) {});
-    for (int m = 0; m < queries_; ++m)
-      for (int t = 0; t < count; t += kLanes)
-        store(scores + m * kScoreStride + t, mul(load(scores + m * kScoreStride + t), load(scale_ + t)));
+    score_rows<Dot>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_, int(rows_.side().channels), scores,
+                    [](int) {});
+    rescale(rows, count, scores, scores);
   }
 
   // acc[m, :] += sum_t weights[m, t] value_t
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
-    scales_.read(chunk.rows, chunk.count, scale_, kChunk);
-    for (int m = 0; m < queries_; ++m)
-      for (int t = 0; t < chunk.count; t += kLanes)
-        store(weights_ + m * kScoreStride + t, mul(load(weights + m * kScoreStride + t), load(scale_ + t)));
+    rescale(chunk.rows, chunk.count, weights, weights_);
     mix_rows<e4m3>([&](int t) { return row(chunk.rows[t]); }, chunk.count, weights_, queries_, int(rows_.side().channels),
                    acc, acc_stride, [](int) {});
   }
 
  private:
+  // to[m, t] = from[m, t] times what numbers of row t are counted in.
+  void rescale(const int64_t* rows, int count, const float* from, float* to) {
+    scales_.read(rows, count, scale_, kChunk);
+    for (int t = 0; t < count; t += kLanes) {
+      const F unit = mul(load(scale_ + t), set1(kE4m3Unit));
+      for (int at = t, m = 0; m < queries_; ++m, at += kScoreStride) store(to + at, mul(load(from + at), unit));
+    }
+  }
+
   const e4m3* row(int64_t number) const { return reinterpret_cast<const e4m3*>(rows_.codes(number)); }
 
   const PackedRows& rows_;

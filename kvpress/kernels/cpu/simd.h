@@ -34,6 +34,9 @@ struct e8m0 {
   uint8_t bits;
 };
 
+// Vectors of e4m3 numbers are loaded in units of this: where halves are converted, that takes moving bits only.
+constexpr float kE4m3Unit = 256;
+
 constexpr float kMagic = 0x1.8p23f;  // plus this, a number up to 2^22 is rounded and stands in the low bits
 
 inline float to_float(float x) { return x; }
@@ -120,10 +123,10 @@ inline F load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-// Moving the bits of an e4m3 number to those of a half divides it by 2^8, subnormal or not; an arithmetic shift copies its sign.
+// Moving the bits of an e4m3 number to those of a half divides it by kE4m3Unit, subnormal or not; an arithmetic shift copies its
+// sign.
 inline F from_e4m3(__m256i x) {  // in the upper byte of 16 bits each; those below do not matter
-  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(int16_t(0xbf80)));
-  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.f));
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(int16_t(0xbf80))));
 }
 inline F load(const e4m3* p) {
   return from_e4m3(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
@@ -200,8 +203,7 @@ inline F load(const bf16* p) {
 }
 inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline F from_e4m3(__m128i x) {
-  const __m128i half = _mm_and_si128(_mm_srai_epi16(x, 1), _mm_set1_epi16(int16_t(0xbf80)));
-  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.f));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(x, 1), _mm_set1_epi16(int16_t(0xbf80))));
 }
 inline F load(const e4m3* p) {
   return from_e4m3(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8));
@@ -279,7 +281,9 @@ constexpr bool kConvertsHalves = false;
 inline F set1(float x) { return F{x, x, x, x}; }
 template <class T>
 inline F load(const T* p) {
-  return F{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+  F x{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+  if constexpr (std::is_same_v<T, e4m3>) x /= kE4m3Unit;
+  return x;
 }
 inline F load(const float* p) {
   F x;
@@ -296,7 +300,7 @@ inline F load(const e4m3* p) {
   std::memcpy(&four, p, sizeof four);
   const int16x4_t wide = vreinterpret_s16_u16(vshl_n_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))), 8));
   const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshr_n_s16(wide, 1)), vdup_n_u16(0xbf80));
-  return (F)vcvt_f32_f16(vreinterpret_f16_u16(half)) * set1(256.f);
+  return (F)vcvt_f32_f16(vreinterpret_f16_u16(half));
 }
 #endif
 inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
