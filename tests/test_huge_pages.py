@@ -57,13 +57,19 @@ def test_small_rows_and_those_of_other_devices_stay() -> None:
     assert empty(elsewhere.shape, elsewhere).is_meta
 
 
-@on_linux
-def test_rows_stay_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(mmap.mmap):
-        def madvise(self, *option: int) -> None:
-            raise OSError(22, "Invalid argument")
+class NoAdvice(mmap.mmap):
+    def madvise(self, *option: int) -> None:
+        raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(mmap, "mmap", Refusing)
+
+def no_mapping(*_: object, **__: object) -> mmap.mmap:
+    raise OSError(12, "Cannot allocate memory")
+
+
+@on_linux
+@pytest.mark.parametrize("refusing", [NoAdvice, no_mapping])
+def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", refusing)
     given = rows()
     assert moved(given) is given
     assert not asks_for_huge_pages(empty(given.shape, given))

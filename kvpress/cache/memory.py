@@ -36,9 +36,9 @@ def _on_huge_pages(shape: Sequence[int], like: Tensor) -> Tensor | None:
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without huge pages
+    except OSError:  # a kernel without huge pages; or no memory, and then torch says so
         return None
     return torch.frombuffer(cast(bytearray, memory), dtype=like.dtype).view(*shape)
