@@ -11,7 +11,7 @@ ZipCache reads. Contenders named float32 stand for models in that type: dense ro
 
 The last line of each length is one JSON object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one
 thread, ``x_two_threads`` how many times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading
-the same bytes alone, on as many threads (where an array happens to lie moves that by a fifth).
+the same bytes alone, on as many threads (how fast another array is read hangs on where it happens to lie).
 
 Instruction-set levels are measured one after the other, each in a process of its own, `all` for every one that this processor
 has; torch is held to the level too, as on a processor that has no more (the last level is that of the processor itself). What
