@@ -122,14 +122,10 @@ inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-inline F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-// Moving the bits of an e4m3 number to those of a half divides it by kE4m3Unit, subnormal or not; an arithmetic shift copies its
-// sign.
-inline F from_e4m3(__m256i x) {  // in the upper byte of 16 bits each; those below do not matter
-  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(int16_t(0xbf80))));
-}
-inline F load(const e4m3* p) {
-  return from_e4m3(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
+#define KVPRESS_WIDENS 1
+template <class Bits>
+inline F widen(Bits halves) {
+  return _mm512_cvtph_ps((__m256i)halves);
 }
 inline F load_parts(const f16* const (&p)[2]) {
   const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p[0]));
@@ -166,19 +162,8 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-// Numbers as those at even and those at odd places: those of 16 bits and of 8 take half the instructions that way, because one of a
-// pair is in place, or nearly so, where it lies.
+// Numbers in two vectors as those at even and those at odd places, and back.
 #define KVPRESS_PAIRS 1
-inline void load_pairs(const bf16* p, F& even, F& odd) {
-  const __m512i x = _mm512_loadu_si512(p);
-  even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-  odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xffff0000))));
-}
-inline void load_pairs(const e4m3* p, F& even, F& odd) {
-  const __m256i x = _mm256_loadu_si256((const __m256i*)p);
-  even = from_e4m3(_mm256_slli_epi16(x, 8)), odd = from_e4m3(x);
-}
-// The same for numbers of 32 bits in two vectors, and back.
 inline void part_pairs(F& a, F& b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const F evens = _mm512_permutex2var_ps(a, even, b);
@@ -201,12 +186,10 @@ inline F load(const float* p) { return _mm256_loadu_ps(p); }
 inline F load(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-inline F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline F from_e4m3(__m128i x) {
-  return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(x, 1), _mm_set1_epi16(int16_t(0xbf80))));
-}
-inline F load(const e4m3* p) {
-  return from_e4m3(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8));
+#define KVPRESS_WIDENS 1
+template <class Bits>
+inline F widen(Bits halves) {
+  return _mm256_cvtph_ps((__m128i)halves);
 }
 inline F load_parts(const f16* const (&p)[2]) {
   return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)p[0]), _mm_loadl_epi64((const __m128i*)p[1])));
@@ -248,15 +231,6 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 }
 
 #define KVPRESS_PAIRS 1
-inline void load_pairs(const bf16* p, F& even, F& odd) {
-  const __m256i x = _mm256_loadu_si256((const __m256i*)p);
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int32_t(0xffff0000))));
-}
-inline void load_pairs(const e4m3* p, F& even, F& odd) {
-  const __m128i x = _mm_loadu_si128((const __m128i*)p);
-  even = from_e4m3(_mm_slli_epi16(x, 8)), odd = from_e4m3(x);
-}
 inline void part_pairs(F& a, F& b) {
   const auto ordered = [](F x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
   const F evens = ordered(_mm256_shuffle_ps(a, b, 0x88));
@@ -292,15 +266,10 @@ inline F load(const float* p) {
 }
 #if defined(__aarch64__)
 inline F load(const bf16* p) { return (F)vshll_n_u16(vld1_u16((const uint16_t*)p), 16); }
-inline F load(const f16* p) { return (F)vcvt_f32_f16(vld1_f16((const __fp16*)p)); }
-#endif
-#if defined(__aarch64__)
-inline F load(const e4m3* p) {
-  uint32_t four;
-  std::memcpy(&four, p, sizeof four);
-  const int16x4_t wide = vreinterpret_s16_u16(vshl_n_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))), 8));
-  const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshr_n_s16(wide, 1)), vdup_n_u16(0xbf80));
-  return (F)vcvt_f32_f16(vreinterpret_f16_u16(half));
+#define KVPRESS_WIDENS 1
+template <class Bits>
+inline F widen(Bits halves) {
+  return (F)vcvt_f32_f16((float16x4_t)halves);
 }
 #endif
 inline F load(const uint8_t* p) { return F{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
@@ -342,10 +311,44 @@ constexpr int kRegisters = 32;
 constexpr int kRegisters = 16;
 #endif
 
-// Whether numbers of a type are read as pairs.
+// As many whole numbers of 32 bits, and what conversions between the two are written with.
+using Words = int32_t __attribute__((vector_size(sizeof(F))));
+using Floats = float __attribute__((vector_size(sizeof(F))));
+
+#if defined(KVPRESS_WIDENS)
+using Halves = int16_t __attribute__((vector_size(2 * kLanes)));  // bits of as many numbers of 16 bits
+
+template <class Bits>
+inline Bits load_bits(const void* p) {
+  Bits bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return bits;
+}
+
+inline F load(const f16* p) { return widen(load_bits<Halves>(p)); }
+
+// Numbers in the upper bytes; the lower ones do not matter. Moving the bits of an e4m3 number to those of a half divides it by
+// kE4m3Unit, subnormal or not; an arithmetic shift copies its sign.
+inline F from_e4m3(Halves x) { return widen(x >> 1 & int16_t(0xbf80)); }
+inline F load(const e4m3* p) {
+  using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+  return from_e4m3(__builtin_convertvector(load_bits<Bytes>(p), Halves) << 8);
+}
+#endif
+
+// Whether numbers of a type are read as pairs, those at even and those at odd places: it takes half the instructions, because one
+// of a pair is in place, or nearly so, where it lies.
 #if defined(KVPRESS_PAIRS)
 template <class T>
 constexpr bool kPaired = std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>;
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  const Words x = load_bits<Words>(p);
+  even = (F)(x << 16), odd = (F)(x & int32_t(0xffff0000));
+}
+inline void load_pairs(const e4m3* p, F& even, F& odd) {
+  const Halves x = load_bits<Halves>(p);
+  even = from_e4m3(x << 8), odd = from_e4m3(x);
+}
 #else
 template <class T>
 constexpr bool kPaired = false;
@@ -354,10 +357,6 @@ inline void join_pairs(F&, F&) {}
 template <class T>
 inline void load_pairs(const T*, F&, F&) {}
 #endif
-
-// As many whole numbers of 32 bits, and what conversions between the two are written with.
-using Words = int32_t __attribute__((vector_size(sizeof(F))));
-using Floats = float __attribute__((vector_size(sizeof(F))));
 
 // A vector in one part, or in several that lie apart.
 template <class T>
