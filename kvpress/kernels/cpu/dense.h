@@ -57,10 +57,14 @@ inline void for_query_tiles(int queries, Step&& step) {
   if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
 }
 
-// Queries that rows meet at once. Sixteen registers have no room for the sums of four rows and four queries: converting rows
-// twice costs less than two rows at a time, unless it takes several instructions a number or goes one at a time.
+// Whether the sums of four rows and four queries have to stay in registers and find no room there. Where numbers are converted
+// one at a time, that costs more than sums in memory.
+constexpr bool kFewSums = kRegisters == 16 && kConvertsHalves;
+
+// Queries that rows meet at once. With few sums, converting rows twice for two queries each costs less than two rows at a time
+// for four, unless it takes several instructions a number.
 template <class T>
-constexpr int kDotQueries = kRegisters == 16 && kConvertsHalves && !std::is_same_v<T, e4m3> ? 2 : 4;
+constexpr int kDotQueries = kFewSums && !std::is_same_v<T, e4m3> ? 2 : 4;
 
 // How many vectors of neighbouring channels are read at once: two of what is read as pairs.
 template <class T>
@@ -139,7 +143,7 @@ inline void pad_queries(const float* q, int64_t queries, int64_t channels, typen
   for (int64_t m = 0; m < queries; ++m) Dot::put_query(q + m * channels, int(channels), out + m * stride);
 }
 
-// sums[m][first + r] = lanes of row_r . query_m for kRows rows and kQueries queries.
+// sums[m][kFirst + r] = lanes of row_(kFirst + r) . query_m for kRows rows and kQueries queries.
 template <class Dot, int kQueries, int kRows, int kFirst>
 KVPRESS_INLINE void dot_rows(const typename Dot::Key* const* rows, const typename Dot::Query* queries, int query_stride,
                              int channels, F (&sums)[kQueries][4]) {
@@ -186,7 +190,7 @@ KVPRESS_INLINE void dot_rows(const typename Dot::Key* const* rows, const typenam
 template <class Dot, int kQueries>
 inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot::Query* queries, int query_stride,
                      int channels, float* scores) {
-  constexpr int kRows = kRegisters == 16 && kConvertsHalves && kQueries > 2 ? 2 : 4;
+  constexpr int kRows = kFewSums && kQueries > 2 ? 2 : 4;
   F sums[kQueries][4];
   unrolled<4 / kRows>([&](auto part) KVPRESS_INLINE_LAMBDA {
     dot_rows<Dot, kQueries, kRows, kRows * part>(rows, queries, query_stride, channels, sums);

@@ -115,7 +115,6 @@ inline f16 to_half(float x) {
 
 using F = __m512;
 constexpr int kLanes = 16;
-constexpr bool kConvertsHalves = true;  // many at a time
 
 inline F set1(float x) { return _mm512_set1_ps(x); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -179,7 +178,6 @@ inline void join_pairs(F& a, F& b) {
 
 using F = __m256;
 constexpr int kLanes = 8;
-constexpr bool kConvertsHalves = true;
 
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -246,11 +244,6 @@ inline void join_pairs(F& a, F& b) {
 // GCC and Clang lower this to whatever the target has (SSE2, NEON, ...).
 typedef float F __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
-#if defined(__aarch64__)
-constexpr bool kConvertsHalves = true;
-#else
-constexpr bool kConvertsHalves = false;
-#endif
 
 inline F set1(float x) { return F{x, x, x, x}; }
 template <class T>
@@ -316,6 +309,7 @@ using Words = int32_t __attribute__((vector_size(sizeof(F))));
 using Floats = float __attribute__((vector_size(sizeof(F))));
 
 #if defined(KVPRESS_WIDENS)
+constexpr bool kConvertsHalves = true;  // many at a time
 using Halves = int16_t __attribute__((vector_size(2 * kLanes)));  // bits of as many numbers of 16 bits
 
 template <class Bits>
@@ -334,6 +328,8 @@ inline F load(const e4m3* p) {
   using Bytes = uint8_t __attribute__((vector_size(kLanes)));
   return from_e4m3(__builtin_convertvector(load_bits<Bytes>(p), Halves) << 8);
 }
+#else
+constexpr bool kConvertsHalves = false;
 #endif
 
 // Whether numbers of a type are read as pairs, those at even and those at odd places: it takes half the instructions, because one
