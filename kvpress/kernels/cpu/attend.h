@@ -85,8 +85,8 @@ template <class Reader>
 int attend_all(const Problem& p) {
   if (const int bad = first_invalid(p); bad >= 0) return bad;
   // Long enough that a piece's partial result is small next to the rows it read.
-  const int64_t piece_rows = std::max<int64_t>(1024, 64 * p.queries);
-  const int bad = attend_pieces(p, p.values.channels, piece_rows,
+  const int64_t least = std::max<int64_t>(1024, 64 * p.queries), most = std::max<int64_t>(16384, least);
+  const int bad = attend_pieces(p, p.values.channels, {least, most},
                                 [&](int64_t) { return std::make_shared<Worker<Reader>>(p); });
   mark_not_numbers(p, p.keys.channels, p.values.channels, p.keys.bits > 0);
   return bad;

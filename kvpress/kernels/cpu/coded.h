@@ -155,7 +155,7 @@ template <class KeyIndex, class ValueIndex>
 int attend_codes(const CodedProblem& p) {
   if (const int bad = first_invalid(p); bad >= 0) return bad;
   if (const int bad = first_outside_angles(p); bad >= 0) return bad;
-  const int bad = attend_pieces(p, p.values.channels(), kCodedPiece, [&](int64_t longest) {
+  const int bad = attend_pieces(p, p.values.channels(), {kCodedPiece, kCodedPiece}, [&](int64_t longest) {
     return std::make_shared<CodedWorker<KeyIndex, ValueIndex>>(p, longest);
   });
   mark_not_numbers(p, p.keys.channels(), p.values.channels(), keys_are_levels(p));

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Streams are cut into pieces, pieces shared between threads, and their results merged by log-sum-exp.
 //
-// The pieces depend on the lengths only, so the result does not depend on the number of threads.
+// The pieces depend on the lengths only, so the result does not depend on the number of threads. The first ones are the longest:
+// a piece costs as much as some 50 rows do, in partial results that are written and read again, and the last ones are short so
+// that threads end together.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "buffer.h"
@@ -19,6 +22,17 @@ namespace kvpress {
 struct Piece {
   int64_t stream, begin, end;
   float *out, *lse;  // final results, or a slot of the scratch that merge() reads
+};
+
+// Rows of one piece.
+struct PieceRows {
+  int64_t least, most;
+
+  // Of the next piece, where so many rows are left in all streams: a share of them, for as many threads as use the memory well.
+  int64_t next(int64_t left) const {
+    constexpr int64_t kShares = 64;
+    return std::clamp(left / kShares / least * least, least, most);
+  }
 };
 
 // Combine pieces for some of the queries: out = sum_i w_i out_i with w_i = exp(lse_i - lse).
@@ -95,20 +109,23 @@ inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t
   }
 }
 
-// Attend in pieces of at most `piece_rows` rows. `make(longest)` returns the worker of a thread for pieces of at most so
-// many rows; its attend(piece) is false where rows refer to something that is not stored. Returns -1, or the number of
-// such a stream.
+// Attend in pieces. `make(longest)` returns the worker of a thread for pieces of at most so many rows; its attend(piece) is
+// false where rows refer to something that is not stored. Returns -1, or the number of such a stream.
 template <class Make>
-int attend_pieces(const Attention& p, int64_t channels, int64_t piece_rows, Make make) {
+int attend_pieces(const Attention& p, int64_t channels, PieceRows rows, Make make) {
   const int64_t out_size = p.queries * channels, slot_size = out_size + p.queries;
   std::vector<Piece> pieces;
   std::vector<int64_t> first(p.streams + 1, 0);
-  int64_t longest = 0;
+  int64_t left = std::accumulate(p.lengths, p.lengths + p.streams, int64_t(0)), longest = 0;
   for (int64_t n = 0; n < p.streams; ++n) {
-    for (int64_t at = 0; at == 0 || at < p.lengths[n]; at += piece_rows)
-      pieces.push_back({n, at, std::min(at + piece_rows, p.lengths[n]), nullptr, nullptr});
+    int64_t at = 0;
+    do {
+      const int64_t count = std::min(rows.next(left), p.lengths[n] - at);
+      pieces.push_back({n, at, at + count, nullptr, nullptr});
+      longest = std::max(longest, count);
+      at += count, left -= count;
+    } while (at < p.lengths[n]);
     first[n + 1] = int64_t(pieces.size());
-    longest = std::max(longest, std::min(piece_rows, p.lengths[n]));
   }
   const auto parts = [&](int64_t n) { return first[n + 1] - first[n]; };
   Buffer<float> scratch(int64_t(pieces.size()) > p.streams ? int64_t(pieces.size()) * slot_size : 0);
