@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import DenseCodec, Sealing
+import kvpress
+from kvpress.cache import memory
+from kvpress.cache.held import Axis, Held
 from kvpress.cache.layout import Layout
 from kvpress.cache.memory import LEAST_BYTES, empty, moved
-from kvpress.cache.segment import DenseSegment
+from kvpress.cache.segment import Segment
 from kvpress.cache.window import Window
+from tests.formats import every_codec, segment
+from tests.models import tiny_model, tokens
 
 on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages to ask for")
 
@@ -75,16 +79,70 @@ def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: 
     assert not asks_for_huge_pages(empty(given.shape, given))
 
 
+def stored(held: Held) -> list[Tensor]:
+    """What a format has for every pair, or group of pairs."""
+    found = []
+    for name in held.stored_names():
+        value, kind = getattr(held, name), held.declared()[name].kind
+        if isinstance(value, Held) and not isinstance(value, Axis):
+            found += stored(value)
+        elif isinstance(value, Tensor) and kind in ("pair", "group") and value.numel():
+            found.append(value)
+    return found
+
+
 @on_linux
-def test_pairs_that_a_selector_reads_get_huge_pages() -> None:
-    keys, values = rows(), rows().flip(0)
-    layout = Layout([len(keys) // 4] * 4)
-    sealed = DenseCodec(group=16, residual=16).encode(DenseSegment(keys, values, layout), Sealing(4, (), None))
-    assert isinstance(sealed, DenseSegment)
-    for held, given in ((sealed.keys, keys), (sealed.values, values)):
-        assert asks_for_huge_pages(held)
-        assert torch.equal(held, given)
-    assert sealed.layout == layout
+@every_codec
+def test_pairs_of_every_format_get_huge_pages_and_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1)
+    given = segment(name, [16] * 4)
+    keys, values = given.read(slice(None))
+    if name != "in a file":
+        given.put(None)
+    some = torch.arange(4, given.layout.total)
+    for found, first in (
+        (given, 0),
+        (given.take(some, Layout([12, 16, 16, 16])), 4),
+        (given.take(torch.arange(given.layout.total), given.layout), 0),
+        (Segment.join([given, given]).take(torch.arange(4 * 32).view(4, 2, 16)[:, 1].flatten(), given.layout), 0),
+    ):
+        assert len(stored(found)) >= 2
+        if name != "in a file":
+            assert all(asks_for_huge_pages(tensor) for tensor in stored(found))
+        assert torch.equal(found.read(slice(None))[0], keys[first:])
+        assert torch.equal(found.read(slice(None))[1], values[first:])
+
+
+@on_linux
+def test_what_is_encoded_while_a_model_runs_gets_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1)
+    model = tiny_model("llama")
+    for spec in (
+        "kivi:bits=4,group_size=4,residual_length=4",
+        "snapkv:0.5,window_size=8",
+        "quest:budget=16,page_size=8,skip_layers=0",
+    ):
+        with kvpress.get_press(spec)(model) as session:
+            model.generate(tokens(2, 100), max_new_tokens=12, do_sample=False)
+        for layer in session.cache.layers:
+            assert layer.store.sealed
+            assert all(asks_for_huge_pages(tensor) for part in layer.store.sealed for tensor in stored(part))
+
+
+def test_parts_of_several_types_are_joined_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1)
+    parts = [torch.ones(3, 4, dtype=torch.float16), torch.full((2, 4), 1e-9)]
+    assert torch.equal(memory.joined(parts), torch.cat(parts))
+    assert torch.equal(memory.joined([parts[0].T, parts[0].T], dim=1), torch.cat([parts[0].T] * 2, dim=1))
+
+
+@torch.enable_grad()
+def test_rows_with_a_gradient_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1)
+    given = torch.ones(4, 2, requires_grad=True)
+    (memory.taken(given, torch.tensor([1, 1])).sum() + memory.joined([given, given]).sum()).backward()
+    assert given.grad is not None
+    assert given.grad.tolist() == [[2, 2], [4, 4], [2, 2], [2, 2]]
 
 
 @on_linux

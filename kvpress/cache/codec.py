@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.cache import memory
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
@@ -73,7 +72,7 @@ class Codec(ABC):
     reads_side: ClassVar[tuple[str, ...]] = ()
     """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
     tier: FileTier | None = None
-    """Where encoded pairs are kept, None for the memory that they are made in."""
+    """Where encoded pairs are kept, None for the memory of their device."""
 
     def tiles(self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = ()) -> tuple[list[int], list[int]]:
         """Return between which ranks of its dense pairs every stream is encoded: begins and ends.
@@ -146,7 +145,7 @@ class DenseCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
-        return DenseSegment(memory.moved(segment.keys), memory.moved(segment.values), segment.layout)
+        return DenseSegment(segment.keys, segment.values, segment.layout)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return 2 * dim * dtype.itemsize

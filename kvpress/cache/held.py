@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from kvpress.cache import memory
 from kvpress.cache.layout import Layout
 
 HeldT = TypeVar("HeldT", bound="Held")
@@ -84,9 +85,11 @@ class Joint:
             for array, layout in zip(arrays, self.layouts, strict=True)
         ]
         if not self.woven:
-            return torch.cat(whole)
+            return memory.joined(whole)
         shapes = [(layout.streams, layout.longest) for layout in self.layouts]
-        return torch.cat([a.unflatten(0, shape) for a, shape in zip(whole, shapes, strict=True)], dim=1).flatten(0, 1)
+        return memory.joined([a.unflatten(0, shape) for a, shape in zip(whole, shapes, strict=True)], dim=1).flatten(
+            0, 1
+        )
 
 
 class Held:
@@ -169,7 +172,7 @@ class Held:
             else:
                 index = choice.streams if declared.kind == "stream" else choice.rows
             arrays = value if isinstance(value, dict) else {"": value}
-            chosen = {key: array.index_select(0, index.to(array.device)) for key, array in arrays.items()}
+            chosen = {key: memory.taken(array, index.to(array.device)) for key, array in arrays.items()}
             return chosen if isinstance(value, dict) else chosen[""]
 
         return self._with(taken)
@@ -192,7 +195,7 @@ class Held:
                 return value
             if isinstance(value, dict):
                 return {key: joint.pairs([held.get(key) for held in values]) for key in set().union(*values)}
-            return joint.pairs(values) if declared.kind in ("pair", "extra") else torch.cat(values)
+            return joint.pairs(values) if declared.kind in ("pair", "extra") else memory.joined(values)
 
         return self._with(joined)
 

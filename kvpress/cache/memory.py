@@ -22,9 +22,25 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def moved(rows: Tensor) -> Tensor:
-    """Copy rows to huge pages where that helps; return others as they are."""
-    found = _on_huge_pages(rows.shape, rows)
+    """Copy rows to huge pages where that helps; return others as they are, and those that lie in no memory of torch's."""
+    found = _on_huge_pages(rows.shape, rows) if rows.untyped_storage().resizable() else None
     return rows if found is None else found.copy_(rows)
+
+
+def taken(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows that `index` [n] names, on huge pages where that helps."""
+    found = _on_huge_pages((len(index), *rows.shape[1:]), rows)
+    return rows.index_select(0, index) if found is None else torch.index_select(rows, 0, index, out=found)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the parts one after the other along a dimension, on huge pages where that helps and they have one type."""
+    parts, first = list(parts), parts[0]
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    alike = all(part.dtype == first.dtype for part in parts)
+    found = _on_huge_pages(shape, first) if alike else None
+    return torch.cat(parts, dim) if found is None else torch.cat(parts, dim, out=found)
 
 
 def _on_huge_pages(shape: Sequence[int], like: Tensor) -> Tensor | None:
@@ -34,7 +50,7 @@ def _on_huge_pages(shape: Sequence[int], like: Tensor) -> Tensor | None:
     each touch another one; with pages of 2 MiB it knows them all.
     """
     size = math.prod(shape) * like.element_size()
-    if like.device.type != "cpu" or size < LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if like.device.type != "cpu" or like.requires_grad or size < LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

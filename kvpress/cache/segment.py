@@ -25,7 +25,7 @@ from kvpress import kernels
 from kvpress.cache.attended import Attended, Block
 from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
 from kvpress.cache.layout import Layout, interleave, spans
-from kvpress.cache.tier import FileTier, in_file
+from kvpress.cache.tier import FileTier, MemoryTier, in_file
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
 OfStreams = Annotated[Layout, own("offsets")]
@@ -66,14 +66,14 @@ class Segment(Held, Attended, ABC):
         if self.tier is not None:
             self.tier.place(self)
 
-    def put(self, tier: FileTier) -> None:
-        """Put the pairs into files; tensors that others share stay what they are.
+    def put(self, tier: FileTier | None) -> None:
+        """Put the pairs into files, or, with None, where memory is read fastest; tensors that others share stay what they are.
 
         Raises:
             OSError: there is no room.
         """
         self.tier = tier
-        self._place()
+        (tier or MemoryTier()).place(self)
 
     def away(self) -> float:
         """Bytes per pair that lie elsewhere than in the memory of the device, and are fetched where a pair is read."""

@@ -323,8 +323,7 @@ class KVStore(Rollback):
             own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
             segment = codec.encode(old, own)
             segment.describe(old, without=codec.reads_side)
-            if codec.tier is not None:
-                segment.put(codec.tier)
+            segment.put(codec.tier)
         except OSError:  # no room where pairs are kept: all of them stay in memory
             self.segments = before
             self.seal(opened, sealing.mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in a file: mapped into memory, so that what is read of them is fetched page by page, and the rest is not."""
+"""Where encoded pairs lie: in memory, or in a file, of which only the pages that are read are fetched."""
 
 from __future__ import annotations
 
@@ -7,19 +7,55 @@ import ctypes
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpress.cache import memory
 from kvpress.cache.held import Axis, Held
 
 PREFIX = "kvpress-pairs-"
 
 
+class Tier(ABC):
+    """Where the tensors lie that a storage format has for every pair, or group of pairs."""
+
+    def place(self, held: Held) -> None:
+        """Put the tensors of a storage that is not in use yet where they are kept; what is there already stays.
+
+        Raises:
+            OSError: there is no room; what was begun is gone.
+        """
+        names = held.stored_names()
+        for name, declared in held.declared().items():
+            value = getattr(held, name)
+            if name not in names or value is None:
+                continue
+            if declared.kind in ("pair", "group") and isinstance(value, Tensor):
+                setattr(held, name, self.kept(value))
+            elif declared.kind == "part" and not isinstance(value, Axis):
+                inside = value._twin()
+                self.place(inside)
+                setattr(held, name, inside)
+
+    @abstractmethod
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a tensor there."""
+
+
+class MemoryTier(Tier):
+    """Keeps pairs in the memory of their device, on huge pages where that helps."""
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a tensor there."""
+        return memory.moved(tensor)
+
+
 @dataclass(frozen=True)
-class FileTier:
+class FileTier(Tier):
     """Keeps what a storage format has for every pair, or group of pairs, in files of a `folder`, the system's where None.
 
     A file has no name any more once it is mapped: the system removes it with the last cache that reads it, and when the
@@ -33,25 +69,12 @@ class FileTier:
         """What a file of a cache holds of it: not the folder, which may not be there where it is read."""
         return {"folder": None}
 
-    def place(self, held: Held) -> None:
-        """Put the tensors of a storage that is not in use yet into files; what is there already stays.
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a tensor there.
 
         Raises:
-            OSError: the folder cannot be written to, or is full; files that were begun are gone.
+            OSError: the folder cannot be written to, or is full.
         """
-        names = held.stored_names()
-        for name, declared in held.declared().items():
-            value = getattr(held, name)
-            if name not in names or value is None:
-                continue
-            if declared.kind in ("pair", "group") and isinstance(value, Tensor):
-                setattr(held, name, self._mapped(value))
-            elif declared.kind == "part" and not isinstance(value, Axis):
-                inside = value._twin()
-                self.place(inside)
-                setattr(held, name, inside)
-
-    def _mapped(self, tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()
         if not size or tensor.device.type != "cpu" or in_file(tensor):
             return tensor

@@ -148,13 +148,13 @@ def test_a_tier_writes_what_it_is_given_and_shares_what_is_there(tmp_path: Path)
     tier = FileTier(str(tmp_path))
     for dtype in (torch.bfloat16, torch.uint8, torch.float32):
         rows = (100 * torch.rand(33, 3, 5)).to(dtype)[:, 1:]
-        mapped = tier._mapped(rows)
+        mapped = tier.kept(rows)
         assert torch.equal(mapped, rows)
         assert mapped.dtype == dtype
         assert in_file(mapped)
         assert in_file(mapped[3:])
         assert not in_file(mapped.clone())
-    assert not in_file(tier._mapped(torch.empty(0, 4)))
+    assert not in_file(tier.kept(torch.empty(0, 4)))
 
 
 @pytest.mark.parametrize(
