@@ -32,13 +32,16 @@ inline int rows_ahead(int64_t bytes) {
   return on_intel() ? int(std::clamp<int64_t>(2560 / bytes, 4, kAhead)) : kAhead;
 }
 
-// Listed dense rows that are prefetched one after the other, and how far ahead. On an Intel processor, asking for many at once is
-// faster by a tenth than asking for the next between two products.
+// Listed dense rows that are prefetched one after the other, and how far ahead. On an Intel processor, asking for many at once,
+// for the first-level cache, is faster by a fifth than asking for the next between two products.
 struct Burst {
   int rows, ahead;
 };
 
-inline Burst burst_of_listed() { return on_intel() ? Burst{32, 0} : Burst{4, kAhead}; }
+// Of pairs of so many bytes; a burst has no more than half of the smallest first-level cache.
+inline Burst burst_of_listed(int64_t bytes) {
+  return on_intel() ? Burst{int(std::clamp<int64_t>((16 << 10) / bytes / 4 * 4, 4, 32)), 0} : Burst{4, kAhead};
+}
 
 // Row numbers of one step of a stream; those from `count` to `known` come in the next step.
 struct Chunk {

@@ -15,6 +15,7 @@ class DenseReader {
       : p_(p),
         stride_(round_up(p.keys.channels, kQueryPad)),
         ahead_(rows_ahead(p.keys.channels * sizeof(T))),
+        burst_(burst_of_listed((p.keys.channels + p.values.channels) * sizeof(T))),
         queries_(p.queries * stride_) {}
 
   void begin(const float* q) {
@@ -29,7 +30,7 @@ class DenseReader {
                       if (chunk.contiguous)
                         prefetch(p_.keys, chunk, t + ahead_);
                       else if (t % burst_.rows == 0)
-                        prefetch_pairs(chunk, t + burst_.ahead);
+                        burst_.ahead ? prefetch_pairs<false>(chunk, t + burst_.ahead) : prefetch_pairs<true>(chunk, t);
                     });
   }
 
@@ -43,21 +44,23 @@ class DenseReader {
  private:
   static const T* row(const Rows& rows, int64_t r) { return static_cast<const T*>(rows.data) + r * rows.stride; }
 
+  template <bool kNear = false>
   static void prefetch(const Rows& rows, const Chunk& chunk, int t) {
-    if (t < chunk.known) prefetch_row(row(rows, chunk.rows[t]), rows.channels * sizeof(T));
+    if (t < chunk.known) prefetch_row<kNear>(row(rows, chunk.rows[t]), rows.channels * sizeof(T));
   }
 
   // Listed rows lie far apart: their values are on the way while the keys are still being read.
+  template <bool kNear>
   void prefetch_pairs(const Chunk& chunk, int first) const {
     for (int t = first; t < first + burst_.rows; ++t) {
-      prefetch(p_.keys, chunk, t);
-      prefetch(p_.values, chunk, t);
+      prefetch<kNear>(p_.keys, chunk, t);
+      prefetch<kNear>(p_.values, chunk, t);
     }
   }
 
   const Problem& p_;
   const int stride_, ahead_;
-  const Burst burst_ = burst_of_listed();
+  const Burst burst_;
   Buffer<typename Dot::Query> queries_;
 };
 

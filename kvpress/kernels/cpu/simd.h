@@ -397,18 +397,24 @@ KVPRESS_INLINE void unrolled(Step&& step) {
   unrolled(std::make_integer_sequence<int, kCount>{}, step);
 }
 
-// Bring a line into the second-level cache: the first level has too few miss buffers to keep the memory bus busy. Any
-// address will do. Volatile, because GCC takes a function that only prefetches for one without effects and removes it.
+// Bring a line into the second-level cache: the first level has too few miss buffers to keep the memory bus busy. kNear: into
+// the first one, what is read at once. Any address will do. Volatile, because GCC takes a function that only prefetches for one
+// without effects and removes it.
+template <bool kNear = false>
 KVPRESS_INLINE void prefetch_line(const char* p) {
 #if defined(__x86_64__) || defined(__i386__)
-  asm volatile("prefetcht1 %0" ::"m"(*p));
+  if constexpr (kNear)
+    asm volatile("prefetcht0 %0" ::"m"(*p));
+  else
+    asm volatile("prefetcht1 %0" ::"m"(*p));
 #else
-  __builtin_prefetch(p, 0, 2);
+  __builtin_prefetch(p, 0, kNear ? 3 : 2);
 #endif
 }
 
+template <bool kNear = false>
 inline void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) prefetch_line(static_cast<const char*>(row) + b);
+  for (int64_t b = 0; b < bytes; b += 64) prefetch_line<kNear>(static_cast<const char*>(row) + b);
 }
 
 inline int round_up(int64_t x, int64_t to) { return int((x + to - 1) / to * to); }
