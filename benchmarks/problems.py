@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random caches in every storage format, on any device: what the benchmarks attend to, and the float32 truth about it."""
+"""Random caches in every storage format, on any device: what the benchmarks attend to, and the float32 truth about it.
+
+Pairs lie where a cache keeps them: on the host, large tensors are on huge pages.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -116,12 +119,21 @@ class Stored(Cache):
         return present(*self.rows.keys.tensors(), *self.rows.values.tensors())
 
 
+def as_cached(held: Any) -> Any:
+    """Tensors and dataclasses of them where a cache keeps its pairs: large ones on huge pages."""
+    if isinstance(held, Tensor):
+        return memory.moved(held)
+    if not is_dataclass(held) or isinstance(held, type):
+        return held
+    return replace(held, **{field.name: as_cached(getattr(held, field.name)) for field in fields(held) if field.init})
+
+
 class Given(Stored):
     """A cache whose operand was made elsewhere."""
 
     def __init__(self, streams: Streams, rows: Rows) -> None:
         super().__init__(streams)
-        self.rows = rows
+        self.rows = as_cached(rows)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
@@ -142,23 +154,22 @@ class Dense(Stored):
         q, random = streams.q, generator(streams.q.device, seed)
         shape = (streams.rows, streams.dim)
         keys, values = (torch.randn(shape, generator=random, device=q.device, dtype=q.dtype) for _ in range(2))
-        self.rows = Rows(kernels.Dense(keys), kernels.Dense(values))
+        self.rows = as_cached(Rows(kernels.Dense(keys), kernels.Dense(values)))
 
 
 class Selected(Cache):
     """Dense pairs of which each stream reads one in `share`: those whose labels, 16 channels of the key, fit its queries best.
 
     Labels have the dtype of the keys, or `label_bits` bits per channel with one scale and zero each. `select` is what a
-    decode step does to choose the pairs, `gather` reads them; `attend` does both. Pairs lie where a press that selects
-    keeps them.
+    decode step does to choose the pairs, `gather` reads them; `attend` does both.
     """
 
     channels = 16
 
     def __init__(self, dense: Stored, share: int = 16, label_bits: int | None = None) -> None:
         super().__init__(dense.streams)
-        keys, values = dense.tensors()
-        self.dense = Given(dense.streams, Rows(*(kernels.Dense(memory.moved(side)) for side in (keys, values))))
+        keys = dense.tensors()[0]
+        self.dense = Given(dense.streams, dense.rows)
         labels = keys[:, : self.channels].contiguous()
         self.labels: kernels.Dense | Packed = kernels.Dense(labels)
         if label_bits is not None:
@@ -216,7 +227,7 @@ class Uniform(Stored):
         if evicted:  # groups have kept as many rows as they happened to
             kept = torch.randint(0, len(keys.scale), shape[:1], generator=random, device=device)
             keys = replace(keys, group_lengths=kept.bincount(minlength=len(keys.scale)).int())
-        self.rows = Rows(keys, values)
+        self.rows = as_cached(Rows(keys, values))
 
 
 def random_packed(
@@ -255,7 +266,7 @@ class Corrected(Uniform):
         if not outliers:
             terms = [replace(term, first=None, channel=None, delta=None) for term in terms]
         sides = zip((self.rows.keys, self.rows.values), terms, strict=True)
-        self.rows = Rows(*(replace(side, correction=term) for side, term in sides))
+        self.rows = as_cached(Rows(*(replace(side, correction=term) for side, term in sides)))
 
 
 def random_correction(streams: Streams, rank: int, chunk: int | None, random: torch.Generator) -> Correction:
@@ -309,7 +320,7 @@ class Coupled(Stored):
             scale = (0.5 + torch.rand(streams.rows, generator=random, device=device)).half() if shared else None
             return Coded(codes, book, bits, scale, rotary)
 
-        self.rows = Rows(side(self._rotary() if rotary else None), side(None))
+        self.rows = as_cached(Rows(side(self._rotary() if rotary else None), side(None)))
 
     def _rotary(self) -> Rotary:
         s = self.streams
