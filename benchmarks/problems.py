@@ -190,12 +190,18 @@ class Selected(Cache):
         """Attend to listed rows."""
         return self.dense.attend(Listed(rows, self.counts), **options)
 
+    def choose(self) -> Tensor:
+        """Numbers of the best rows, by scores that are not held, as a press that selects chooses them."""
+        s = self.streams
+        asking = s.q[..., : self.channels].contiguous()
+        return kernels.label_rows(asking, self.labels, s.where, self.count, capacity=s.longest)[0]
+
     def attend(self, **options: Any) -> Partial:
-        return self.gather(self.select(self.score()), **options)
+        return self.gather(self.choose(), **options)
 
     def reference(self, **options: Any) -> Partial:
         # Over the rows that the operators chose: a rounding may swap two rows at the threshold, which is no error.
-        return self.dense.reference(Listed(self.select(self.score()), self.counts), **options)
+        return self.dense.reference(Listed(self.choose(), self.counts), **options)
 
     def tensors(self) -> list[Tensor]:
         return [*self.dense.tensors(), *present(*self.labels.tensors())]

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,15 +176,28 @@ class Budget:
             layouts: where the entries of the N streams lie: pairs, or pages of `unit` pairs.
             unit: pairs per entry.
         """
-        held = [sum(lengths) for lengths in zip(*(layout.lengths for layout in layouts), strict=True)]
-        wanted = [self.of(count, unit) for count in held]
-        if all(most >= count for most, count in zip(wanted, held, strict=True)):
+        if self.reads_all(layouts, unit):
             return None
         joint, starts, lengths = _join(scores, layouts)
-        most = self.of_each(lengths, unit) if len(set(wanted)) > 1 else None
-        first, last = self.forced(unit)
-        rows, counts = top_rows(joint, Ranges(starts, lengths), max(wanted), first=first, last=last, most=most)
+        rows, counts = top_rows(joint, Ranges(starts, lengths), **self.asked(lengths, layouts, unit))
         return [Chosen(rows, counts)] if len(layouts) == 1 else split_ranks(rows, counts, layouts)
+
+    def reads_all(self, layouts: Sequence[Layout], unit: int = 1) -> bool:
+        """Whether every stream's entries are all read."""
+        held = _held(layouts)
+        return all(self.of(count, unit) >= count for count in held)
+
+    def asked(self, lengths: Tensor, layouts: Sequence[Layout], unit: int = 1) -> dict[str, Any]:
+        """Return what `kvpress.kernels.top_rows` is to choose of query streams with so many entries in `layouts`."""
+        wanted = {self.of(count, unit) for count in _held(layouts)}
+        first, last = self.forced(unit)
+        most = self.of_each(lengths, unit) if len(wanted) > 1 else None
+        return {"k": max(wanted), "first": first, "last": last, "most": most}
+
+
+def _held(layouts: Sequence[Layout]) -> list[int]:
+    """How many entries every stream has in all layouts together."""
+    return [sum(lengths) for lengths in zip(*(layout.lengths for layout in layouts), strict=True)]
 
 
 def _join(scores: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Tensor, Tensor, Tensor]:

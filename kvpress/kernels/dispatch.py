@@ -368,6 +368,37 @@ def top_rows(
     return selection_reference.choose(scores, where, k, first, last, most)
 
 
+def label_rows(
+    q: Tensor,
+    labels: Dense | Packed,
+    where: Ranges,
+    k: int,
+    *,
+    reduce: str = "max",
+    capacity: int | None = None,
+    first: int = 0,
+    last: int = 0,
+    most: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """List the k rows of each stream whose labels fit its queries best: `top_rows` of `label_scores`, with their arguments.
+
+    On the CPU, where there are as many streams as threads, a stream's scores are chosen from as soon as they are known, and
+    those of all streams are never held.
+
+    Returns:
+        As `top_rows`.
+    """
+    if launch.available(labels.storage) and len(q) >= torch.get_num_threads():
+        scoring.check_labels(q, labels, where, reduce)
+        selection.check_asked(q, k, first, last, most)
+        capacity = scoring.capacity_of(where, capacity)
+        scoring.check_capacity(where, capacity)
+        count("label_rows")
+        return selection_cpu.choose_by_labels(q, labels, where, k, reduce, capacity, first, last, most)
+    scores = label_scores(q, labels, where, reduce=reduce, capacity=capacity)
+    return top_rows(scores, where, k, first=first, last=last, most=most)
+
+
 def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:
     """Quantise rows in groups of (rows, channels); the last group of rows may be shorter.
 

@@ -16,7 +16,7 @@ from kvpress.cache.files import keep_whole
 from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Budget, Selector, spans_of
-from kvpress.kernels import Dense, Packed, Ranges, label_scores, quantise, row_step
+from kvpress.kernels import Dense, Packed, Ranges, label_rows, label_scores, quantise, row_step
 from kvpress.observe.call import LayerCall
 
 QUARTER = 4
@@ -94,17 +94,26 @@ class LabelSelector(Selector):
 
     def best(self, store: KVStore, segments: Sequence[Segment], queries: Tensor) -> list[Chosen] | None:
         """Return what `queries [q * N, G, D]` read of some `segments` of a layer; None for everything."""
+        layouts = [segment.layout for segment in segments]
+        if self.budget.reads_all(layouts):
+            return None
         labels = [self._labels(store, segment).rows for segment in segments]
         streams = torch.arange(len(queries), device=queries.device) % segments[0].layout.streams
         asking = self.shorten(store, queries, streams)
+        if len(segments) == 1:
+            (layout,), where = layouts, Ranges(*spans_of(layouts[0], queries))
+            rows, counts = label_rows(
+                asking, labels[0], where, reduce=self.reduce, capacity=layout.longest,
+                **self.budget.asked(where.lengths, layouts),
+            )  # fmt: skip
+            return [Chosen(rows, counts)]
         scores = [
             label_scores(
-                asking, rows, Ranges(*spans_of(segment.layout, queries)), reduce=self.reduce,
-                capacity=segment.layout.longest,
+                asking, rows, Ranges(*spans_of(layout, queries)), reduce=self.reduce, capacity=layout.longest,
             )
-            for segment, rows in zip(segments, labels, strict=True)
+            for layout, rows in zip(layouts, labels, strict=True)
         ]  # fmt: skip
-        return self.budget.best(scores, [segment.layout for segment in segments])
+        return self.budget.best(scores, layouts)
 
     def _labels(self, store: KVStore, segment: Segment) -> Labels:
         labels: Labels | None = segment.index.get(self.index)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry points of page bounds and label scores for one instruction-set level. Each returns -1, or the number of a stream
-// that leaves the storage.
+// Entry points of page bounds, label scores and what is chosen by them, for one instruction-set level. Each returns -1, or the
+// number of a stream that leaves the storage.
 
-#include "scores.h"
+#include "label_rows.h"
 
 extern "C" int kvpress_bounds(const kvpress::Scores* p) {
   using namespace kvpress;
@@ -19,12 +19,25 @@ extern "C" int kvpress_bounds(const kvpress::Scores* p) {
   }
 }
 
-extern "C" int kvpress_labels(const kvpress::Scores* p) {
-  using namespace kvpress;
-  if (p->scale) return score_all<LabelWorker<CodedLabels>>(*p);
+namespace kvpress {
+
+// Call `run` with a null pointer to the worker for the labels of a problem.
+template <class Run>
+int for_labels(const Scores& p, Run&& run) {
+  if (p.scale) return run(static_cast<LabelWorker<CodedLabels>*>(nullptr));
 #if defined(__AVX512BF16__)
-  if (p->dtype == kBfloat16 && p->query_dtype == kBfloat16)
-    return score_all<LabelWorker<PlainLabels<PairProduct>>>(*p);
+  if (p.dtype == kBfloat16 && p.query_dtype == kBfloat16) return run(static_cast<LabelWorker<PlainLabels<PairProduct>>*>(nullptr));
 #endif
-  return score_all<LabelWorker<PlainLabels<FloatProduct>>>(*p);
+  return run(static_cast<LabelWorker<PlainLabels<FloatProduct>>*>(nullptr));
+}
+
+}  // namespace kvpress
+
+extern "C" int kvpress_labels(const kvpress::Scores* p) {
+  return kvpress::for_labels(*p, [&](auto* worker) { return kvpress::score_all<std::remove_pointer_t<decltype(worker)>>(*p); });
+}
+
+extern "C" int kvpress_label_rows(const kvpress::LabelRows* p) {
+  return kvpress::for_labels(
+      p->labels, [&](auto* worker) { return kvpress::label_rows<std::remove_pointer_t<decltype(worker)>>(*p); });
 }

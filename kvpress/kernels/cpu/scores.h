@@ -26,8 +26,8 @@ class BoundWorker {
         highs_(p.queries * kScoreStride),
         lows_(p.queries * kScoreStride) {}
 
-  // Score up to kRows pages of a stream, from its `first` on.
-  void score(int64_t stream, int64_t first) {
+  // out[p] = score of page p of a stream, for up to kRows pages from its `first` on.
+  void score(int64_t stream, int64_t first, float* out) {
     load_queries(stream);
     const int64_t left = p_.counts[stream] - first, row = p_.starts[stream] + first;
     const int count = int(std::min<int64_t>(kRows, left));
@@ -39,7 +39,7 @@ class BoundWorker {
         best = max(best, add(load(highs_ + m * kScoreStride + t), load(lows_ + m * kScoreStride + t)));
       store(highs_ + t, best);
     }
-    std::copy_n(static_cast<float*>(highs_), count, p_.out + stream * p_.most + first);
+    std::copy_n(static_cast<float*>(highs_), count, out + first);
   }
 
  private:
@@ -77,12 +77,12 @@ class LabelWorker {
 
   explicit LabelWorker(const Scores& p) : p_(p), labels_(p) {}
 
-  // Score up to kRows rows of a stream, from its `first` on.
-  void score(int64_t stream, int64_t first) {
+  // out[r] = score of row r of a stream, for up to kRows rows from its `first` on.
+  void score(int64_t stream, int64_t first, float* out) {
     if (stream != stream_) labels_.begin(stream_ = stream);
     const int64_t end = std::min(p_.counts[stream], first + kRows);
     for (int64_t at = first; at < end; at += kTileRows)
-      score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), p_.out + stream * p_.most + at);
+      score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), out + at);
   }
 
  private:
@@ -143,17 +143,27 @@ class PlainLabels {
   Buffer<Unit> tile_, queries_;
 };
 
+// The first stream that leaves the storage, or -1.
+inline int first_outside(const Scores& p) {
+  for (int64_t n = 0; n < p.streams; ++n)
+    if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
+  return -1;
+}
+
 // Returns -1, or the number of a stream that makes the problem invalid.
 template <class Worker>
 int score_all(const Scores& p) {
+  if (const int bad = first_outside(p); bad >= 0) return bad;
   std::vector<std::pair<int64_t, int64_t>> tasks;
   for (int64_t n = 0; n < p.streams; ++n) {
-    if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
     for (int64_t at = 0; at < p.counts[n]; at += Worker::kRows) tasks.emplace_back(n, at);
     std::fill_n(p.out + n * p.most + p.counts[n], p.most - p.counts[n], -INFINITY);
   }
   parallel(int64_t(tasks.size()), p.threads, [&] {
-    return [&, worker = std::make_shared<Worker>(p)](int64_t i) { worker->score(tasks[i].first, tasks[i].second); };
+    return [&, worker = std::make_shared<Worker>(p)](int64_t i) {
+      const auto [stream, first] = tasks[i];
+      worker->score(stream, first, p.out + stream * p.most);
+    };
   });
   return -1;
 }

@@ -101,7 +101,8 @@ class Selector {
         keys_(scratch<uint32_t>()),
         places_(scratch<int32_t>()) {}
 
-  void choose(int64_t stream) {
+  // From the scores of a stream.
+  void choose(int64_t stream, const float* scores) {
     const int64_t length = p_.lengths[stream];
     const int64_t count = std::min(length, p_.most ? p_.most[stream] : p_.width);
     const int32_t start = int32_t(p_.starts[stream]);
@@ -111,7 +112,7 @@ class Selector {
     if (length == count) return std::iota(rows, rows + count, start);
     const int64_t free = count - p_.first - p_.last;
     std::iota(rows, rows + p_.first, start);
-    choose_best(p_.scores + stream * p_.stride + p_.first, length - p_.first - p_.last, free, start + int32_t(p_.first),
+    choose_best(scores + p_.first, length - p_.first - p_.last, free, start + int32_t(p_.first),
                 rows + p_.first);
     std::iota(rows + count - p_.last, rows + count, start + int32_t(length - p_.last));
   }
@@ -222,14 +223,20 @@ class Selector {
   std::unique_ptr<int32_t[]> places_;
 };
 
-// Returns -1, or the number of a stream that makes the problem invalid.
-inline int select_all(const Select& p) {
+// The first stream whose rows cannot be chosen, or -1.
+inline int first_impossible(const Select& p) {
   for (int64_t n = 0; n < p.streams; ++n)
     if (p.starts[n] < 0 || p.lengths[n] < 0 || p.lengths[n] > p.capacity || p.starts[n] + p.lengths[n] > INT32_MAX ||
         (p.most && (p.most[n] < std::min(p.first + p.last, p.lengths[n]) || std::min(p.most[n], p.lengths[n]) > p.width)))
       return int(n);
+  return -1;
+}
+
+// Returns -1, or the number of a stream that makes the problem invalid.
+inline int select_all(const Select& p) {
+  if (const int bad = first_impossible(p); bad >= 0) return bad;
   parallel(p.streams, p.threads, [&] {
-    return [&, selector = std::make_shared<Selector>(p)](int64_t n) { selector->choose(n); };
+    return [&, selector = std::make_shared<Selector>(p)](int64_t n) { selector->choose(n, p.scores + n * p.stride); };
   });
   return -1;
 }

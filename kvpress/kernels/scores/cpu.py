@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import DTYPES
+from kvpress.kernels.formats.fields import DTYPES, Field
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 
@@ -23,16 +23,25 @@ def score(
     level: str | None = None,
 ) -> Tensor:
     """Run the kernel on checked arguments; without `low`, `high` holds labels."""
+    out = torch.empty(len(q), capacity)
+    entry = "kvpress_labels" if low is None else "kvpress_bounds"
+    stream = launch.run("scores.cpp", entry, *fields(q, low, high, where, reduce, capacity, out), level=level)
+    if stream >= 0:
+        raise refusal(stream, high)
+    return out
+
+
+def fields(
+    q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, reduce: str, capacity: int, out: Tensor | None
+) -> list[Field]:
+    """What `scores_problem.h` lists."""
     if reduce == "sum":  # of products: the product of the sum
         q = q.float().sum(1, keepdim=True)
     stored, (scale, zero, bits) = high.storage, (None, None, 0)
     if isinstance(high, Packed):
         scale, zero, bits = high.scale, high.zero, high.bits
     streams, queries, channels = q.shape
-    out = torch.empty(streams, capacity)
-    stream = launch.run(
-        "scores.cpp",
-        "kvpress_labels" if low is None else "kvpress_bounds",
+    return [
         q.contiguous(),
         None if low is None else low.data,
         stored,
@@ -51,8 +60,9 @@ def score(
         bits,
         capacity,
         torch.get_num_threads(),
-        level=level,
-    )
-    if stream >= 0:
-        raise ValueError(f"stream {stream} refers to rows outside the {len(stored)} stored rows")
-    return out
+    ]
+
+
+def refusal(stream: int, high: Dense | Packed) -> ValueError:
+    """What to raise for a stream that leaves what is stored."""
+    return ValueError(f"stream {stream} refers to rows outside the {len(high.storage)} stored rows")

@@ -24,9 +24,14 @@ def check(scores: Tensor, where: Ranges, k: int, first: int, last: int, most: Te
     checks.shape("scores", scores, ("N", "capacity"), torch.float32)
     checks.rows_layout("scores", scores)
     where.check(scores)
+    check_asked(scores, k, first, last, most)
+
+
+def check_asked(of_streams: Tensor, k: int, first: int, last: int, most: Tensor | None) -> None:
+    """Refuse numbers of rows that do not belong together, or not to a tensor with an entry for every stream."""
     if most is not None:
-        checks.shape("most", most, (len(scores),), torch.int64)
-        checks.same_device(scores, most)
+        checks.shape("most", most, (len(of_streams),), torch.int64)
+        checks.same_device(of_streams, most)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     if first < 0 or last < 0 or first + last > k:

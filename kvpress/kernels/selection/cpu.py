@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvpress.kernels.cpu import launch
+from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.fields import Field
 from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.scores import cpu as scores_cpu
 from kvpress.kernels.selection.contract import refusal
 
 
@@ -21,27 +27,60 @@ def choose(
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on checked arguments, those of `kvpress.kernels.top_rows`."""
-    streams, capacity = scores.shape
-    rows = torch.empty(streams, min(k, capacity), dtype=torch.int32)
-    counts = torch.empty(streams, dtype=torch.int64)
-    stream = launch.run(
-        "select.cpp",
-        "kvpress_select",
-        scores,
-        where.starts.contiguous(),
-        where.lengths.contiguous(),
-        None if most is None else most.contiguous(),
-        rows,
-        counts,
-        streams,
-        scores.stride(0),
-        capacity,
-        rows.shape[1],
-        first,
-        last,
-        torch.get_num_threads(),
-        level=level,
-    )
+    chosen = _Chosen(scores.shape, k)
+    stream = launch.run("select.cpp", "kvpress_select", *chosen.fields(scores, where, first, last, most), level=level)
     if stream >= 0:
-        raise refusal(stream, capacity, most)
-    return rows, counts
+        raise refusal(stream, chosen.capacity, most)
+    return chosen.rows, chosen.counts
+
+
+def choose_by_labels(
+    q: Tensor,
+    labels: Dense | Packed,
+    where: Ranges,
+    k: int,
+    reduce: str,
+    capacity: int,
+    first: int = 0,
+    last: int = 0,
+    most: Tensor | None = None,
+    level: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel that keeps no scores, on checked arguments, those of `kvpress.kernels.label_rows`."""
+    chosen = _Chosen((len(q), capacity), k)
+    scored = scores_cpu.fields(q, None, labels, where, reduce, capacity, None)
+    stream = launch.run(
+        "scores.cpp", "kvpress_label_rows", *scored, *chosen.fields(None, where, first, last, most), level=level
+    )
+    if stream >= len(q):
+        raise refusal(stream - len(q), capacity, most)
+    if stream >= 0:
+        raise scores_cpu.refusal(stream, labels)
+    return chosen.rows, chosen.counts
+
+
+class _Chosen:
+    """Room for what is chosen of so many streams, and rows of each."""
+
+    def __init__(self, shape: Sequence[int], k: int) -> None:
+        streams, self.capacity = shape
+        self.rows = torch.empty(streams, min(k, self.capacity), dtype=torch.int32)
+        self.counts = torch.empty(streams, dtype=torch.int64)
+
+    def fields(self, scores: Tensor | None, where: Ranges, first: int, last: int, most: Tensor | None) -> list[Field]:
+        """What `Select` in select.h lists."""
+        return [
+            scores,
+            where.starts.contiguous(),
+            where.lengths.contiguous(),
+            None if most is None else most.contiguous(),
+            self.rows,
+            self.counts,
+            len(self.rows),
+            0 if scores is None else scores.stride(0),
+            self.capacity,
+            self.rows.shape[1],
+            first,
+            last,
+            torch.get_num_threads(),
+        ]
