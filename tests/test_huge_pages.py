@@ -70,6 +70,19 @@ def no_mapping(*_: object, **__: object) -> mmap.mmap:
     raise OSError(12, "Cannot allocate memory")
 
 
+def test_pinned_rows_stay_for_the_device_that_fetches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = rows()
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is given)
+    assert moved(given) is given
+
+
+@on_linux
+def test_rows_that_lie_on_huge_pages_are_not_copied_again() -> None:
+    found = moved(rows())
+    assert moved(found) is found
+    assert moved(found[1:]).data_ptr() == found[1:].data_ptr()
+
+
 @on_linux
 @pytest.mark.parametrize("refusing", [NoAdvice, no_mapping])
 def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: pytest.MonkeyPatch) -> None:

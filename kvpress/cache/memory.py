@@ -22,8 +22,9 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def moved(rows: Tensor) -> Tensor:
-    """Copy rows to huge pages where that helps; return others as they are, and those that lie in no memory of torch's."""
-    found = _on_huge_pages(rows.shape, rows) if rows.untyped_storage().resizable() else None
+    """Copy rows to huge pages where that helps; others stay, and so do those that are pinned or in no memory of torch's."""
+    stay = rows.is_pinned() or not rows.untyped_storage().resizable()
+    found = None if stay else _on_huge_pages(rows.shape, rows)
     return rows if found is None else found.copy_(rows)
 
 
