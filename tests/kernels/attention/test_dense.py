@@ -119,6 +119,23 @@ def test_unusual_scales(scale: float) -> None:
     assert_same_lse(lse, expected_lse, 1e-3)
 
 
+@needs_compiler
+def test_pieces_of_several_lengths_are_merged_whatever_the_number_of_threads() -> None:
+    # A piece is a 64th of the rows that are left: of 3 * 1024 at first, of 1024 at last.
+    s = streams([150_000, 1, 30_000, 60_001], 3, 16)
+    keys, values = storage(s, 16, 16, torch.float32)
+    rows, options = dense(keys, values), Options(0.5)
+    expected = reference.decode(s.q, rows, s.where, options)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(decode(s.q, rows, s.where, options))
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, *found))
+    torch.testing.assert_close(found[0][0], expected[0], atol=2e-6, rtol=1e-5)
+    assert_same_lse(found[0][1], expected[1], 1e-5)
+
+
 def test_result_does_not_depend_on_threads_or_repetition() -> None:
     s = streams([3000, 1, 2049], 4, 128, torch.bfloat16)
     keys, values = storage(s, 128, 128, torch.bfloat16)
