@@ -156,6 +156,8 @@ def test_rows_with_a_gradient_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (memory.taken(given, torch.tensor([1, 1])).sum() + memory.joined([given, given]).sum()).backward()
     assert given.grad is not None
     assert given.grad.tolist() == [[2, 2], [4, 4], [2, 2], [2, 2]]
+    memory.joined([torch.ones(4, 2), given]).sum().backward()
+    assert given.grad.tolist() == [[3, 3], [5, 5], [3, 3], [3, 3]]
 
 
 @on_linux

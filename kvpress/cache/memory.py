@@ -35,12 +35,15 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return the parts one after the other along a dimension, on huge pages where that helps and they have one type."""
+    """Return the parts one after the other along a dimension, on huge pages where that helps.
+
+    Parts of several types, or with a gradient, are joined as torch joins them.
+    """
     parts, first = list(parts), parts[0]
     shape = list(first.shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    alike = all(part.dtype == first.dtype for part in parts)
-    found = _on_huge_pages(shape, first) if alike else None
+    plain = all(part.dtype == first.dtype and not part.requires_grad for part in parts)
+    found = _on_huge_pages(shape, first) if plain else None
     return torch.cat(parts, dim) if found is None else torch.cat(parts, dim, out=found)
 
 
