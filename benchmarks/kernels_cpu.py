@@ -6,9 +6,9 @@
 One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets cold
 caches (as much as the largest holds is read between calls, 192 MiB or more), the contenders take turns, and medians and minima
 are printed with the error of each result against float32 attention over the same cache as it is stored. Selection chooses one
-row in 16 by 16 channels of the keys, held in 4 bits; its steps are also timed alone, label scores and
-top-k together as well, which is how they are done. Rows with a scale each are what
-ZipCache reads. Contenders named float32 stand for models in that type: dense rows of it, and codes whose scales have it.
+row in 16 by 16 channels of the keys, held in 4 bits; its steps are also timed alone, label scores and top-k together as well,
+which is how they are done. Rows with a scale each are what ZipCache reads. Contenders named float32 stand for models in that
+type: dense rows of it, and codes whose scales have it.
 
 The last line of each length is one JSON object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one
 thread, ``x_two_threads`` how many times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading

@@ -20,9 +20,9 @@ int label_rows(const LabelRows& p) {
   if (const int bad = first_impossible(p.choice); bad >= 0) return int(p.labels.streams) + bad;
   parallel(p.labels.streams, p.labels.threads, [&] {
     return [&, worker = std::make_shared<Worker>(p.labels), selector = std::make_shared<Selector>(p.choice),
-            scores = std::make_shared<Buffer<float>>(p.choice.capacity)](int64_t n) {
-      for (int64_t at = 0; at < p.labels.counts[n]; at += Worker::kRows) worker->score(n, at, *scores);
-      selector->choose(n, *scores);
+            scores = std::shared_ptr<float[]>(new float[p.choice.capacity])](int64_t n) {
+      for (int64_t at = 0; at < p.labels.counts[n]; at += Worker::kRows) worker->score(n, at, scores.get());
+      selector->choose(n, scores.get());
     };
   });
   return -1;
