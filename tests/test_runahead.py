@@ -147,8 +147,10 @@ def test_a_pattern_reads_each_part_as_a_chunk(tmp_path: Path) -> None:
         assert not torch.allclose(answers[0], answers[1], atol=1e-3), "chunks make no difference, so nothing was tested"
 
 
-def fail(rank: int, report: Callable[[Any], None], how: str, who: int) -> None:
+def fail(rank: int, report: Callable[[Any], None], how: str, who: int, slow: int | None) -> None:
     model = tiny_model("llama")
+    if rank == slow:
+        model.model.layers[1].mlp.register_forward_hook(lambda *given: time.sleep(0.5))
     if rank == who:
 
         def stop(*given: Any) -> None:
@@ -170,10 +172,15 @@ def fail(rank: int, report: Callable[[Any], None], how: str, who: int) -> None:
         report(("nothing", "", 0.0))
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-@pytest.mark.parametrize("how", ["raises", "dies", "differs"])
-def test_a_lost_process_is_an_error_on_all_others_soon(how: str, who: int, tmp_path: Path) -> None:
-    found = together(fail, tmp_path, 3, how, who)
+@pytest.mark.parametrize(
+    ("how", "who", "slow"),
+    [
+        *itertools.product(["raises", "dies", "differs"], [0, 1, 2], [None]),
+        *(("raises", who, slow) for who, slow in itertools.permutations([0, 1, 2], 2)),
+    ],
+)
+def test_a_lost_process_is_an_error_on_all_others_soon(how: str, who: int, slow: int | None, tmp_path: Path) -> None:
+    found = together(fail, tmp_path, 3, how, who, slow)
     for rank, said in enumerate(found):
         if how == "dies" and rank == who:
             assert said is None

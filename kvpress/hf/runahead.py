@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -203,7 +204,8 @@ class Line:
         self.packer, self.unpacker = Packer(), Unpacker({}, model.device)
         self.sent: set[str] = set()
         self.given = 0
-        self.leaving: list[tuple[Any, Tensor]] = []
+        self.leaving: list[tuple[int, Any, Tensor]] = []
+        self.failure: str | None = None  # what another process said of it
 
     # -- layers ----------------------------------------------------------------------------------------------
 
@@ -253,24 +255,34 @@ class Line:
         self._leave()
 
     def fail(self, error: BaseException) -> None:
-        """Tell others that nothing more will come."""
-        said = {"failed": f"process {self.rank}: {type(error).__name__}: {error}"}
-        others = range(self.rank) if self.last else [self.rank + 1]
-        for rank in others:
+        """Tell others that nothing more will come.
+
+        Raises:
+            ConnectionError: `error` is one because a neighbour has gone, and the last process knows why.
+        """
+        known = self.failure
+        said = {"failed": known or f"process {self.rank}: {type(error).__name__}: {error}"}
+        # Whoever hears it goes, and so must have handed all on that the next one waits for: the next one hears it first.
+        for rank in reversed(range(self.rank)) if self.last else [self.rank + 1]:
             try:
                 self._say(rank, said)
-            except (RuntimeError, ConnectionError):
+                if self.last:
+                    self._leave()
+            except ConnectionError:
                 continue  # it has gone itself
-        try:
-            # Whoever failed receives no more, so what goes there never leaves; that others know is all that matters.
-            self._leave() if self.last else self._hear(self.size - 1)
-        except (RuntimeError, ConnectionError):
+        if self.last:
             return
+        try:  # what went to the one that failed never leaves; that others know is all that matters
+            self._hear(self.size - 1)
+        except ConnectionError as heard:
+            if isinstance(error, ConnectionError) and not known:
+                raise heard from error
 
     def _leave(self) -> None:
-        for work, _ in self.leaving:
-            work.wait()
-        self.leaving = []
+        leaving, self.leaving = self.leaving, []
+        for rank, work, _ in leaving:
+            with _connected(rank):
+                work.wait()
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
@@ -285,16 +297,25 @@ class Line:
         text = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self._receive(rank, text)
         message: dict[str, Any] = json.loads(text.cpu().numpy().tobytes())
-        if "failed" in message:
-            raise ConnectionError(f"the prompt was not read, because a process failed. {message['failed']}")
+        self.failure = message.get("failed")
+        if self.failure:
+            raise ConnectionError(f"the prompt was not read, because a process failed. {self.failure}")
         return message
 
     def _send(self, rank: int, tensor: Tensor) -> None:
         tensor = tensor.to(self.device)
-        self.leaving.append((dist.isend(tensor, group=self.group, group_dst=rank), tensor))
+        with _connected(rank):
+            self.leaving.append((rank, dist.isend(tensor, group=self.group, group_dst=rank), tensor))
 
     def _receive(self, rank: int, tensor: Tensor) -> None:
-        try:
+        with _connected(rank):
             dist.recv(tensor, group=self.group, group_src=rank)
-        except RuntimeError as error:
-            raise ConnectionError(f"the prompt was not read, because process {rank} has gone: {error}") from error
+
+
+@contextmanager
+def _connected(rank: int) -> Iterator[None]:
+    """What torch says of a process that is no longer there becomes a ConnectionError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"the prompt was not read, because process {rank} has gone: {error}") from error
