@@ -27,18 +27,19 @@ def rows(dtype: torch.dtype = torch.bfloat16, size: int = LEAST_BYTES) -> Tensor
     return torch.randn(size // 64 // dtype.itemsize, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def asks_for_huge_pages(tensor: Tensor) -> bool:
-    """What the kernel says of the mapping that the middle of a tensor is in."""
-    middle = tensor.data_ptr() + tensor.nbytes // 2
-    inside = False
+def asks_for_huge_pages(*tensors: Tensor) -> list[bool]:
+    """What the kernel says of the mapping that the middle of each tensor is in."""
+    mappings = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *fields = line.split()
         if not name.endswith(":"):
             begin, end = (int(part, 16) for part in name.split("-"))
-            inside = begin <= middle < end
-        elif inside and name == "VmFlags:":
-            return "hg" in fields
-    raise AssertionError("the tensor is in no mapping")
+        elif name == "VmFlags:":
+            mappings.append((begin, end, "hg" in fields))
+    middles = [tensor.data_ptr() + tensor.nbytes // 2 for tensor in tensors]
+    found = [asked for middle in middles for begin, end, asked in mappings if begin <= middle < end]
+    assert len(found) == len(tensors), "a tensor is in no mapping"
+    return found
 
 
 @on_linux
@@ -46,7 +47,7 @@ def asks_for_huge_pages(tensor: Tensor) -> bool:
 def test_large_rows_get_huge_pages_and_keep_their_values(dtype: torch.dtype) -> None:
     given = rows(dtype)
     found = moved(given)
-    assert asks_for_huge_pages(found)
+    assert asks_for_huge_pages(found) == [True]
     assert found.dtype == dtype
     assert torch.equal(found, given)
     found[0] += 1
@@ -89,7 +90,7 @@ def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: 
     monkeypatch.setattr(mmap, "mmap", refusing)
     given = rows()
     assert moved(given) is given
-    assert not asks_for_huge_pages(empty(given.shape, given))
+    assert asks_for_huge_pages(empty(given.shape, given)) == [False]
 
 
 def stored(held: Held) -> list[Tensor]:
@@ -121,7 +122,7 @@ def test_pairs_of_every_format_get_huge_pages_and_keep_them(name: str, monkeypat
     ):
         assert len(stored(found)) >= 2
         if name != "in a file":
-            assert all(asks_for_huge_pages(tensor) for tensor in stored(found))
+            assert all(asks_for_huge_pages(*stored(found)))
         assert torch.equal(found.read(slice(None))[0], keys[first:])
         assert torch.equal(found.read(slice(None))[1], values[first:])
 
@@ -139,7 +140,7 @@ def test_what_is_encoded_while_a_model_runs_gets_huge_pages(monkeypatch: pytest.
             model.generate(tokens(2, 100), max_new_tokens=12, do_sample=False)
         for layer in session.cache.layers:
             assert layer.store.sealed
-            assert all(asks_for_huge_pages(tensor) for part in layer.store.sealed for tensor in stored(part))
+            assert all(asks_for_huge_pages(*(tensor for part in layer.store.sealed for tensor in stored(part))))
 
 
 def test_parts_of_several_types_are_joined_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,5 +168,5 @@ def test_a_window_that_grows_past_the_limit_gets_huge_pages_and_keeps_its_pairs(
     window.append(keys[:, :, :-1].clone(), values[:, :, :-1].clone())
     window.append(keys[:, :, -1:], values[:, :, -1:])
     for held, given in ((window.keys, keys), (window.values, values)):
-        assert asks_for_huge_pages(held)
+        assert asks_for_huge_pages(held) == [True]
         assert torch.equal(held[:, :, : window.length], given)
