@@ -6,7 +6,7 @@
 
 #include "centroids.h"
 #include "coded_levels.h"
-#include "coded_outliers.h"
+#include "outliers.h"
 #include "rotary_dot.h"
 #include "whole_rotary_dot.h"
 
@@ -20,11 +20,12 @@ class CodedKeys {
       : p_(p),
         indices_(p.keys, p.listed),
         assembler_(p.keys),
-        outliers_(p.keys),
+        outliers_(p.keys.correction, p.keys.channels()),
         stride_(assembler_.stride()),
         table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
         products_(int64_t(1) << p.keys.bits),
         queries_(stride_),
+        crossed_(outliers_.none() ? 0 : p.rotary),
         book_(p.keys.entries * p.keys.coupled),
         rotary_(p) {
     if (keys_are_levels(p)) choose_levels<CodedLevelKeys>(levels_, p, p.keys, p.coarse, p);
@@ -38,6 +39,7 @@ class CodedKeys {
     const int channels = int(p_.keys.channels());
     for (int i = 0; i < 4; ++i)
       for (int c = 0; c < channels; ++c) queries_[c][i] = i < live ? q[i * channels + c] * factor : 0.f;
+    if (!outliers_.none()) cross_queries(int(p_.rotary / 2));
     stream_ = stream;
     use_table_ = tabled(length);
     if (use_table_) return fill_table(p_.book_of(stream));
@@ -59,22 +61,24 @@ class CodedKeys {
       put_together(block, rows, count, scores);
   }
 
-  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count); }
+  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count, !rows.listed); }
 
   // scores[t] += products of the queries with the outliers of row t, which are rotated as its key is.
   KVPRESS_APART void correct(Stretch rows, int count, Quad* scores) const {
     const int half = int(p_.rotary / 2);
     const CodedProblem::Places places = p_.places(stream_);
-    outliers_.for_each(rows, count, [&](int t, int channel, float value) {
-      Quad product = queries_[channel];
+    const Quad *queries = queries_, *crossed = crossed_;
+    const float *coarse_angles = p_.coarse, *fine_angles = p_.fine;
+    outliers_.for_each(rows, count, [=](int t, int channel, float value) {
+      Quad product = queries[channel];
       if (channel < 2 * half) {
-        const bool high = channel >= half;
-        const int pair = high ? channel - half : channel;
+        const int pair = channel - (half & -int(channel >= half));  // a branch would be mispredicted every other time
         const uint64_t position = places[rows[t]];
-        const float *coarse = p_.coarse + position / kStep * p_.rotary + pair, *fine = p_.fine + position % kStep * p_.rotary + pair;
+        const float* const coarse = coarse_angles + position / kStep * 2 * half + pair;
+        const float* const fine = fine_angles + position % kStep * 2 * half + pair;
         const float cosine = coarse[0] * fine[0] - coarse[half] * fine[half];
         const float sine = coarse[0] * fine[half] + coarse[half] * fine[0];
-        product = product * cosine + queries_[high ? pair : pair + half] * (high ? -sine : sine);
+        product = product * cosine + crossed[channel] * sine;
       }
       scores[t] += product * value;
     });
@@ -86,6 +90,11 @@ class CodedKeys {
   bool tabled(int64_t rows) const {
     const bool looked_up = keys_are_levels(p_) && p_.keys.bits > 2;
     return !p_.coarse && !looked_up && indices_.tables_pay(rows);
+  }
+
+  // A key that is rotated by an angle has the queries as they are times its cosine and these times its sine.
+  void cross_queries(int half) {
+    for (int pair = 0; pair < half; ++pair) crossed_[pair] = queries_[half + pair], crossed_[half + pair] = -queries_[pair];
   }
 
   // table[column, index] = sum over the codes of the index of the products of their centroids with the queries.
@@ -181,11 +190,11 @@ class CodedKeys {
   const CodedProblem& p_;
   IndexRows<Index> indices_;
   Assembler<Index> assembler_;
-  const CodedOutliers outliers_;
+  const Outliers outliers_;
   const int stride_;
   int64_t stream_ = 0;
   bool use_table_ = false;
-  Buffer<Quad> table_, products_, queries_;  // the table by column and index, queries by channel
+  Buffer<Quad> table_, products_, queries_, crossed_;  // the table by column and index, queries by channel
   Buffer<float> book_;
   RotaryDot rotary_;
   OfLevels<CodedLevelKeys> levels_;

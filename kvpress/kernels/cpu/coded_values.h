@@ -4,7 +4,7 @@
 
 #include "centroids.h"
 #include "coded_levels.h"
-#include "coded_outliers.h"
+#include "outliers.h"
 
 namespace kvpress {
 
@@ -20,7 +20,7 @@ class CodedValues {
       : side_(p.values),
         indices_(p.values, p.listed),
         assembler_(p.values),
-        outliers_(p.values),
+        outliers_(p.values.correction, p.values.channels()),
         stride_(assembler_.stride()),
         mixes_(mixable()),
         table_(tabled(longest) ? int64_t(indices_.columns()) * indices_.size() : 0),
@@ -42,7 +42,7 @@ class CodedValues {
     for (int c = 0; c < added(); ++c) added_[c] = Quad{};
   }
 
-  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count); }
+  bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count, !rows.listed); }
 
   // Collect the outliers of some rows, which no row scale multiplies.
   KVPRESS_APART void correct(Stretch rows, int count, const Quad* weights) {
@@ -203,7 +203,7 @@ class CodedValues {
   const Coded& side_;
   IndexRows<Index> indices_;
   Assembler<Index> assembler_;
-  const CodedOutliers outliers_;
+  const Outliers outliers_;
   const int stride_;
   const bool mixes_;
   int64_t number_ = 0;  // of the book

@@ -7,6 +7,7 @@
 
 #include "buffer.h"
 #include "dense.h"
+#include "outliers.h"
 
 namespace kvpress {
 
@@ -20,17 +21,16 @@ class Corrector {
         factors_(rank_ * kChunk),
         loaded_(rank_ * kChunk),
         products_(rank_ ? queries * kScoreStride : 0),
-        owner_(terms_.first ? kTile * (channels_ + 1) : 0),
-        entry_(terms_.first ? kTile * (channels_ + 1) : 0),
-        channel_fours_(terms_.first ? fours() * channels_ : 0),
-        row_fours_(terms_.first ? kChunk : 0) {}
+        outliers_(terms_, channels_),
+        channel_fours_(outliers_.none() ? 0 : fours() * channels_),
+        row_fours_(outliers_.none() ? 0 : kChunk) {}
 
   // Queries float32 [M, stride], zero padded; needed by score() only.
   void begin(const float* q, int stride) {
     q_ = q;
     stride_ = stride;
     projected_ = -1;
-    for (int b = 0; terms_.first && b < fours(); ++b) beside(q, stride, 4 * b, channels_, channel_fours_ + b * channels_);
+    for (int b = 0; !outliers_.none() && b < fours(); ++b) beside(q, stride, 4 * b, channels_, channel_fours_ + b * channels_);
   }
 
   // Whether all bases, outliers and channels that the rows refer to exist.
@@ -40,16 +40,7 @@ class Corrector {
       for_rows(chunk, 0, chunk.count, [&](int, int64_t row) { basis = std::max(basis, uint32_t(terms_.chunk[row])); });
       if (basis >= terms_.bases) return false;
     }
-    if (!terms_.first) return true;
-    for (int t = 0; t < chunk.count; ++t) {
-      const int64_t begin = first(chunk, t), end = last(chunk, t);
-      if (begin < 0 || end < begin || end > terms_.outliers || end - begin > channels_) return false;
-    }
-    uint8_t largest = 0;
-    for (int t = 0, step = chunk.contiguous ? chunk.count : 1; t < chunk.count; t += step)
-      for (int32_t i = first(chunk, t); i < last(chunk, t + step - 1); ++i)
-        largest = std::max(largest, terms_.channel[i]);
-    return largest < channels_;
+    return outliers_.stores(chunk.rows, chunk.count, chunk.contiguous);
   }
 
   // scores[m, t] += q_m . (terms of row t)
@@ -57,8 +48,7 @@ class Corrector {
     prefetch(chunk);
     if (terms_.factor)
       typed(terms_.basis, terms_.factor_dtype, [&](auto* basis) { score_low_rank(basis, chunk, scores); });
-    if (terms_.first)
-      typed(terms_.delta, terms_.delta_dtype, [&](auto* delta) { score_outliers(delta, chunk, scores); });
+    if (!outliers_.none()) score_outliers(chunk, scores);
   }
 
   // acc[m, :] += sum over t of weights[m, t] * (terms of row t)
@@ -67,9 +57,7 @@ class Corrector {
     if (terms_.factor)
       typed(terms_.basis, terms_.factor_dtype,
             [&](auto* basis) { mix_low_rank(basis, chunk, weights, acc, acc_stride); });
-    if (terms_.first)
-      typed(terms_.delta, terms_.delta_dtype,
-            [&](auto* delta) { mix_outliers(delta, chunk, weights, acc, acc_stride); });
+    if (!outliers_.none()) mix_outliers(chunk, weights, acc, acc_stride);
   }
 
  private:
@@ -84,8 +72,8 @@ class Corrector {
       ahead(terms_.factor, next, count, rank_ * width(terms_.factor_dtype));
       ahead(terms_.chunk, next, count, sizeof(int32_t));
     }
-    if (terms_.first) {
-      const int64_t begin = first(chunk, 0), end = last(chunk, chunk.count - 1);
+    if (!outliers_.none()) {
+      const int64_t begin = outliers_.first(chunk.rows[0]), end = outliers_.first(next);
       ahead(terms_.first, next, count, sizeof(int32_t));
       ahead(terms_.channel, end, end - begin, 1);
       ahead(terms_.delta, end, end - begin, width(terms_.delta_dtype));
@@ -220,57 +208,27 @@ class Corrector {
       for (int i = 0; i < count; ++i) to[(m + k) * stride + i] += from[i][k];
   }
 
-  template <class T>
-  void score_outliers(const T* delta, const Chunk& chunk, float* scores) {
+  void score_outliers(const Chunk& chunk, float* scores) {
     for (int b = 0; b < fours(); ++b) {
       const Four* const queries = channel_fours_ + b * channels_;
       Four* const sums = row_fours_;
       std::fill_n(sums, chunk.count, Four{});
-      for_outliers(delta, chunk, [=](int t, int channel, float value) { sums[t] += queries[channel] * value; });
+      outliers_.for_each(chunk.rows, chunk.count,
+                         [=](int t, int channel, float value) { sums[t] += queries[channel] * value; });
       add_beside(sums, chunk.count, 4 * b, scores, kScoreStride);
     }
   }
 
-  template <class T>
-  void mix_outliers(const T* delta, const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+  void mix_outliers(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     for (int b = 0; b < fours(); ++b) {
       Four *const sums = channel_fours_, *const shares = row_fours_;
       beside(weights, kScoreStride, 4 * b, chunk.count, shares);
       std::fill_n(sums, channels_, Four{});
-      for_outliers(delta, chunk, [=](int t, int channel, float value) { sums[channel] += shares[t] * value; });
+      outliers_.for_each(chunk.rows, chunk.count,
+                         [=](int t, int channel, float value) { sums[channel] += shares[t] * value; });
       add_beside(sums, channels_, 4 * b, acc, acc_stride);
     }
   }
-
-  // Calls step(row, channel, value) for every outlier. Those of a few rows are listed first: a loop over the two or three of
-  // each row would be mispredicted at its end every time.
-  template <class T, class Step>
-  void for_outliers(const T* delta, const Chunk& chunk, Step&& step) {
-    for (int begin = 0; begin < chunk.count; begin += kTile) {
-      const int count = list_outliers(chunk, begin, std::min(begin + kTile, chunk.count));
-      for (int i = 0; i < count; ++i) step(owner_[i], terms_.channel[entry_[i]], to_float(delta[entry_[i]]));
-    }
-  }
-
-  // Rows and places of the outliers of the rows from `begin` to `end`; returns how many there are.
-  int list_outliers(const Chunk& chunk, int begin, int end) {
-    constexpr int kStep = 8;  // entries written at once, for speed, even if fewer are needed
-    int32_t *owner = owner_, *entry = entry_;
-    int count = 0;
-    for (int t = begin; t < end; ++t) {
-      const int32_t at = first(chunk, t), size = last(chunk, t) - at;
-      int i = 0;
-      do {
-        std::fill_n(owner + count + i, kStep, t);
-        for (int j = 0; j < kStep; ++j) entry[count + i + j] = at + i + j;
-      } while ((i += kStep) < size);
-      count += size;
-    }
-    return count;
-  }
-
-  int32_t first(const Chunk& chunk, int t) const { return terms_.first[chunk.rows[t]]; }
-  int32_t last(const Chunk& chunk, int t) const { return terms_.first[chunk.rows[t] + 1]; }
 
   const Correction& terms_;
   const int channels_, queries_, rank_;
@@ -278,7 +236,7 @@ class Corrector {
   int stride_ = 0;
   int64_t projected_ = -1;  // the basis whose product with the queries is in products_
   Buffer<float> factors_, loaded_, products_;
-  Buffer<int32_t> owner_, entry_;
+  const Outliers outliers_;
   Buffer<Four> channel_fours_;  // [M / 4, D]: queries, or for mix() what channels receive of four of them
   Buffer<Four> row_fours_;      // [kChunk]: logits, or weights
 };
