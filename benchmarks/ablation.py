@@ -72,7 +72,7 @@ class Unweighted(Sampling):
 def parts(engine: Engine, length: int, smaller: int) -> dict[str, str]:
     """Return the press of every row at a size, by what it adds."""
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    bits = BudgetedPress(kvpress.KnormPress(), smaller).codec(None).bits[0]
+    bits = BudgetedPress(kvpress.KnormPress(), smaller).room(None).bits(1)
     kivi = f" + kivi:bits={bits},group_size=32,residual_length=0"
     rotated = f" + rotated:bits={bits},residual_length=0"
     sample = f"sample({SCORER},budget={{}})"

@@ -133,7 +133,7 @@ def methods() -> dict[str, tuple[Codec | None, Formula]]:
     found: dict[str, tuple[Codec | None, Formula]] = {}
 
     def add(spec: str, formula: Formula) -> None:
-        found[spec] = kvpress.get_press(spec).codec_at(0), formula
+        found[spec] = kvpress.get_press(spec).recipe().codec_at(0), formula
 
     for bits in (8, 4, 3, 2, 1):
         add(f"kivi:bits={bits}", kivi(bits, bits, 32, 128))

@@ -179,7 +179,7 @@ class Oracle:
 
     def run(self, prompt: Prompt) -> Run:
         """Read everything with the oracle in the place of the attention, or of its softmax where a model has its own."""
-        update, Cache.update = Cache.update, self._recording(Cache.update)  # type: ignore[method-assign]
+        update, Cache.update = Cache.update, self._recording(Cache.update)
         try:
             if not all(uses_interface(module) for module in attention_modules(self.model)):
                 with HidingInSoftmax(self):
@@ -189,7 +189,7 @@ class Oracle:
             self.model.set_attn_implementation(ORACLE)
             return prompt.run(self.model)
         finally:
-            Cache.update = update  # type: ignore[method-assign]
+            Cache.update = update
             if self.model.config._attn_implementation == ORACLE:
                 self.model.set_attn_implementation(self.native)
 
@@ -295,7 +295,7 @@ def _allowed(model: Any, spec: str) -> bool:
 
 def _compare(when: str, found: Run, expected: Run) -> None:
     for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits, strict=True)):
-        if not torch.allclose(ours, theirs, **CLOSE):  # type: ignore[arg-type]
+        if not torch.allclose(ours, theirs, **CLOSE):
             raise FailedError(WRONG, f"logits differ by {(ours - theirs).abs().max():.2g} {when}, step {step}")
 
 

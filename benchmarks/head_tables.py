@@ -7,10 +7,10 @@ python -m benchmarks.head_tables compare 0.5      # answers that are right, with
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,19 @@ def compare(model: Any, tokenizer: Any, ratio: float, tables: int = 6, count: in
     print("random", sum(found) / tables, found)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tasks = parser.add_subparsers(dest="task", required=True)
+    tasks.add_parser("train")
+    tasks.add_parser("compare").add_argument("share", type=float, help="of the heads that stream")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     loaded, words = kvpress.load_model("reference", dtype=torch.float32)
-    if sys.argv[1] == "train":
+    if options.task == "train":
         train(loaded, words, Path())
     else:
-        compare(loaded, words, float(sys.argv[2]))
+        compare(loaded, words, options.share)
+
+
+if __name__ == "__main__":
+    main()

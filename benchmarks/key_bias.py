@@ -62,7 +62,7 @@ def with_bias(model: Any, size: float = BIAS) -> nn.Module:
         for channel in (30, 31, 62, 63):
             bias[:, channel] = size * torch.randn(len(bias), generator=generator).sign()
         attention.k_proj.bias = nn.Parameter(bias.flatten().to(attention.k_proj.weight.dtype))
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -34,6 +33,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from benchmarks.machine import cpu_model
 from kvpress import kernels
 from kvpress.cache.store import KVStore
 from kvpress.hf.layer import PressLayer
@@ -48,12 +48,12 @@ PRESSES = {
     "kivi": "kivi:bits=4,group_size=16,residual_length=16",
     "quest": "quest:budget=32,skip_layers=0",
 }
-PARTS = {
-    "checks": [(Session, "_check")],
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "checks": [(Session, "check")],
     "hooks": [(Session, "before"), (Session, "after")],
     "update": [(PressLayer, "update")],
     "attend": [(KVStore, "attend")],
-    "operators": [(kernels, "decode")],
+    "operators": [(kernels, "decode"), (kernels, "decode_parts")],
     "settle": [(Session, "follow")],
 }
 """Parts of a pass by the functions that make them up; operators are the kernels with the checks of their arguments."""
@@ -175,7 +175,7 @@ def main() -> None:
         show(title, rows[title])
     record = {
         "date": date.today().isoformat(),
-        "machine": platform.processor() or platform.machine(),
+        "machine": cpu_model(),
         "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -77,10 +77,9 @@ FIGURE = DOCS / "prefill.png"
 def random_prompt(length: int) -> Prompt:
     """A layer whose queries look at their neighbours and at the first tokens, besides noise."""
     torch.manual_seed(0)
-    noise = [torch.randn(1, heads, length, 64) for heads in (8, 2, 2)]
-    noise[1][:, :, :4] += 1
-    noise[0] += 0.5
-    return Prompt(*noise, Logits(64**-0.5))
+    queries, keys, values = (torch.randn(1, heads, length, 64) for heads in (8, 2, 2))
+    keys[:, :, :4] += 1
+    return Prompt(queries + 0.5, keys, values, Logits(64**-0.5))
 
 
 def seconds(run: Any, rounds: int) -> float:

@@ -157,7 +157,7 @@ def others() -> list[str]:
 
 def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:
     """Return a spec with the file that its press needs, which another process makes."""
-    name = re.match(r"\w+", spec)[0]  # type: ignore[index]
+    name = re.match(r"\w+", spec)[0]
     if name not in LEARNED:
         return spec
     argument = LEARNED[name][0]

@@ -57,7 +57,9 @@ class Recall:
 @torch.no_grad()
 def recall(model: Any, prompts: Sequence[Tensor], press: BasePress) -> Recall:
     """Measure a selector on prompts `[1, n]`, at the token that follows each."""
-    read, random, best = [], [], []
+    read: list[Tensor] = []
+    random: list[Tensor] = []
+    best: list[Tensor] = []
 
     def see(call: LayerCall, output: Tensor) -> None:
         del output

@@ -95,16 +95,15 @@ class Contender:
         """Bytes of sealed pairs, and of what is known about them, that a token reads."""
         total = 0
         for layer, (store, selector) in enumerate(zip(self.stores, self.selectors, strict=True)):
-            segments = store.segments if selector is not None else store.sealed or [store.window]
+            segments: list[Any] = store.segments if selector is not None else store.sealed or [store.window]
             held = sum(t.nbytes for segment in segments for t in stored(segment))
             if selector is None:
                 total += held
                 continue
             call = self.call(layer, queries[layer])
             sets = selector.choose(call, queries[layer].view(HEADS, GROUPS, DIM))
-            total += sum(
-                t.nbytes for owner in (store, *segments) for entry in owner.index.values() for t in entry.tensors()
-            )
+            owners = [store, *segments]
+            total += sum(t.nbytes for owner in owners for entry in owner.index.values() for t in entry.tensors())
             if sets is None:
                 # A layer that chooses for others reads its pairs, and then all keys once more.
                 total += held + held // 2

@@ -28,6 +28,7 @@ from benchmarks import (
     kernels_cpu,
     kernels_gpu,
     openvino_prefill,
+    overhead,
     prefill,
     quality_figures,
     selection,
@@ -71,6 +72,13 @@ def test_dry_run_prints_a_table(dry_run: kernels_gpu.Report, capsys: pytest.Capt
     printed = capsys.readouterr().out
     for name in [*CACHES, *kernels_gpu.GOALS, *gpu_parity.CHECKS]:
         assert f"  {name}" in printed
+
+
+def test_host_time_is_shared_out_between_parts_that_ran() -> None:
+    found = overhead.measure(overhead.build_model(), torch.arange(1, 65)[None], None, rounds=1, tokens=2)
+    assert set(found) == {"no press", *overhead.PRESSES}
+    for name in overhead.PRESSES:
+        assert min(found[name][part] for part in overhead.PARTS) > 0
 
 
 def finding(check: str, passed: bool = True) -> dict[str, Any]:
