@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -262,16 +262,15 @@ class Line:
         """
         known = self.failure
         said = {"failed": known or f"process {self.rank}: {type(error).__name__}: {error}"}
-        # Whoever hears it goes, and so must have handed all on that the next one waits for: the next one hears it first.
-        for rank in reversed(range(self.rank)) if self.last else [self.rank + 1]:
-            try:
-                self._say(rank, said)
-                if self.last:
-                    self._leave()
-            except ConnectionError:
-                continue  # it has gone itself
         if self.last:
+            # Whoever hears it goes, and so must have handed all on that the next one waits for: the next one hears it first.
+            for rank in reversed(range(self.rank)):
+                with suppress(ConnectionError):  # it has gone itself
+                    self._say(rank, said)
+                    self._leave()
             return
+        with suppress(ConnectionError):
+            self._say(self.rank + 1, said)
         try:  # what went to the one that failed never leaves; that others know is all that matters
             self._hear(self.size - 1)
         except ConnectionError as heard:

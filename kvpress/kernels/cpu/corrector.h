@@ -82,11 +82,6 @@ class Corrector {
 
   static int64_t width(int64_t dtype) { return dtype == kFloat16 ? 2 : 4; }
 
-  template <class Step>
-  static void typed(const void* data, int64_t dtype, Step&& step) {
-    dtype == kFloat16 ? step(static_cast<const f16*>(data)) : step(static_cast<const float*>(data));
-  }
-
   // q . (factor basis) = factor . (q basis): the product with the basis is made once for all rows that share it.
   template <class T>
   void score_low_rank(const T* basis, const Chunk& chunk, float* scores) {

@@ -7,6 +7,12 @@
 
 namespace kvpress {
 
+// Calls step(terms of a correction) with the type that they have.
+template <class Step>
+void typed(const void* terms, int64_t dtype, Step&& step) {
+  dtype == kFloat16 ? step(static_cast<const f16*>(terms)) : step(static_cast<const float*>(terms));
+}
+
 // One thread's state. `rows` names rows by number: rows[t] is the t-th one.
 class Outliers {
  public:
@@ -37,11 +43,7 @@ class Outliers {
   // Calls step(t, channel, value) for every outlier of the rows.
   template <class Rows, class Step>
   void for_each(const Rows& rows, int count, Step&& step) const {
-    if (none()) return;
-    if (terms_.delta_dtype == kFloat16)
-      for_each(static_cast<const f16*>(terms_.delta), rows, count, step);
-    else
-      for_each(static_cast<const float*>(terms_.delta), rows, count, step);
+    if (!none()) typed(terms_.delta, terms_.delta_dtype, [&](auto* delta) { for_each(delta, rows, count, step); });
   }
 
   // Where the outliers of a row begin, and those of the row before it end.
