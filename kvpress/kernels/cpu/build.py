@@ -32,7 +32,8 @@ def supported_levels() -> tuple[str, ...]:
         BuildError: there is neither a library nor a compiler that could tell.
     """
     (probe,) = _load([Library("baseline", PROBE)])
-    return tuple(LEVELS)[: probe.kvpress_level() + 1]
+    bits = probe.kvpress_levels()
+    return tuple(level for i, level in enumerate(LEVELS) if bits >> i & 1)
 
 
 def asked_level() -> str | None:

@@ -2,21 +2,18 @@
 // Products of queries with quantised labels, one scale and zero per label, straight from the packed codes.
 #pragma once
 
+#include "products.h"
 #include "scores_problem.h"
 #include "tile.h"
 
 namespace kvpress {
 
-// The signed 16-bit halves of each word times those of the pair, added to the sum.
-inline Words multiply_halves(Words sum, Words x, int32_t pair) {
-#if defined(__AVX512VNNI__)
-  return (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, _mm512_set1_epi32(pair));
-#elif defined(__AVX512F__)
-  return sum + (Words)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi32(pair));
-#elif defined(__AVX2__)
-  return sum + (Words)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi32(pair));
+// sum += the signed 16-bit halves of each word times those of the pair.
+KVPRESS_INLINE void add_halves(Words& sum, Words x, int32_t pair) {
+#if defined(__AVX2__)
+  add_pairs(sum, x, Words{} + pair);
 #else
-  return sum + (x << 16 >> 16) * int32_t(int16_t(pair)) + (x >> 16) * (pair >> 16);
+  sum += (x << 16 >> 16) * int32_t(int16_t(pair)) + (x >> 16) * (pair >> 16);
 #endif
 }
 
@@ -90,7 +87,7 @@ class CodedLabels {
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           int32_t pair;
           std::memcpy(&pair, query + i * pairs_ * 2, sizeof pair);
-          for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA { dots[i][v] = multiply_halves(dots[i][v], codes[v], pair); });
+          for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA { add_halves(dots[i][v], codes[v], pair); });
         });
       }
     }

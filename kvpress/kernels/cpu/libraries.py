@@ -59,18 +59,23 @@ ARM_LEVELS: dict[str, tuple[str, ...]] = {
 }
 X86_LEVELS: dict[str, tuple[str, ...]] = {
     "baseline": (),
-    "avx2": AVX2,  # Zen 1 to 3, Haswell, and all later desktop processors of Intel
+    "avx2": AVX2,  # Zen 1 to 3, Haswell and later
+    "avx2_vnni": (*AVX2, "-mavxvnni"),  # Alder Lake and all later desktop processors of Intel; not Zen 4
     "avx512": AVX512,  # Skylake servers
     "avx512_vnni": VNNI,  # Cascade Lake, Cooper Lake
     "avx512_vbmi": VBMI,  # Ice Lake
     "avx512_bf16": (*VBMI, "-mavx512bf16"),  # Sapphire Rapids, Zen 4 and later
 }
 LEVELS = ARM_LEVELS if platform.machine().lower() in ("aarch64", "arm64") else X86_LEVELS
-"""Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``."""
+"""Compiler flags of each instruction-set level, slowest first; the order is that of ``probe.cpp``.
+
+A level contains those whose flags are among its own: not all slower ones, because `avx2_vnni` is no part of AVX-512.
+"""
 
 ASKED = {
     "neon_dot": "__ARM_FEATURE_DOTPROD",
     "avx2": "__AVX2__",
+    "avx2_vnni": "__AVXVNNI__",
     "avx512": "__AVX512F__",
     "avx512_vnni": "__AVX512VNNI__",
     "avx512_vbmi": "__AVX512VBMI__",
@@ -146,12 +151,10 @@ class Library:
 
 
 def library(level: str, source: str) -> Library:
-    """Return the library of a source for a level: that of a slower level where the source asks for nothing beyond it."""
-    text, levels = "".join(map(_text, _included(source))), list(LEVELS)
-    at = levels.index(level)
-    while at and ASKED[levels[at]] not in text:
-        at -= 1
-    return Library(levels[at], source)
+    """Return the library of a source for a level: that of a level it contains where the source asks for nothing beyond it."""
+    text = "".join(map(_text, _included(source)))
+    contained = [name for name, flags in LEVELS.items() if set(flags) <= set(LEVELS[level])]
+    return Library(next(name for name in reversed(contained) if not LEVELS[name] or ASKED[name] in text), source)
 
 
 def compile_all(libraries: Iterable[Library], folder: Path) -> list[Path]:

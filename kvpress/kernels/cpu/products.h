@@ -45,6 +45,10 @@ KVPRESS_INLINE void add_pairs(Words& sum, Words a, Words b) {
   Words total = sum;
   asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
   sum = total;
+#elif defined(__AVXVNNI__)
+  Words total = sum;
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(total) : "x"(a), "x"(b));
+  sum = total;
 #else
   add_to(sum, multiply_pairs(a, b));
 #endif

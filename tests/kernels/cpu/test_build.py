@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import pwd
+import re
 import signal
 import tempfile
 import time
@@ -187,6 +188,46 @@ def test_a_library_is_named_after_the_headers_it_includes_and_no_others(monkeypa
     before, text = names(), libraries._text
     monkeypatch.setattr(libraries, "_text", lambda file: text(file) + ("// changed" if file == "select.h" else ""))
     assert [source for source, name in names().items() if name != before[source]] == ["scores.cpp", "select.cpp"]
+
+
+def test_a_library_is_shared_only_between_levels_that_contain_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX-512 without AVX-VNNI, such as a Zen 4, cannot run what was compiled for `avx2_vnni`."""
+    levels = {"baseline": (), "avx2": ("-a",), "avx2_vnni": ("-a", "-v"), "avx512": ("-a", "-b")}
+    monkeypatch.setattr(libraries, "LEVELS", levels)
+    monkeypatch.setattr(libraries, "ASKED", {"avx2": "A", "avx2_vnni": "V", "avx512": "B"})
+    monkeypatch.setattr(libraries, "_included", lambda source: (source,))
+    monkeypatch.setattr(libraries, "_text", str)
+    shared = {
+        source: [libraries.library(level, source).level for level in levels] for source in ("", "A", "A V", "A V B")
+    }
+    assert shared == {
+        "": ["baseline", "baseline", "baseline", "baseline"],
+        "A": ["baseline", "avx2", "avx2", "avx2"],
+        "A V": ["baseline", "avx2", "avx2_vnni", "avx2"],
+        "A V B": ["baseline", "avx2", "avx2_vnni", "avx512"],
+    }
+
+
+CPUINFO = Path("/proc/cpuinfo")
+NAMED = {
+    "avx2": "avx2 fma",
+    "avx2_vnni": "avx_vnni",
+    "avx512": "avx512f avx512bw avx512vl avx512dq",
+    "avx512_vnni": "avx512_vnni",
+    "avx512_vbmi": "avx512vbmi",
+    "avx512_bf16": "avx512vbmi avx512_bf16",
+    "neon_dot": "asimddp",
+}
+"""What Linux calls the extensions that a level adds."""
+
+
+@needs_compiler
+@pytest.mark.skipif(not CPUINFO.exists(), reason="no /proc/cpuinfo, which names the extensions of the processor")
+def test_levels_whose_extensions_the_system_names_are_found() -> None:
+    """An old system does not know all names; that a level is not found where it cannot run is seen by running it."""
+    (words, *_) = re.findall(r"^(?:flags|Features)\s*:(.*)", CPUINFO.read_text(), re.MULTILINE)
+    named = [level for level in libraries.LEVELS if set(NAMED.get(level, "").split()) <= set(words.split())]
+    assert set(named) <= set(build.supported_levels())
 
 
 @needs_compiler
