@@ -53,6 +53,7 @@ class Worker {
     const int64_t left = p_.lengths[piece.stream] - at;
     chunk_.count = int(std::min<int64_t>(kChunk, piece.end - at));
     chunk_.known = int(std::min<int64_t>(kChunk + kAheadCoded, left));
+    chunk_.next = int(std::min<int64_t>(kChunk, piece.end - at - chunk_.count));
     chunk_.contiguous = !p_.listed;
     if (p_.listed)
       std::copy_n(p_.listed + piece.stream * p_.listed_stride + at, chunk_.known, chunk_.rows);

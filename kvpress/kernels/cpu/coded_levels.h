@@ -15,6 +15,11 @@ inline void locate(const Coded& side, Stretch rows, int first, int count, int pa
   for (int t = count; t < padded; ++t) out[t] = out[count - 1];
 }
 
+// The codes of as many rows behind some, where they follow each other.
+inline Ahead next_codes(const Coded& side, Stretch rows, int first, int count) {
+  return Ahead(side.codes + rows[rows.listed ? first : first + count] * side.stride, rows.listed ? 0 : count * side.stride);
+}
+
 // Sets tables to channel `part` of each centroid.
 template <class Levels>
 inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, Levels& tables) {
@@ -81,12 +86,14 @@ class CodedLevelKeys {
       }
       const uint8_t* codes[kRows];
       locate(p_.keys, rows, t, size, kRows, codes);
+      Ahead ahead = next_codes(p_.keys, rows, t, size);
+      ahead.spread_lines((groups_ - half_) / 4);
       keys_.load(codes, size);
       std::fill_n(static_cast<float*>(products_), 4 * kRows, 0.f);
       if constexpr (kRotates)
-        if (half_) keys_.multiply_rotated(turned_, half_, angles, step, step / 2, products_, kRows);
+        if (half_) keys_.multiply_rotated(turned_, half_, angles, step, step / 2, products_, kRows, ahead);
       for (int part = 0; part < p_.keys.coupled; ++part)
-        keys_.template multiply<4>(part, 2 * half_, groups_, ones_, products_, kRows, part);
+        keys_.template multiply<4>(part, 2 * half_, groups_, ones_, products_, kRows, ahead, part);
       for (int i = 0; i < size; ++i)
         scores[t + i] = Quad{products_[i], products_[kRows + i], products_[2 * kRows + i], products_[3 * kRows + i]};
     }
@@ -161,7 +168,9 @@ class CodedLevelValues {
         for (int r = 0; r < size; ++r) weights_[i * kScoreStride + r] = weights[t + r][i];
         std::fill(weights_ + i * kScoreStride + size, weights_ + i * kScoreStride + padded, 0.f);
       }
-      values_.template mix<4>(weights_, size, 0, int(side_.groups), sums, stride);
+      Ahead ahead = next_codes(side_, rows, t, size);
+      ahead.spread_lines(int(side_.groups) / 4);
+      values_.template mix<4>(weights_, size, 0, int(side_.groups), sums, stride, ahead);
     }
   }
 

@@ -118,13 +118,15 @@ class PackedRows {
     }
   }
 
-  // Fetch the codes of the rows and the scales between the first and the last one.
-  void prefetch(const int64_t* rows, int count, bool contiguous) const {
+  // Fetch the codes of the rows.
+  void prefetch_codes(const int64_t* rows, int count, bool contiguous) const {
+    if (contiguous && count > 0) return prefetch_row(codes(rows[0]), count * side_.stride);
+    for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
+  }
+
+  // Fetch the scales between those of the first and the last row.
+  void prefetch_scales(const int64_t* rows, int count) const {
     if (count <= 0) return;
-    if (contiguous)
-      prefetch_row(codes(rows[0]), count * side_.stride);
-    else
-      for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
     const int64_t first = group(rows[0]), groups = group(rows[count - 1]) - first + 1;
     if (groups < 1 || groups > count) return;
     const int64_t bytes = scales_per_row() * (side_.dtype == kFloat32 ? 4 : side_.dtype == kFloat16 ? 2 : 1);

@@ -47,6 +47,7 @@ inline Burst burst_of_listed(int64_t bytes) {
 struct Chunk {
   int64_t rows[kChunk + kAheadCoded];
   int count, known;
+  int next;  // how many rows the next step has
   bool contiguous;  // each row follows the one before it
 };
 

@@ -166,6 +166,11 @@ class Part {
   const UnsignedWords right_, mask_;
 };
 
+// Whether what lies ahead is asked for at every opportunity. There is little to ask for where codes are short, and each time
+// costs as much as a tenth of the products in between.
+template <int kBits>
+constexpr bool kOften = kBits >= 4;
+
 // Instantiate `step` for the widths that a plane can have.
 template <class Step>
 inline void for_bits(int bits, Step&& step) {

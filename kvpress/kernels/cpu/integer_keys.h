@@ -2,6 +2,7 @@
 // Logits of quantised keys whose scales are per channel and shared by a group of rows, or per row and shared by its channels.
 #pragma once
 
+#include "ahead.h"
 #include "integer_dot.h"
 #include "words.h"
 
@@ -61,7 +62,7 @@ class IntegerKeys {
   }
 
   // Logits of as many rows; kTile are written per query.
-  void score(const int64_t* rows, int count, float* scores) {
+  void score(const int64_t* rows, int count, float* scores, Ahead& ahead) {
     if (const int64_t group = by_row_ ? -1 : rows_.group(rows[0]); group != group_) {
       const int64_t at = group * rows_.side().channels;
       group_ = group;
@@ -69,10 +70,12 @@ class IntegerKeys {
     }
     const uint8_t* codes[kTile];
     codes_.locate(rows, count, kTile, codes);
+    const int blocks = round_up(count, kLanes) / kLanes * round_up(codes_.plane().bytes, kBlock) / kBlock;
     for (int first = 0; first < count; first += kLanes) {
       for_bits(codes_.plane().bits, [&](auto bits) {
+        if (first == 0) kOften<bits> ? ahead.spread(4 * blocks) : ahead.spread_lines(blocks);
         for_query_tiles(queries_, [&](auto tile, int m) {
-          m == 0 ? dot<bits, tile, true>(codes + first, m) : dot<bits, tile, false>(codes + first, m);
+          m == 0 ? dot<bits, tile, true>(codes + first, m, ahead) : dot<bits, tile, false>(codes + first, m, ahead);
         });
       });
       F unit = set1(unit_), offset = set1(1.f);
@@ -142,19 +145,22 @@ class IntegerKeys {
   // The first tile of queries transposes as it goes, which overlaps shuffles with multiplications.
   template <int kBits, int kQueries, bool kFirst>
   __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
-  void dot(const uint8_t* const* codes, int m) {
+  void dot(const uint8_t* const* codes, int m, Ahead& later) {
     const Plane& plane = codes_.plane();
     const int8_t* factors = bytes_ + m * 2 * kMaxChannels;
     using Codes = Part<kBits>;
     constexpr int kSums = kQueries * Codes::kSums, kSets = sets(kBits);
     Words sums[kSets][kSums];
     unrolled<kSets * kSums>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i / kSums][i % kSums] = Words{}; });
+    Ahead ahead = later;
     for (int at = 0; at < plane.bytes; at += kBlock) {
       Words* column = columns_ + at / 4;
       const int left = plane.bytes - at;
       if (kFirst) transpose_rows(codes, at, left, column);
+      if (kFirst && !kOften<kBits>) ahead.next_lines();
       for (int k = 0; k < 4; ++k) {
         if (kBits == 1 && k * 4 >= left) break;  // the plane may be shorter than a block
+        if (kFirst && kOften<kBits>) ahead.next();
         unrolled<8 / kBits>([&](auto part) KVPRESS_INLINE_LAMBDA {
           Words word[Codes::kWords];
           Codes(part, part % kSets * kBits)(column[k], word);
@@ -163,6 +169,7 @@ class IntegerKeys {
         });
       }
     }
+    if (kFirst) later = ahead;
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
       Words total = Codes::total(sums[0] + i * Codes::kSums);
       if constexpr (kSets > 1) total += Codes::total(sums[1] + i * Codes::kSums) >> kBits;

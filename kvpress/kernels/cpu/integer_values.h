@@ -2,6 +2,7 @@
 // Weighted sums of quantised values whose scales are per row and shared by a group of channels.
 #pragma once
 
+#include "ahead.h"
 #include "integer_dot.h"
 #include "words.h"
 
@@ -99,7 +100,7 @@ class IntegerValues {
         words_(kChunk / 4 * kBlockVectors) {}
 
   // acc[m, :] += sum_t weights[m, t] value_t; weights are zero from `count` to the next multiple of 32.
-  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride, Ahead& ahead) {
     const int padded = round_up(chunk.count, 32);
     whole_.locate(chunk.rows, chunk.count, padded, codes_);
     transpose_scales(rows_.side().scale, chunk, padded, scale_);
@@ -110,6 +111,8 @@ class IntegerValues {
     const Plane& plane = whole_.plane();
     for_bits(plane.bits, [&](auto bits) {
       constexpr int kParts = std::min(8 / bits, kRegisters / 8 / Part<bits>::kSums);
+      const int every = round_up(plane.bytes, kLanes) / kLanes * ((queries_ + 3) / 4);
+      ahead.spread((kOften<bits> ? every : round_up(plane.bytes, kBlock) / kBlock) * padded / 4);
       for (int at = 0; at < plane.bytes; at += kBlock)
         for_query_tiles(queries_, [&](auto tile, int m) {
           float* out = acc + m * acc_stride;
@@ -119,9 +122,9 @@ class IntegerValues {
               if (first >= plane.bytes) break;
               const Span span{at, vector, std::min(kLanes, plane.bytes - first), padded, m};
               if (m == 0 && step == 0 && vector == 0)
-                accumulate<bits, tile, step * kParts, kParts, step == 0>(span, out, acc_stride);
+                accumulate<bits, tile, step * kParts, kParts, step == 0>(span, out, acc_stride, ahead);
               else
-                accumulate<bits, tile, step * kParts, kParts, false>(span, out, acc_stride);
+                accumulate<bits, tile, step * kParts, kParts, false>(span, out, acc_stride, ahead);
             }
           });
         });
@@ -197,7 +200,7 @@ class IntegerValues {
   // Word q: lane i holds byte `first + i` of rows 4q .. 4q + 3. The first call makes the words as it goes, which overlaps
   // shuffles with multiplications; the others find them in words_.
   template <int kBits, int kQueries, int kPart, int kParts, bool kFirst>
-  void accumulate(const Span& span, float* acc, int acc_stride) {
+  void accumulate(const Span& span, float* acc, int acc_stride, Ahead& later) {
     const Plane& plane = whole_.plane();
     const int8_t* weight[kParts];
     const float* units[kParts];
@@ -214,14 +217,17 @@ class IntegerValues {
     Words sums[kParts][kSums];
     unrolled<kParts * kSums>([&](auto j) KVPRESS_INLINE_LAMBDA { sums[j / kSums][j % kSums] = Words{}; });
     Words* word = words_;
+    Ahead ahead = later;
     for (int t = 0; t < span.rows; t += 4, word += kBlockVectors) {
       if (kFirst) interleave(codes + t, offset, left, word);
+      if (kFirst || kOften<kBits>) ahead.next();
       unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
         Words part[Codes::kWords];
         Codes(kPart + p, kBits * (kPart + p))(word[vector], part);
         Codes::template multiply<kQueries>(sums[p], part, weight[p] + t, 2 * kChunk, kChunk);
       });
     }
+    later = ahead;
     unrolled<kParts>([&](auto p) KVPRESS_INLINE_LAMBDA {
       const float power = std::ldexp(1.f, -Codes(kPart + p, kBits * (kPart + p)).left());
       float* out = acc + (kPart + p) * plane.bytes + span.first();

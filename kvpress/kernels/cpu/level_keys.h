@@ -2,6 +2,7 @@
 // Products of queries with keys whose codes stand for levels or numbers, straight from the codes.
 #pragma once
 
+#include "ahead.h"
 #include "whole_levels.h"
 
 namespace kvpress {
@@ -28,29 +29,30 @@ class LevelKeys {
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
   // out[i, t] += scale[t] * product of query i of a tile, one of the first kQueries, with the channels from `begin` to `end` of
-  // row t, both multiples of four; out [kQueries, stride].
+  // row t, both multiples of four; out [kQueries, stride]. Every four channels are a step ahead.
   template <int kQueries>
-  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, Ahead& ahead, int set = 0) const {
     const float* const queries = reinterpret_cast<const float*>(queries_ + tile * channels_);
     columns_.with_width([&](auto three) {
-      multiply<kQueries, three>(queries, begin, end, scale, out, stride, levels_[set]);
+      multiply<kQueries, three>(queries, begin, end, scale, out, stride, ahead, levels_[set]);
     });
   }
 
   // The same for the first 2 `half` channels of keys that are rotated on the way, without scales. The cosine of pair i and
   // row t is at angles[i * step + t], its sine `sine` after it.
   void multiply_rotated(const float* queries, int half, const float* angles, int64_t step, int64_t sine, float* out,
-                        int stride) const {
-    columns_.with_width([&](auto three) { multiply_rotated<three>(queries, half, angles, step, sine, out, stride); });
+                        int stride, Ahead& ahead) const {
+    columns_.with_width([&](auto three) { multiply_rotated<three>(queries, half, angles, step, sine, out, stride, ahead); });
   }
 
  private:
   template <int kQueries, bool kThree>
   __attribute__((noinline)) void multiply(const float* queries, int begin, int end, const float* scale, float* out,
-                                          int stride, const Levels& levels) const {
+                                          int stride, Ahead& ahead, const Levels& levels) const {
     F sums[kQueries][2];
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i][0] = sums[i][1] = set1(0.f); });
     for (int c = begin; c < end; c += 4) {
+      ahead.next_lines();
       const Words a = columns_.read<kThree>(c / 4, 0), b = columns_.read<kThree>(c / 4, kLanes);
       unrolled<4>([&](auto j) KVPRESS_INLINE_LAMBDA {
         const F x = levels.template level<kThree>(c + j, a >> 8 * j), y = levels.template level<kThree>(c + j, b >> 8 * j);
@@ -67,10 +69,11 @@ class LevelKeys {
 
   template <bool kThree>
   __attribute__((noinline)) void multiply_rotated(const float* queries, int half, const float* angles, int64_t step,
-                                                  int64_t sine, float* out, int stride) const {
+                                                  int64_t sine, float* out, int stride, Ahead& ahead) const {
     F sums[4][2];
     unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { sums[i][0] = sums[i][1] = set1(0.f); });
     for (int c = 0; c < half; c += 4) {
+      ahead.next_lines();
       const Words a[] = {columns_.read<kThree>(c / 4, 0), columns_.read<kThree>(c / 4, kLanes)};
       const Words b[] = {columns_.read<kThree>((half + c) / 4, 0), columns_.read<kThree>((half + c) / 4, kLanes)};
       unrolled<4>([&](auto j) KVPRESS_INLINE_LAMBDA {
@@ -145,9 +148,9 @@ class LevelKeys<WholeLevels> {
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
   template <int kQueries>
-  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, int set = 0) const {
+  void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, Ahead& ahead, int set = 0) const {
     columns_.with_width([&](auto three) {
-      multiply<kQueries, three>(tile, begin, end, scale, out, stride, levels_[set]);
+      multiply<kQueries, three>(tile, begin, end, scale, out, stride, ahead, levels_[set]);
     });
   }
 
@@ -157,7 +160,7 @@ class LevelKeys<WholeLevels> {
 
   template <int kQueries, bool kThree>
   __attribute__((noinline)) void multiply(int tile, int begin, int end, const float* scale, float* out, int stride,
-                                          const WholeLevels& given) const {
+                                          Ahead& ahead, const WholeLevels& given) const {
     const WholeLevels levels = given;
     for (int t = 0; t < kRows; t += kLanes) {
       Words sums[kQueries][2];
@@ -165,6 +168,7 @@ class LevelKeys<WholeLevels> {
       const int16_t* queries = place(tile, 0, begin);
       for (int c = begin; c < end; c += 4, queries += 16) {
         Words found[2];
+        if (t == 0) ahead.next_lines();
         levels.look_up(columns_.read<kThree>(c / 4, t), found);
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           const Words query = repeat_four(queries + 4 * i);

@@ -2,6 +2,7 @@
 // Weighted sums of values whose codes stand for levels or numbers, straight from the codes.
 #pragma once
 
+#include "ahead.h"
 #include "whole_levels.h"
 
 namespace kvpress {
@@ -19,17 +20,20 @@ class LevelValues {
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
   // acc[i, c] += sum over the rows of weights[i, t] * channel c of row t, for the channels from `begin` to `end`, both
-  // multiples of four. Weights [kQueries, kScoreStride] are zero from `count` to the next multiple of kLanes.
+  // multiples of four. Weights [kQueries, kScoreStride] are zero from `count` to the next multiple of kLanes. Every four channels
+  // are a step ahead, of several lines.
   template <int kQueries>
-  void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride) const {
-    columns_.with_width([&](auto three) { mix<kQueries, three>(weights, count, begin, end, acc, acc_stride); });
+  void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride, Ahead& ahead) const {
+    columns_.with_width([&](auto three) { mix<kQueries, three>(weights, count, begin, end, acc, acc_stride, ahead); });
   }
 
  private:
   template <int kQueries, bool kThree>
-  __attribute__((noinline)) void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride) const {
+  __attribute__((noinline)) void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride,
+                                     Ahead& ahead) const {
     constexpr int kWidth = kLanes == 16 ? 4 : 2;  // channels at once: their sums fill the register file
-    for (int c = begin; c < end; c += 4)
+    for (int c = begin; c < end; c += 4) {
+      ahead.next_lines();
       unrolled<4 / kWidth>([&](auto part) KVPRESS_INLINE_LAMBDA {
         F sums[kWidth][4];
         unrolled<4 * kWidth>([&](auto k) KVPRESS_INLINE_LAMBDA { sums[k / 4][k % 4] = set1(0.f); });
@@ -50,6 +54,7 @@ class LevelValues {
           for (int i = 0; i < kQueries; ++i) acc[i * acc_stride + c + part * kWidth + k] += found[i];
         });
       });
+    }
   }
 
   CodeColumns columns_;
@@ -75,11 +80,11 @@ class LevelValues<WholeLevels> {
   }
 
   template <int kQueries>
-  void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride) const {
+  void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride, Ahead& ahead) const {
     float unit[kQueries];
     for (int i = 0; i < kQueries; ++i)
       unit[i] = round_weights(weights + i * kScoreStride, count, whole_ + i * kWholeStride) * levels_.unit();
-    columns_.with_width([&](auto three) { mix_whole<kQueries, three>(unit, count, begin, end, acc, acc_stride); });
+    columns_.with_width([&](auto three) { mix_whole<kQueries, three>(unit, count, begin, end, acc, acc_stride, ahead); });
   }
 
  private:
@@ -101,9 +106,11 @@ class LevelValues<WholeLevels> {
   }
 
   template <int kQueries, bool kThree>
-  __attribute__((noinline)) void mix_whole(const float* unit, int count, int begin, int end, float* acc, int acc_stride) const {
+  __attribute__((noinline)) void mix_whole(const float* unit, int count, int begin, int end, float* acc, int acc_stride,
+                                           Ahead& ahead) const {
     const WholeLevels levels = levels_;
     for (int c = begin; c < end; c += 4) {
+      ahead.next_lines();
       Words sums[kQueries][2];
       unrolled<2 * kQueries>([&](auto j) KVPRESS_INLINE_LAMBDA { sums[j / 2][j % 2] = Words{}; });
       const int16_t* whole = whole_;

@@ -2,6 +2,7 @@
 // Quantised keys and values whose levels are the numbers of e4m3, with one scale per row: dense rows of that type.
 #pragma once
 
+#include "ahead.h"
 #include "row_scales.h"
 
 namespace kvpress {
@@ -32,20 +33,21 @@ class Float8Rows {
     for (int m = 0; m < queries_; ++m) Dot::put_query(q + m * stride, int(rows_.side().channels), q_ + m * stride_);
   }
 
-  // Few at a time, because the reader prefetches as many in between: more fill the buffers that loads wait for.
-  int run(const int64_t*, int count, bool) const { return std::min(count, 4); }
+  int run(const int64_t*, int count, bool) const { return std::min(count, kTile); }
 
-  void score(const int64_t* rows, int count, float* scores) {
+  void score(const int64_t* rows, int count, float* scores, Ahead& ahead) {
+    ahead.spread_lines(count);
     score_rows<Dot>([&](int t) { return row(rows[t]); }, count, q_, stride_, queries_, int(rows_.side().channels), scores,
-                    [](int) {});
+                    [&](int) { ahead.next_lines(); });
     rescale(rows, count, scores, scores);
   }
 
   // acc[m, :] += sum_t weights[m, t] value_t
-  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride, Ahead& ahead) {
+    ahead.spread_lines(chunk.count);
     rescale(chunk.rows, chunk.count, weights, weights_);
     mix_rows<e4m3>([&](int t) { return row(chunk.rows[t]); }, chunk.count, weights_, queries_, int(rows_.side().channels),
-                   acc, acc_stride, [](int) {});
+                   acc, acc_stride, [&](int) { ahead.next_lines(); });
   }
 
  private:

@@ -86,7 +86,8 @@ class PackedLevelKeys {
   }
 
   // Products with as many rows; kRows are written per query.
-  void score(const int64_t* rows, int count, float* scores) {
+  void score(const int64_t* rows, int count, float* scores, Ahead& ahead) {
+    ahead.spread_lines(channels_ / 4);
     const uint8_t* codes[kRows];
     rows_.locate(rows, count, kRows, codes);
     keys_.load(codes, count);
@@ -100,7 +101,7 @@ class PackedLevelKeys {
       float* out = scores + m * kScoreStride;
       for (int i = 0; i < tile; ++i) add_zeros(sums_ + m / 4 * groups_, i, out + i * kScoreStride);
       for (int g = 0; g < groups_; ++g)
-        keys_.template multiply<tile>(m / 4, g * width_, (g + 1) * width_, scale_ + g * kRows, out, kScoreStride);
+        keys_.template multiply<tile>(m / 4, g * width_, (g + 1) * width_, scale_ + g * kRows, out, kScoreStride, ahead);
     });
   }
 
@@ -183,9 +184,10 @@ class PackedLevelValues {
   }
 
   // acc[m, :] += sum_t weights[m, t] value_t; weights are zero from `count` to the next multiple of 32.
-  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+  void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride, Ahead& ahead) {
     const uint8_t* codes[kChunk];
     const int count = chunk.count, channels = int(rows_.side().channels), width = int(rows_.side().group_channels);
+    ahead.spread_lines(channels / 4);
     rows_.locate(chunk.rows, count, round_up(count, kLanes), codes);
     values_.load(codes, count);
     scales_.read(chunk.rows, count, scale_, kChunk);
@@ -198,7 +200,7 @@ class PackedLevelValues {
           scale_weights(weight, scale_ + c / width * kChunk, count, weights_ + i * kScoreStride);
           if (rows_.side().zero) add_zeros(weight, zero_ + c / width * kChunk, count, out);
         }
-        values_.template mix<tile>(weights_, count, c, c + width, acc + m * acc_stride, acc_stride);
+        values_.template mix<tile>(weights_, count, c, c + width, acc + m * acc_stride, acc_stride, ahead);
       }
     });
   }

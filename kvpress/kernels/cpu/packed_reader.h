@@ -2,6 +2,7 @@
 // Reads quantised keys and values: on codes where a kernel fits them, through a small float32 tile otherwise.
 #pragma once
 
+#include "ahead.h"
 #include "corrector.h"
 #include "dense_reader.h"
 #include "integer_keys.h"
@@ -13,7 +14,8 @@
 namespace kvpress {
 
 // Kernels for keys have begin(queries, stride), run(rows, count, contiguous): how many rows from the first on are scored at
-// once, and score(rows, count, scores); those for values have mix(chunk, weights, acc, acc_stride).
+// once, and score(rows, count, scores, ahead); those for values have mix(chunk, weights, acc, acc_stride, ahead). Both call for
+// what lies ahead as they go.
 using KeyKernel = std::variant<std::monostate,
 #if defined(KVPRESS_INTEGERS)
                                IntegerKeys,
@@ -72,6 +74,7 @@ class PackedReader {
     pad_queries<FloatDot<float>>(q, p_.queries, p_.keys.channels, queries_, stride_);
     with(key_kernel_, [&](auto& kernel) { kernel.begin(queries_, stride_); });
     key_terms_.begin(queries_, stride_);
+    asked_ = false;
   }
 
   bool stores(const Chunk& chunk) const {
@@ -79,6 +82,7 @@ class PackedReader {
            key_terms_.stores(chunk) && value_terms_.stores(chunk);
   }
 
+  // While keys are scored, their values are asked for, and while these are mixed, the keys of the next chunk.
   void score(const Chunk& chunk, float* scores) {
     const int64_t* rows = chunk.rows;
     const int count = chunk.count;
@@ -86,10 +90,16 @@ class PackedReader {
       int run = 0, end = t;
       while (end < count && end - t < kTile && (run = codes_run(chunk, end)) == 0) ++end;
       const int size = end + run - t;
-      keys_.prefetch(rows + t + kAheadCoded, std::min(size, chunk.known - t - kAheadCoded), chunk.contiguous);
-      values_.prefetch(rows + t, size, chunk.contiguous);
+      const int64_t* const later = rows + t + kAheadCoded;
+      const int more = std::min(size, chunk.known - t - kAheadCoded);
+      if (!asked_) keys_.prefetch_codes(later, more, chunk.contiguous);
+      keys_.prefetch_scales(later, more);
+      values_.prefetch_scales(rows + t, size);
+      if (!chunk.contiguous) values_.prefetch_codes(rows + t, size, false);
+      ahead_ = stretch(values_, rows[t], chunk.contiguous ? size : 0);
       if (end > t) score_tile(rows + t, end - t, scores + t);
       if (run > 0) score_codes(rows + end, run, scores + end);
+      ahead_.rest();
       t = end + run;
     }
     scale_rows(chunk, scores);
@@ -98,16 +108,29 @@ class PackedReader {
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     value_terms_.mix(chunk, weights, acc, acc_stride);
-    if (with(value_kernel_, [&](auto& kernel) { kernel.mix(chunk, weights, acc, acc_stride); })) return;
+    asked_ = chunk.contiguous;
+    ahead_ = stretch(keys_, chunk.rows[chunk.count - 1] + 1, asked_ ? chunk.next : 0);
+    if (!with(value_kernel_, [&](auto& kernel) { kernel.mix(chunk, weights, acc, acc_stride, ahead_); }))
+      mix_tiles(chunk, weights, acc, acc_stride);
+    ahead_.rest();
+  }
+
+ private:
+  // The codes of rows that follow each other.
+  static Ahead stretch(const PackedRows& rows, int64_t first, int count) {
+    return Ahead(rows.codes(first), count * rows.side().stride);
+  }
+
+  void mix_tiles(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
+    ahead_.spread_lines(chunk.count);
     for (int t = 0; t < chunk.count; t += kTile) {
       const int size = std::min(kTile, chunk.count - t);
       for (int i = 0; i < size; ++i) values_.decode(chunk.rows[t + i], tile_ + i * tile_stride_);
       mix_rows<float>([&](int i) { return tile_ + i * tile_stride_; }, size, weights + t, int(p_.queries),
-                      int(p_.values.channels), acc, acc_stride, [](int) {});
+                      int(p_.values.channels), acc, acc_stride, [&](int) { ahead_.next_lines(); });
     }
   }
 
- private:
   // Multiply the products with each key by its own factor.
   void scale_rows(const Chunk& chunk, float* scores) const {
     const auto scale = [&](const auto* factors) {
@@ -130,13 +153,14 @@ class PackedReader {
   }
 
   void score_codes(const int64_t* rows, int count, float* scores) {
-    with(key_kernel_, [&](auto& kernel) { kernel.score(rows, count, scores); });
+    with(key_kernel_, [&](auto& kernel) { kernel.score(rows, count, scores, ahead_); });
   }
 
   void score_tile(const int64_t* rows, int count, float* scores) {
+    ahead_.spread_lines(count);
     for (int i = 0; i < count; ++i) keys_.decode(rows[i], tile_ + i * tile_stride_);
     score_rows<FloatDot<float>>([&](int i) { return tile_ + i * tile_stride_; }, count, queries_, stride_,
-                                int(p_.queries), int(p_.keys.channels), scores, [](int) {});
+                                int(p_.queries), int(p_.keys.channels), scores, [&](int) { ahead_.next_lines(); });
   }
 
   const Problem& p_;
@@ -146,6 +170,8 @@ class PackedReader {
   Buffer<float> queries_, tile_;
   KeyKernel key_kernel_;
   ValueKernel value_kernel_;
+  Ahead ahead_;
+  bool asked_ = false;  // for the keys of the chunk
 };
 
 }  // namespace kvpress
