@@ -108,8 +108,9 @@ class PackedReader {
 
   void mix(const Chunk& chunk, const float* weights, float* acc, int acc_stride) {
     value_terms_.mix(chunk, weights, acc, acc_stride);
-    asked_ = chunk.contiguous;
-    ahead_ = stretch(keys_, chunk.rows[chunk.count - 1] + 1, asked_ ? chunk.next : 0);
+    asked_ = chunk.contiguous && chunk.next > 0;
+    const int64_t last = chunk.rows[chunk.count - 1];
+    ahead_ = asked_ ? stretch(keys_, last + 1, chunk.next) : stretch(keys_, last, 0);
     if (!with(value_kernel_, [&](auto& kernel) { kernel.mix(chunk, weights, acc, acc_stride, ahead_); }))
       mix_tiles(chunk, weights, acc, acc_stride);
     ahead_.rest();
