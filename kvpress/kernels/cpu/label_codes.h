@@ -21,14 +21,17 @@ KVPRESS_INLINE void add_halves(Words& sum, Words x, int32_t pair) {
 // shift yield two codes each at a time.
 class CodedLabels {
  public:
+  static constexpr int kRows = 64;  // at once, several tiles: what loads and products begin with is done once for them
+  static_assert(kRows % kTileRows == 0);
+
   explicit CodedLabels(const Scores& p)
       : p_(p),
         bits_(int(p.bits)),
         depth_(int(p.stride + 3) / 4),
         pairs_(depth_ * 16 / bits_),
-        words_(depth_ * kTileRows),
-        scale_(kTileRows),
-        zero_(kTileRows),
+        words_(depth_ * kRows),
+        scale_(kRows),
+        zero_(kRows),
         query_(p.queries * p.channels),
         totals_(p.queries),
         integers_(p.queries * pairs_ * 2) {}
@@ -68,21 +71,23 @@ class CodedLabels {
     }
   }
 
+  // Of the tile that begins with row t.
   template <int kQueries>
-  KVPRESS_INLINE void product(int m, F (&sums)[kQueries][kTileVectors]) const {
+  KVPRESS_INLINE void product(int m, int t, F (&sums)[kQueries][kTileVectors]) const {
     Words dots[kQueries][kTileVectors] = {};
     const Words mask = Words{} + ((1 << bits_) - 1) * 0x10001;
+    const Words bits = Words{} + bits_;  // lane by lane, shifts take fewer instructions than by one number for all
     const int16_t* query = integers_ + m * pairs_ * 2;
     for (int k = 0; k < depth_; ++k) {
       Words word[kTileVectors];
       for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
-        std::memcpy(&word[v], words_ + k * kTileRows + v * kLanes, sizeof word[v]);
+        std::memcpy(&word[v], words_ + k * kRows + t + v * kLanes, sizeof word[v]);
       });
       for (int bit = 0; bit < 16; bit += bits_, query += 2) {
         Words codes[kTileVectors];
         for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
           codes[v] = word[v] & mask;
-          word[v] >>= bits_;
+          word[v] >>= bits;
         });
         unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
           int32_t pair;
@@ -92,8 +97,8 @@ class CodedLabels {
       }
     }
     for_vectors([&](auto v) KVPRESS_INLINE_LAMBDA {
-      const F scale = mul(::kvpress::load(scale_ + v * kLanes), set1(unit_));
-      const F zero = ::kvpress::load(zero_ + v * kLanes);
+      const F scale = mul(::kvpress::load(scale_ + t + v * kLanes), set1(unit_));
+      const F zero = ::kvpress::load(zero_ + t + v * kLanes);
       unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
         sums[i][v] = fma((F)__builtin_convertvector(dots[i][v], Floats), scale, mul(zero, set1(totals_[m + i])));
       });
@@ -128,11 +133,11 @@ class CodedLabels {
     for (; t + kLanes <= size; t += kLanes) {
       F column[kWords];
       split_rows(codes + t * kWords * 4, column);
-      for (int k = 0; k < kWords; ++k) store(reinterpret_cast<float*>(out + k * kTileRows + t), column[k]);
+      for (int k = 0; k < kWords; ++k) store(reinterpret_cast<float*>(out + k * kRows + t), column[k]);
     }
 #endif
     for (; t < size; ++t)
-      for (int k = 0; k < kWords; ++k) std::memcpy(out + k * kTileRows + t, codes + (t * kWords + k) * 4, 4);
+      for (int k = 0; k < kWords; ++k) std::memcpy(out + k * kRows + t, codes + (t * kWords + k) * 4, 4);
   }
 
 #if defined(KVPRESS_PAIRS)
@@ -154,7 +159,7 @@ class CodedLabels {
   void transpose(const uint8_t* codes, int size) {
     for (int64_t at = 0; at < p_.stride; at += 4)
       for (int t = 0; t < size; ++t)
-        std::memcpy(words_ + at / 4 * kTileRows + t, codes + t * p_.stride + at, std::min<int64_t>(4, p_.stride - at));
+        std::memcpy(words_ + at / 4 * kRows + t, codes + t * p_.stride + at, std::min<int64_t>(4, p_.stride - at));
   }
 
   const Scores& p_;

@@ -69,7 +69,7 @@ class BoundWorker {
 };
 
 // Scores of labels, which are too short for a sum across lanes per product; one thread's state. `Labels` knows how they
-// are stored: begin(stream), load(row, size), product(m, sums).
+// are stored: begin(stream), load(row, size) of up to kRows, product(m, t, sums) of a tile of these.
 template <class Labels>
 class LabelWorker {
  public:
@@ -81,24 +81,26 @@ class LabelWorker {
   void score(int64_t stream, int64_t first, float* out) {
     if (stream != stream_) labels_.begin(stream_ = stream);
     const int64_t end = std::min(p_.counts[stream], first + kRows);
-    for (int64_t at = first; at < end; at += kTileRows)
-      score_tile(p_.starts[stream] + at, int(std::min<int64_t>(kTileRows, end - at)), out + at);
+    for (int64_t at = first; at < end; at += Labels::kRows)
+      score_block(p_.starts[stream] + at, int(std::min<int64_t>(Labels::kRows, end - at)), out + at);
   }
 
  private:
-  void score_tile(int64_t row, int size, float* out) {
+  void score_block(int64_t row, int size, float* out) {
     labels_.load(row, size);
-    F best[kTileVectors];
-    for (F& x : best) x = set1(-INFINITY);
+    float scores[Labels::kRows];  // where the last tile is not whole
+    float* const to = size % kTileRows ? scores : out;
     for_query_tiles(int(p_.queries), [&](auto tile, int m) KVPRESS_INLINE_LAMBDA {
-      F sums[tile][kTileVectors];
-      labels_.product(m, sums);
-      for (const auto& query : sums)
-        for (int v = 0; v < kTileVectors; ++v) best[v] = max(best[v], query[v]);
+      for (int t = 0; t < size; t += kTileRows) {
+        F sums[tile][kTileVectors];
+        labels_.product(m, t, sums);
+        for (int v = 0; v < kTileVectors; ++v) {
+          F best = m ? load(to + t + v * kLanes) : set1(-INFINITY);
+          for (int i = 0; i < tile; ++i) best = max(best, sums[i][v]);
+          store(to + t + v * kLanes, best);
+        }
+      }
     });
-    float scores[kTileRows];  // of a part of a tile: a copy waits for the vectors to reach the cache
-    float* const to = size == kTileRows ? out : scores;
-    for (int v = 0; v < kTileVectors; ++v) store(to + v * kLanes, best[v]);
     if (to == scores) std::copy_n(scores, size, out);
   }
 
@@ -112,6 +114,8 @@ class PlainLabels {
   using Unit = typename Product::Unit;
 
  public:
+  static constexpr int kRows = kTileRows;  // at once
+
   explicit PlainLabels(const Scores& p)
       : p_(p),
         depth_(tile_depth<Product>(p.channels)),
@@ -132,7 +136,7 @@ class PlainLabels {
   }
 
   template <int kQueries>
-  KVPRESS_INLINE void product(int m, F (&sums)[kQueries][kTileVectors]) const {
+  KVPRESS_INLINE void product(int m, int /*t*/, F (&sums)[kQueries][kTileVectors]) const {
     tile_product<Product>(tile_, queries_ + m * depth_, depth_, sums);
   }
 
