@@ -74,10 +74,6 @@ class AquaKVPress(CalibratedPress):
     method: ClassVar[str] = METHOD
     tables: ClassVar[str] = "predictors"
 
-    @property
-    def shipped_as(self) -> str:
-        return METHOD
-
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
         heads, dim = layer.kv_heads, layer.head_dim
         return {

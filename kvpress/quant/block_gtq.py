@@ -80,10 +80,6 @@ class BlockGTQPress(CalibratedPress):
     method: ClassVar[str] = METHOD
     tables: ClassVar[str] = "energies"
 
-    @property
-    def shipped_as(self) -> str:
-        return "block-gtq"
-
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
         sides: dict[str, tuple[int, ...]] = {
             side: (layer.kv_heads, layer.head_dim // 2) for side in ("queries", "keys")

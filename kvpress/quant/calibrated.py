@@ -31,9 +31,9 @@ class CalibratedPress(QuantisingPress):
     """What a file holds, for messages."""
 
     @property
-    @abstractmethod
     def shipped_as(self) -> str:
-        """Name of the file of the bundled reference model for these settings."""
+        """Name of the file of the bundled reference model for these settings: that of the method, unless they matter."""
+        return self.method.replace("_", "-")
 
     @property
     def source(self) -> Path:

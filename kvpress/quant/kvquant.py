@@ -75,10 +75,6 @@ class KVQuantPress(CalibratedPress):
     method: ClassVar[str] = METHOD
     tables: ClassVar[str] = "levels"
 
-    @property
-    def shipped_as(self) -> str:
-        return METHOD
-
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
         ranges: dict[str, tuple[int, ...]] = {name: (layer.kv_heads, layer.head_dim) for name in ("low", "high")}
         return ranges | {f"{side}.{bits}": (2**bits,) for side in ("keys", "values") for bits in FITTED_BITS}
