@@ -16,7 +16,7 @@ _EXPORTS = {
     "kvpress.hf.branches": ["branch"],
     "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.handover": ["receive", "send"],
-    "kvpress.hf.models": ["reference_path"],
+    "kvpress.hf.model_files": ["reference_path"],
     "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
     "kvpress.hf.prefixes": ["PrefixStore"],
     "kvpress.hf.runahead": ["parallel_prefill"],
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from kvpress.hf.branches import branch
     from kvpress.hf.files import CacheInfo, cache_info, load, save
     from kvpress.hf.handover import receive, send
-    from kvpress.hf.models import reference_path
+    from kvpress.hf.model_files import reference_path
     from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
     from kvpress.hf.prefixes import PrefixStore
     from kvpress.hf.runahead import parallel_prefill

@@ -30,6 +30,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
 from kvpress.core.model import VISION, LayerFacts, ModelFacts
+from kvpress.hf.model_files import folder_of
 from kvpress.observe.call import rotary_parts
 
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -293,18 +294,13 @@ def layer_types(text_config: Any) -> list[str]:
     return list(get_layer_types_and_kwargs(text_config)[0])
 
 
-def reference_path() -> str:
-    """Return the folder of the bundled reference model, a 2.6 M parameter model that retrieves from its context."""
-    return str(Path(__file__).parents[1] / "data" / "reference")
-
-
 def load_config(name: str) -> Any:
-    """Read the configuration of `reference`, a folder, a config.json file or a hub name, also as the hub's client has kept it.
+    """Read a model's configuration: a name of `folder_of`, a folder, a config.json file or a hub name, cached or online.
 
     Raises:
         OSError: there is none, or the hub does not answer, which without network is known at once.
     """
-    name = reference_path() if name == "reference" else name
+    name = folder_of(name)
     try:
         if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
             # Loading would try again for half a minute.
@@ -337,7 +333,8 @@ def auto_class(config: Any) -> Any:
 
 
 def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
-    """Load a causal language model and its tokenizer, padded on the left."""
+    """Load a causal language model and its tokenizer, padded on the left; `path` may be a name of `folder_of`."""
+    path = folder_of(path)
     made = auto_class(load_config(path))
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     if tokenizer.pad_token is None:

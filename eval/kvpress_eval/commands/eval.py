@@ -86,7 +86,8 @@ def nothing_asked(config: RunConfig) -> str:
 
 def command(
     models: Annotated[
-        list[str] | None, typer.Option("--model", help="`reference`, a local folder or a hub name; may be repeated.")
+        list[str] | None,
+        typer.Option("--model", help="`reference`, `smollm2`, a .gguf file, a folder or a hub name; may be repeated."),
     ] = None,
     presses: Annotated[
         list[str] | None, typer.Option("--press", help="A press such as snapkv:0.5; may be repeated.")

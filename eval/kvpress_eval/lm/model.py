@@ -25,6 +25,7 @@ from transformers import Cache
 
 import kvpress
 from kvpress.core.press import BasePress
+from kvpress.hf.model_files import folder_of
 from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.errors import ConfigError, unknown_name
 from kvpress_eval.config.schema import REFERENCE
@@ -85,7 +86,7 @@ class KVPressLM(HFLM):
             )
         self.press = _read_press(press)
         self.held = Held()
-        super().__init__(kvpress.reference_path() if pretrained == REFERENCE else pretrained, **kwargs)
+        super().__init__(folder_of(pretrained), **kwargs)
         if self.backend != "causal":
             raise ConfigError(f"{pretrained!r} is an encoder-decoder model; presses work on decoder-only models")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import kvpress
+from kvpress.hf.model_files import folder_of, reference_path
 from kvpress.hf.models import load_config
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
@@ -47,8 +47,8 @@ class Engine:
 
 
 def source_of(config: RunConfig) -> str:
-    """Return the folder or hub name of a run's model."""
-    return kvpress.reference_path() if config.model == REFERENCE else config.model
+    """Return the folder or hub name of a run's model, converted if need be."""
+    return folder_of(config.model)
 
 
 def device_of(config: RunConfig) -> str:
@@ -74,7 +74,7 @@ def engine_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None)
 def name_of(model: PreTrainedModel) -> str:
     """Return what a loaded model is called: where it came from, or its class."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    return REFERENCE if name == kvpress.reference_path() else name
+    return REFERENCE if name == reference_path() else name
 
 
 def check_lengths(config: RunConfig, settings: Any) -> None:
@@ -91,8 +91,8 @@ def read_settings(config: RunConfig) -> Any:
         DataError: it cannot be read, or the hub does not answer.
     """
     try:
-        return load_config(source_of(config))
-    except OSError as error:
+        return load_config(config.model)
+    except (OSError, ImportError, ValueError) as error:
         raise DataError(str(error)) from error
 
 
