@@ -13,6 +13,7 @@ from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
 from kvpress.hf.models import facts_of_config
 
 LONGEST = 2**24
@@ -64,11 +65,11 @@ class Plan:
         return max(self.total_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
 
 
-def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
+def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
     """Predict the memory of a press; `memory_report` measures the same of a cache that has seen as many tokens.
 
     Args:
-        press: the press.
+        press: the press, or its spec.
         model: the model's cache.
         context: tokens of the prompt in each row.
         batch: rows.
@@ -77,7 +78,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     check_count("context", context)
     check_count("batch", batch)
     check_count("generated", generated, least=0)
-    recipe = press.recipe(model)
+    recipe = get_press(press).recipe(model)
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
@@ -103,19 +104,14 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails))
 
 
-def longest_context(press: BasePress, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
+def longest_context(press: BasePress | str, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
     """Return the most tokens, of each prompt, whose cache takes no more than `room` bytes at any time.
 
     Arguments are those of `plan`; `LONGEST` stands for any number, 0 for none.
     """
 
     def needed(context: int) -> int:
-        try:
-            return plan(press, model, context, batch, generated).needed_bytes
-        except ValueError as error:
-            if "keeps 0 of" in str(error):
-                return 0
-            raise
+        return plan(press, model, context, batch, generated).needed_bytes
 
     most = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)
     return most if most and needed(most) else 0

@@ -35,7 +35,10 @@ def view_by_hand(
     kwargs = kwargs or {}
     view: View | None = kwargs.get("kvpress")
     if view is None:
-        wants = described_recipe(press).watched("prefill")
+        recipe = described_recipe(press)
+        # Scores do not depend on how many pairs stay: a ratio of 0 watches too.
+        scored = [wanted for step in recipe.evictions for wanted in step.wants]
+        wants = tuple(dict.fromkeys([*recipe.watched("prefill"), *scored]))
         return host().view_by_hand(wants, module, hidden_states, keys, values, kwargs)
     if keys.shape[:3] != view.shape:
         raise ValueError(
@@ -65,7 +68,6 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]
         keys, values = step.compress(*score_arguments(view))
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
     amount = step.amount.at(view.call.depth) if step.schedule.target is None else step.schedule.target
-    amount.check(view.length)
     free = partial(free_pairs, step, protected) if protected else None
     group = Group([view], lambda *_: (amount.of(view.length), view.length), step, free)
     (view,), (scored,) = group.views, group.scored(step)

@@ -85,9 +85,12 @@ class PressMask:
     later: bool | None = None
 
     def real(self, seen: int) -> RealTokens | None:
-        """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
+        """Return the real ones of `seen` tokens, one object for all layers; None where nothing is padded."""
         if self.real_tokens is None and self.mask is not None:
-            self.real_tokens = RealTokens(self.mask[:, :seen])
+            if bool(self.mask.all()):
+                self.mask = None
+            else:
+                self.real_tokens = RealTokens(self.mask[:, :seen])
         return self.real_tokens
 
     def native(self, keys: int) -> Any:

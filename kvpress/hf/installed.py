@@ -101,6 +101,13 @@ def install(session: Running) -> Installation:
         return found
 
 
+def is_inside_block(model: Any) -> bool:
+    """Whether this thread has entered a block that is open on a model."""
+    with _changes:
+        found = _installed.get(id(model.config))
+        return found is not None and any(session.block.is_ours for session in found.sessions)
+
+
 def _shown(session: Running) -> str:
     text = repr(session.press)
     return (text if len(text) <= 120 else f"{text[:117]}...") + ("" if session.evict else " (reading)")

@@ -184,10 +184,16 @@ class PressLayer(CacheLayerMixin):
     def _assign(self, which: int, tensor: Tensor) -> None:
         if self.store is None:
             raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
-        if self.store.segments or self.padded or self.columns:
+        reasons = {
+            "the columns of padded rows are not all tokens; read rows of one length, or one row": self.padded,
+            "a codec has encoded them, or a selector reads them": bool(self.store.segments),
+            "this model reads its cache by itself": self.columns,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
             raise NotImplementedError(
-                "keys and values can be assigned where they are dense, no row is padded and the model does not read them by "
-                "itself; to change what a press keeps otherwise, override its `score` or `compress`"
+                f"keys and values of this layer cannot be assigned: {reason}. To choose pairs of each row, override `score` or "
+                "`compress` of the press"
             )
         stored = dense_pairs(self.store)
         expected = (*stored[which].shape[:2], stored[which].shape[3])

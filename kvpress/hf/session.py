@@ -20,6 +20,7 @@ from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
 from kvpress.hf import dropping, own_attention
 from kvpress.hf.adoption import adopt_layer, check_adopted
 from kvpress.hf.attention import NAME, rotates
@@ -50,14 +51,14 @@ class Session:
 
     def __init__(
         self,
-        press: BasePress,
+        press: BasePress | str,
         model: PreTrainedModel,
         evict: bool = True,
         recorder: Recorder | None = None,
         private: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        self.press = press
+        self.press = get_press(press)
         self.tokenizer = tokenizer
         self.given, model = model, original(model)
         self.model = model
@@ -382,7 +383,7 @@ class Session:
 
 @contextmanager
 def session(
-    press: BasePress,
+    press: BasePress | str,
     model: PreTrainedModel,
     evict: bool = True,
     recorder: Recorder | None = None,
@@ -399,12 +400,13 @@ def session(
 
 
 @contextmanager
-def reading(model: Any, press: BasePress | None = None, capture: bool = False) -> Iterator[Session]:
+def reading(model: Any, press: BasePress | str | None = None, capture: bool = False) -> Iterator[Session]:
     """Read compressed caches inside the block without evicting from the tokens that are read.
 
-    With `press`, its codec still encodes older tokens, its selector still chooses what decoding reads and a decoding
-    schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a context
-    that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are replayed.
+    With a `press`, or its spec, its codec still encodes older tokens, its selector still chooses what decoding reads and a
+    decoding schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a
+    context that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are
+    replayed.
     """
     recorder = graph_recorder(model) if capture else None
     with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
