@@ -75,7 +75,8 @@ class BasePress:
 
         Presses inside this one that are given as specs are built.
         """
-        for name, choices in allowed(type(self)).items():
+        kind: type = type(self)
+        for name, choices in allowed(kind).items():
             takes_press = any(isinstance(choice, type) and issubclass(choice, BasePress) for choice in choices)
             if takes_press and isinstance(value := getattr(self, name), str):
                 setattr(self, name, built(value))

@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
-from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
+from kvpress.hf.checks import check_generate, check_weights, copies_of, is_assistant, setting, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.dropping import decoder_layers, hand_on
 from kvpress.hf.grids import cells_in, grids_among
@@ -308,6 +308,8 @@ class Installation:
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
                 given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+                if setting("output_attentions", kwargs, (given, self.model.generation_config)):
+                    check_weights(session.recipe, self.model.config, kwargs.get("attention_mask"), later=True)
                 here.request.copies = copies_of(self.model, given, kwargs)
                 here.request.takes_back = takes_back(self.model, given, kwargs)
                 here.request.grids = grids_among(kwargs)
