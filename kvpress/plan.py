@@ -44,7 +44,8 @@ class Plan:
 
     `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
     chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
-    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none.
+    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none. `window_bytes` are those of
+    layers with a sliding window, which stay as they are.
     """
 
     total_bytes: int
@@ -53,6 +54,12 @@ class Plan:
     peak_bytes: int = 0
     chunked_peak_bytes: int = 0
     tail_bytes: int = 0
+    window_bytes: int = 0
+
+    @property
+    def shrinking(self) -> float:
+        """Share of the uncompressed bytes that can shrink: that of all layers but those with a sliding window."""
+        return 1 - self.window_bytes / self.uncompressed_bytes
 
     @property
     def factor(self) -> float:
@@ -101,7 +108,7 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
     at_once, in_chunks = (peak + rest for peak in peaks)
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails))
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails), rest)
 
 
 def longest_context(press: BasePress | str, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:

@@ -49,6 +49,9 @@ class Amount:
             return 0
         return tokens if tokens <= self.protected else min(tokens, max(1, int(tokens * (1 - self.ratio))))
 
+    def check(self, tokens: int) -> None:
+        """Refuse a prompt of `tokens` for which a size is too small; every ratio and number of pairs suits all."""
+
 
 @dataclass(frozen=True)
 class Schedule:

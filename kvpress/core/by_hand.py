@@ -68,6 +68,7 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]
         keys, values = step.compress(*score_arguments(view))
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
     amount = step.amount.at(view.call.depth) if step.schedule.target is None else step.schedule.target
+    amount.check(view.length)
     free = partial(free_pairs, step, protected) if protected else None
     group = Group([view], lambda *_: (amount.of(view.length), view.length), step, free)
     (view,), (scored,) = group.views, group.scored(step)

@@ -315,10 +315,11 @@ class Recipe:
         return tokens
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt in which ranges of tokens do not lie, or of which only pairs read behind it would stay."""
+        """Refuse a prompt for which a size is too small, that ranges of tokens do not lie in, or that loses every pair."""
         for rule in self.spans:
             rule.check(tokens)
         for eviction in self.acting("prefill"):
+            eviction.amount.check(tokens)
             kept = eviction.amount.of(tokens)
             if eviction.beside and kept <= eviction.beside and kept < tokens:
                 raise ValueError(

@@ -377,6 +377,19 @@ def stop_recording(layers: Iterable[Any]) -> None:
                 layer.store.record(False)
 
 
+def hold_window_alone(layer: Any) -> None:
+    """Let a layer with a sliding window hold its window alone, which is a view of the whole prompt that it has just read."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized or layer.record_past:
+        return
+    for name in ("keys", "values"):
+        window = getattr(layer, name)
+        spare = window.untyped_storage().nbytes() - window.numel() * window.element_size()
+        if (
+            spare > window[:, :, :1].numel() * window.element_size()
+        ):  # more than the token that each decode step leaves over
+            setattr(layer, name, window.clone(memory_format=torch.contiguous_format))
+
+
 def has_pairs(layer: Any) -> bool:
     """Whether a cache layer counts tokens."""
     return isinstance(layer, (PressLayer, DynamicLayer)) and bool(layer.is_initialized)

@@ -29,6 +29,7 @@ from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
+from kvpress.hf.layer import hold_window_alone
 from kvpress.hf.layer_plan import LayerPlan
 from kvpress.hf.merging import merge_prompt
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
@@ -292,6 +293,8 @@ class Session:
         forward.modules_left -= 1
         call = forward.release()
         if call is None:
+            if forward.cache is not None and forward.watch is None:
+                hold_window_alone(forward.cache.layers[cache_place(module)])
             return output
         call.output = output
         if self.reads_itself:
