@@ -36,9 +36,10 @@ class PyramidKVPress(SnapKVPress):
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, 2024,
     arXiv:2406.02069.
-    Differs from the paper: budgets are those of NVIDIA kvpress, which count the window; the paper adds it to each, so that
-    its pyramid is flatter (at 4096 tokens, ratio 0.5 and 32 layers, the last one keeps 163 there and 102 here). Short prompts
-    are compressed too, as the ratio asks. In later turns a layer that holds fewer pairs than its share keeps what it holds.
+    Differs from the paper: budgets are those of NVIDIA kvpress, which shares out all pairs that stay; the paper shares out
+    those outside the window, so that its pyramid is flatter (at 4096 tokens, ratio 0.5 and 32 layers, the last one keeps 163
+    there and 102 here). Short prompts are compressed too, as the ratio asks. In later turns a layer that holds fewer pairs
+    than its share keeps what it holds.
     """
 
     beta: Count = 20
