@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
 
 _EXPORTS = {
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],
+    "kvpress.core.press": ["BasePress", "ScorerPress"],
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
     "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
@@ -26,7 +29,7 @@ _EXPORTS = {
     "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
     "kvpress.speculation.loop": ["Speculation", "speculate"],
 }
-"""Names that are no presses; presses are found by the names of their classes."""
+"""Names that are not in the registry, where presses are found by the names of their classes."""
 
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -35,13 +38,8 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
     if name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
-    else:
-        value = importlib.import_module("kvpress.core.registry").class_named(name, __name__)
-    if name not in _MODULES or _MODULES[name] == "kvpress.core.spec":
-        # Whoever has a press may ask transformers for the pipeline by its name.
-        importlib.import_module("kvpress.hf.pipeline").register_pipeline()
-    return value
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    return importlib.import_module("kvpress.core.registry").class_named(name, __name__)
 
 
 def __dir__() -> list[str]:
@@ -49,8 +47,39 @@ def __dir__() -> list[str]:
     return sorted([*_MODULES, *presses, "__version__"])
 
 
+class _AfterPipelines:
+    """Finder that enters the pipeline's task once `transformers.pipelines` is imported, and finds nothing itself."""
+
+    NAME = "transformers.pipelines"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: Any) -> None:
+                run(module)
+                _register_task(module)
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register_task(pipelines: Any) -> None:
+    importlib.import_module("kvpress.hf.registration").register(pipelines)
+
+
+if hasattr(sys.modules.get(_AfterPipelines.NAME), "PIPELINE_REGISTRY"):
+    _register_task(sys.modules[_AfterPipelines.NAME])
+else:
+    sys.meta_path.insert(0, _AfterPipelines())
+
 if TYPE_CHECKING:
     from kvpress.cache.report import MemoryReport, kept_positions, memory_report
+    from kvpress.core.press import BasePress, ScorerPress
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
     from kvpress.diffusion.generate import Diffusion, diffuse

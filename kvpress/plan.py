@@ -13,6 +13,7 @@ from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
 from kvpress.hf.models import facts_of_config
 
 LONGEST = 2**24
@@ -43,7 +44,8 @@ class Plan:
 
     `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
     chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
-    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none.
+    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none. `window_bytes` are those of
+    layers with a sliding window, which stay as they are.
     """
 
     total_bytes: int
@@ -52,6 +54,12 @@ class Plan:
     peak_bytes: int = 0
     chunked_peak_bytes: int = 0
     tail_bytes: int = 0
+    window_bytes: int = 0
+
+    @property
+    def shrinking(self) -> float:
+        """Share of the uncompressed bytes that can shrink: that of all layers but those with a sliding window."""
+        return 1 - self.window_bytes / self.uncompressed_bytes
 
     @property
     def factor(self) -> float:
@@ -64,11 +72,11 @@ class Plan:
         return max(self.total_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
 
 
-def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
+def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
     """Predict the memory of a press; `memory_report` measures the same of a cache that has seen as many tokens.
 
     Args:
-        press: the press.
+        press: the press, or its spec.
         model: the model's cache.
         context: tokens of the prompt in each row.
         batch: rows.
@@ -77,7 +85,7 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     check_count("context", context)
     check_count("batch", batch)
     check_count("generated", generated, least=0)
-    recipe = press.recipe(model)
+    recipe = get_press(press).recipe(model)
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
@@ -100,22 +108,17 @@ def plan(press: BasePress, model: Geometry, context: int, batch: int = 1, genera
     rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
     at_once, in_chunks = (peak + rest for peak in peaks)
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails))
+    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails), rest)
 
 
-def longest_context(press: BasePress, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
+def longest_context(press: BasePress | str, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
     """Return the most tokens, of each prompt, whose cache takes no more than `room` bytes at any time.
 
     Arguments are those of `plan`; `LONGEST` stands for any number, 0 for none.
     """
 
     def needed(context: int) -> int:
-        try:
-            return plan(press, model, context, batch, generated).needed_bytes
-        except ValueError as error:
-            if "keeps 0 of" in str(error):
-                return 0
-            raise
+        return plan(press, model, context, batch, generated).needed_bytes
 
     most = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)
     return most if most and needed(most) else 0

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks beside each other and inside each other: the same press shares them, another one is refused."""
+"""Blocks beside each other and inside each other: threads have blocks of their own, another press inside one is refused."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 import kvpress
 from tests.caches import positions
-from tests.models import fingerprint
+from tests.models import fingerprint, tokens
 from tests.threads import (
     SPECS,
     expected_of,
@@ -28,26 +31,95 @@ from tests.threads import (
 pytestmark = pytest.mark.usefixtures("busy")
 
 
-def test_different_presses_are_refused_with_both_names() -> None:
+def test_another_press_inside_a_block_is_refused_with_both_names() -> None:
     model = small_model()
-    words = r"KnormPress\(compression_ratio=0.5.*already active.*SnapKVPress\(.*press_a \+ press_b.*lock"
-
-    def other(_: int) -> None:
-        with pytest.raises(RuntimeError, match=words), kvpress.SnapKVPress(0.5)(model):
-            pass
-        with (
-            pytest.raises(RuntimeError, match=r"KnormPress.*\(reading\)"),
-            kvpress.reading(model, kvpress.KnormPress(0.5)),
-        ):
-            pass
-
+    words = r"KnormPress\(compression_ratio=0.5.*already active.*in this thread.*SnapKVPress\(.*press_a \+ press_b"
     before = fingerprint(model)
     with kvpress.KnormPress(0.5)(model):
         inside = fingerprint(model)
-        in_threads(other, 2)
-        other(0)
+        with pytest.raises(RuntimeError, match=words), kvpress.SnapKVPress(0.5)(model):
+            pass
+        reading = kvpress.reading(model, kvpress.KnormPress(0.5))
+        with pytest.raises(RuntimeError, match=r"KnormPress.*\(reading\)"), reading:
+            pass
+        with pytest.raises(RuntimeError, match="already active"):
+            kvpress.prefill(model, [kvpress.KnormPress(0.5)], prompt(0))
         assert fingerprint(model) == inside
     assert fingerprint(model) == before
+
+
+def test_blocks_of_different_presses_in_different_threads() -> None:
+    """Each thread reads, answers and leaves while the others are in the middle of theirs."""
+    model = small_model()
+    presses = [kvpress.get_press(spec) for spec in (*SPECS.values(), "none", "bounded(knorm:0.5):chunk=8")]
+    before = fingerprint(model)
+
+    def answer(number: int) -> list[Any]:
+        press, cache = presses[number % len(presses)], DynamicCache(config=model.config)
+        ids = prompt(number)[:1]
+        with press(model) as session:
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            assert session.cache is cache
+        with kvpress.reading(model, press) as session:
+            asked = torch.cat([ids, tokens(1, 3, seed=number)], dim=1)
+            found = model.generate(asked, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            assert session.cache is cache
+        return [found.tolist(), positions(cache)]
+
+    threads = 12
+    expected = [answer(number) for number in range(threads)]
+    for _ in range(3):
+        assert in_threads(answer, threads) == expected
+    assert fingerprint(model) == before
+
+
+def test_one_thread_compresses_while_others_answer() -> None:
+    model, press = small_model(), kvpress.get_press(SPECS["adakv-kivi"])
+    compressed, caches = expected_of(model, press, 1)[0], []
+    for _ in range(4):
+        caches.append(DynamicCache(config=model.config))
+        with press(model):
+            model(prompt(2), past_key_values=caches[-1])
+    question = torch.cat([prompt(2), tokens(1, 3)], dim=1)
+
+    def answer(number: int) -> Any:
+        if number == 0:
+            with press(model):
+                return same(results(model, 0), compressed)
+        with kvpress.reading(model, press):
+            return model.generate(question, past_key_values=caches[number], max_new_tokens=6, do_sample=False).tolist()
+
+    with kvpress.reading(model, press):
+        expected = model.generate(question, past_key_values=caches[0], max_new_tokens=6, do_sample=False).tolist()
+    assert in_threads(answer, 4) == [True, *[expected] * 3]
+
+
+def test_a_thread_without_a_block_beside_several_presses() -> None:
+    """It is refused, unless it was started with the context of a block."""
+    model = small_model()
+    presses = [kvpress.get_press(SPECS["knorm"]), kvpress.get_press(SPECS["h2o"])]
+    expected = [expected_of(model, press, 1)[0] for press in presses]
+    opened, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with presses[1](model):
+            opened.set()
+            assert done.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        with presses[0](model):
+            holding = pool.submit(hold)
+            assert opened.wait(60)
+            for use in (results, lambda model, number: model(prompt(number))):
+                words = r"entered no block.*KnormPress.* and H2OPress.*copy_context\(\)\.run"
+                with pytest.raises(RuntimeError, match=words):
+                    pool.submit(use, model, 0).result()
+            assert same(pool.submit(contextvars.copy_context().run, results, model, 0).result(), expected[0])
+            assert same(results(model, 0), expected[0])
+        # The block of the other thread is the only one that is left.
+        assert same(pool.submit(results, model, 0).result(), expected[1])
+        done.set()
+        holding.result()
 
 
 def test_the_same_press_inside_itself() -> None:

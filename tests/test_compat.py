@@ -265,6 +265,26 @@ def test_classes_are_found_where_the_peer_has_them() -> None:
     assert SnapKVPress is kvpress.SnapKVPress
     assert ExpectedAttentionStatsPress is kvpress.ExpectedAttentionStatsPress
     assert KVPressTextGenerationPipeline is kvpress.KVPressTextGenerationPipeline
+    everything: dict[str, Any] = {}
+    exec("from kvpress import *", everything)  # noqa: S102 - our own text
+    assert everything["BasePress"] is BasePress
+    assert everything["ScorerPress"] is ScorerPress
+    assert everything["KVPressTextGenerationPipeline"] is KVPressTextGenerationPipeline
+    from kvpress.presses.base_press import SUPPORTED_MODELS, is_prefilling
+    from kvpress.presses.restorekv_press import RestoreKVPress
+
+    assert SUPPORTED_MODELS
+    assert is_prefilling(torch.arange(4), 4)
+    assert RestoreKVPress is kvpress.RestoreKVPress
+    (stats,) = kvpress.ExpectedAttentionStatsPress.available_stats()
+    assert kvpress.ExpectedAttentionStatsPress(0.5, stats_folder=stats).measured()
+
+
+def test_a_wrapper_with_scores_counts_as_a_scorer() -> None:
+    press = kvpress.CriticalKVPress(KnormPress(0.5))
+    assert isinstance(press, ScorerPress)
+    assert not isinstance(kvpress.AdaKVPress(KnormPress(0.5)), ScorerPress)
+    assert not isinstance(kvpress.KIVIPress(4), ScorerPress)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("kvpress.presses.no_such_press")
 

@@ -29,7 +29,28 @@ def test_import_loads_nothing_heavy() -> None:
     assert python("import sys, kvpress; print(len([m for m in sys.modules if m.startswith('kvpress')]))") == "1"
 
 
-def test_import_leaves_the_registries_of_transformers_alone_until_a_press_is_looked_up() -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import kvpress; from transformers import pipeline",
+        "from transformers import pipeline; import kvpress",
+        "import transformers, kvpress; from transformers.pipelines import pipeline",
+        "import kvpress, transformers; pipeline = transformers.pipeline",
+    ],
+)
+def test_the_pipeline_is_known_once_both_are_imported_and_loaded_once_it_is_asked_for(lines: str) -> None:
+    code = f"""
+import sys
+{lines}
+print("kvpress.hf.pipeline" in sys.modules, "kvpress.core.press" in sys.modules)
+print(any(type(finder).__module__ == "kvpress" for finder in sys.meta_path))
+made = pipeline("kv-press-text-generation", model=str(kvpress.reference_path()))
+print(type(made) is kvpress.KVPressTextGenerationPipeline)
+"""
+    assert python(code).split() == ["False", "False", "False", "True"]
+
+
+def test_import_leaves_the_registries_of_transformers_alone_but_for_the_pipelines_task() -> None:
     code = """
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
@@ -38,14 +59,13 @@ import torch
 
 def state():
     return (dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping),
-            dict(DYNAMIC_LAYER_TYPE_MAPPING), sorted(PIPELINE_REGISTRY.get_supported_tasks()),
+            dict(DYNAMIC_LAYER_TYPE_MAPPING), set(PIPELINE_REGISTRY.get_supported_tasks()) - {"kv-press-text-generation"},
             torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state().sum())
 
 before = state()
 import kvpress, kvpress.hf, kvpress.hf.pipeline, kvpress.cli, kvpress.plan
 import kvpress.presses, kvpress.quant, kvpress.sparse, kvpress.kernels
 print(state() == before)
-kvpress.get_press("knorm:0.5")
 print("kv-press-text-generation" in PIPELINE_REGISTRY.get_supported_tasks())
 """
     assert python(code).split() == ["True", "True"]

@@ -113,6 +113,35 @@ def test_layers_that_are_not_ours_count_too(family: str) -> None:
     assert [layer.compressible for layer in report.layers] == [False, True, True]
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 16}], ids=["whole", "chunked"])
+def test_layers_with_a_window_hold_it_alone_after_a_prompt(family: str, settings: dict[str, Any]) -> None:
+    model, press, ids = tiny_model(family, "eager"), kvpress.KnormPress(0.5), tokens(2, 40)
+    plain = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with press(model) as session:
+        model.generate(ids, max_new_tokens=1, do_sample=False, **settings)
+    layer = next(layer for layer in session.cache.layers if not hasattr(layer, "store"))
+    assert layer.get_seq_length() == 40
+    for part in (layer.keys, layer.values):
+        assert part.shape[2] == 7
+        assert part.untyped_storage().nbytes() == part.numel() * 4
+    report = kvpress.memory_report(session.cache).layers[list(session.cache.layers).index(layer)]
+    assert report.total_bytes == report.uncompressed_bytes == 2 * layer.keys.numel() * 4
+    with kvpress.NonePress()(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **settings), plain)
+
+
+def test_a_report_of_a_hybrid_model_names_what_can_shrink() -> None:
+    report = kvpress.memory_report(read(tiny_model("gemma3_text"), kvpress.KnormPress(0.5), tokens(1, 40)))
+    part = report.shrinking
+    assert [layer.layer for layer in part.layers] == [1, 2]
+    assert part.compression_factor > 1.9 > report.compression_factor
+    share = part.uncompressed_bytes / report.uncompressed_bytes
+    assert f"2 of 3 layers can shrink, {share:.0%} of the uncompressed bytes: these are 1.98 times smaller" in str(
+        report
+    )
+
+
 def test_a_stock_cache_is_its_own_baseline() -> None:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import BasePress, KnormPress, ScorerPress, SnapKVPress
+from kvpress.core.registry import entries, find
 from tests.caches import generate, pairs, positions, prefill
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
@@ -104,10 +106,23 @@ def test_forward_hooks_in_compositions() -> None:
         KnormPress(0.5).forward_hook(model.model.layers[0].self_attn, (), {}, None)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_forward_hook_that_writes_the_cache_under_a_mask_of_ones(family: str) -> None:
+    model, ids = tiny_model(family), tokens(2, 20)
+    logits = []
+    for mask in (None, torch.ones_like(ids)):
+        cache, later = DynamicCache(config=model.config), None if mask is None else torch.ones(2, 21)
+        with Replacing()(model):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            logits.append(model(tokens(2, 1), attention_mask=later, past_key_values=cache).logits)
+        cache.layers[1].keys = cache.layers[1].keys.clone()
+    assert torch.equal(*logits)
+
+
 def test_pairs_cannot_be_assigned_in_a_padded_batch() -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([20, 11])
-    with pytest.raises(NotImplementedError, match="no row is padded"), Replacing()(model):
+    with pytest.raises(NotImplementedError, match="padded rows are not all tokens"), Replacing()(model):
         model(ids, attention_mask=mask, position_ids=position_ids(mask), past_key_values=DynamicCache())
 
 
@@ -300,7 +315,6 @@ BY_HAND = [
     "chunk(knorm:0.5):chunk_length=8",
     "block(keydiff:0.5):block_size=3",
     "criticalkv(snapkv:0.5,window_size=4)",
-    "key_rerotation(knorm:0.5)",
     "knorm:0.5 + snapkv:0.5,window_size=4",
     "pyramidkv:0.5,window_size=4",
 ]
@@ -321,6 +335,45 @@ def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> 
     torch.testing.assert_close(values, layer.values)
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
+    """They are those of a cache that counts the pairs that it holds, as after a prompt of so many tokens."""
+    model = tiny_model(family)
+    module, hidden, keys, *rest = arguments(model)
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    plain = torch.randn_like(keys)
+    keys = rotate(plain, plain, *model.model.rotary_emb(plain, torch.arange(keys.shape[2])[None]))[0]
+    kept = keys.norm(dim=-1).topk(20, largest=False).indices.sort().values[..., None].expand(-1, -1, -1, keys.shape[3])
+    expected = plain.gather(2, kept)
+    expected = rotate(expected, expected, *model.model.rotary_emb(plain, torch.arange(20)[None]))[0]
+    module.rotary_emb = model.model.rotary_emb
+    try:
+        found, _ = kvpress.KeyRerotationPress(KnormPress(0.5)).compress(module, hidden, keys, *rest)
+    finally:
+        del module.rotary_emb
+    torch.testing.assert_close(found, expected)
+
+
+NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "fastkvzip", "finch", "kvzap", "qfilter"}
+"""Presses that need the whole model, an inner press, a file, or a question in the prompt."""
+
+
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in entries() if issubclass(entry.press, ScorerPress) and entry.name not in NEEDS_MORE]
+)
+def test_scores_by_hand_do_not_depend_on_the_ratio(name: str) -> None:
+    model = tiny_model("llama")
+    kind, (module, *rest) = find(name).press, arguments(model)
+    module.rotary_emb, scores = model.model.rotary_emb, []
+    try:
+        for ratio in (0.0, 0.5):
+            torch.manual_seed(0)
+            scores.append(kind(ratio).score(module, *rest))
+    finally:
+        del module.rotary_emb
+    assert torch.equal(*scores)
+
+
 @pytest.mark.parametrize("spec", ["decoding(knorm):target_size=9", "decoding(snapkv:window_size=4):target_size=9"])
 def test_compress_by_hand_of_a_schedule_cuts_to_its_target(spec: str) -> None:
     keys, values = kvpress.get_press(spec).compress(*arguments(tiny_model("llama")))
@@ -335,7 +388,6 @@ def test_by_hand_what_needs_more_is_refused() -> None:
         ("snapkv:0.5,window_size=4", r"inside `with press\(model\)`"),
         ("leverage_score:0.5", r"rotary angles.*inside `with press\(model\)`"),
         ("kvzip:0.5,repeat_prompt=", r"whole model.*inside `with press\(model\)`"),
-        ("knorm:0.99", "keeps 0 of 30 tokens"),
     ):
         with pytest.raises(ValueError, match=why):
             kvpress.get_press(spec).compress(*bare)

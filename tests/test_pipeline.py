@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
 
 import kvpress
 
@@ -33,6 +33,7 @@ def test_answers_one_question() -> None:
 @pytest.mark.parametrize("spec", ["none", "kivi:bits=4", "quest:budget=16", "streaming_llm:budget=30"])
 def test_answers_do_not_depend_on_each_other(spec: str) -> None:
     press = kvpress.get_press(spec)
+    assert pipe()(CONTEXTS[0], **ASKED, press=spec) == pipe()(CONTEXTS[0], **ASKED, press=press)
     many = pipe()(CONTEXTS[0], questions=[ASKED["question"]] * 3, answer_prefix=ASKED["answer_prefix"], press=press)
     assert len(set(many["answers"])) == 1
     assert many["answers"][0].startswith(" 4837.")
@@ -72,6 +73,59 @@ def test_generation_arguments_reach_generate() -> None:
     assert answer == {"answer": " 4837."}
     with pytest.raises(ValueError, match="tempratur"):
         pipe()(CONTEXTS[0], **ASKED, tempratur=0.5)
+
+
+SHIPPED = {
+    "do_sample": True,
+    "temperature": 3.0,
+    "num_beams": 2,
+    "repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": list(range(200)),
+    "bad_words_ids": [[5]],
+    "min_new_tokens": 9,
+    "return_dict_in_generate": True,
+    "use_cache": False,
+}
+
+
+def test_answers_are_greedy_whatever_the_file_of_the_model_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**ASKED, "max_new_tokens": 8}
+    expected = pipe()(CONTEXTS[0], **asked)
+    first = pipe().tokenizer.encode(expected["answer"], add_special_tokens=False)[:1]
+    other = pipe()(CONTEXTS[0], **asked, suppress_tokens=first)
+    assert other != expected
+    given = GenerationConfig(suppress_tokens=first)
+    assert pipe()(CONTEXTS[0], **asked, generation_config=given) == other
+    shipped = GenerationConfig(**SHIPPED, eos_token_id=pipe().model.generation_config.eos_token_id)
+    monkeypatch.setattr(pipe().model, "generation_config", shipped)
+    assert pipe()(CONTEXTS[0], **asked) == expected
+    assert pipe()(CONTEXTS[0], **asked, suppress_tokens=first) == other
+    dot = pipe().tokenizer.encode("4837.", add_special_tokens=False)[-1]
+    monkeypatch.setattr(shipped, "eos_token_id", dot)
+    assert pipe()(CONTEXTS[0], **asked) == {"answer": " 4837."}
+
+
+@pytest.mark.parametrize(
+    "spec", ["none", "knorm:0.1", "adakv(snapkv:0.1,window_size=4) + kivi:bits=4,residual_length=8"]
+)
+def test_an_answer_is_generated_from_a_cache_that_was_read_before(spec: str) -> None:
+    press, cache = kvpress.get_press(spec), DynamicCache(config=pipe().model.config)
+    expected = pipe()(CONTEXTS[0], **ASKED, press=press, max_new_tokens=4)["answer"]
+    ids = pipe().tokenizer(CONTEXTS[0], return_tensors="pt", add_special_tokens=False).input_ids
+    question = pipe().tokenizer(
+        ASKED["question"] + "\n" + ASKED["answer_prefix"], return_tensors="pt", add_special_tokens=False
+    )
+    with press(pipe().model):
+        pipe().model.model(ids, past_key_values=cache)
+    twin, seen = copy.deepcopy(cache), cache.get_seq_length()
+    answer = pipe().generate_answer(question.input_ids, cache, context_length=ids.shape[1], max_new_tokens=4)
+    assert cache.get_seq_length() == seen + question.input_ids.shape[1] + 3
+    with kvpress.reading(pipe().model, press):
+        assert pipe().generate_answer(question.input_ids, twin, seen, 4) == expected
+    assert answer == expected
+    with pytest.raises(ValueError, match=r"context_length=3 tokens.*get_seq_length\(\)"):
+        pipe().generate_answer(question.input_ids, cache, 3, 4)
 
 
 @pytest.mark.parametrize(

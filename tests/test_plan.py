@@ -232,6 +232,14 @@ def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
     assert geometry.pair_bytes(geometry.full[0]) == 2 * 64 * 2
     planned = plan(kvpress.NonePress(), geometry, 10_000, 3)
     assert planned.total_bytes == planned.uncompressed_bytes == 3 * 2 * 256 * (10_000 + 5 * 512)
+    assert planned.window_bytes == 3 * 2 * 256 * 5 * 512
+    assert planned.shrinking == 10_000 / (10_000 + 5 * 512)
+
+
+def test_the_plan_of_a_mixed_model_names_the_share_that_can_shrink(tmp_path: Path) -> None:
+    tiny_model("gemma3_text").config.save_pretrained(tmp_path)
+    found = runner.invoke(app, ["plan", "--model", str(tmp_path), "--context", "40", "--press", "frontier:smaller=10"])
+    assert "91% of the cache can shrink, so that it gets at most 11.0 times smaller" in found.output, found.output
 
 
 def test_latents_are_planned_as_they_are_cached() -> None:
@@ -349,7 +357,7 @@ def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
         (["--press", "snapkv:1.5"], ["must be in [0, 1), got 1.5"]),
         (["--press", "snapkv:half"], ["compression_ratio", "half"]),
         (["--press", "kivi:2 + kivi:4"], ["one codec"]),
-        (["--press", "knorm:0.9", "--context", "5"], ["keeps 0 of 5 tokens"]),
+        (["--press", "protect(knorm:0.5):tokens=0:9", "--context", "5"], ["ends behind a prompt of 5 tokens"]),
         (["--context", "0"], ["--context", "greater than or equal to 1"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
     ],

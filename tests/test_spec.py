@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import kvpress
 from kvpress import KIVIPress, KnormPress, QuestPress, SnapKVPress
 from kvpress.core.registry import Entry, find
 from kvpress.core.spec import press_from_dict
+from kvpress.plan import Geometry, longest_context, plan
 from kvpress.presses import ComposedPress
+from tests.caches import positions
 from tests.folders import new_folder
+from tests.models import tiny_model, tokens
 
 TABLE = new_folder() / "heads.tsv"
 TABLE.write_text("0.5\t1.0\n0.25\t0.0\n")
@@ -213,7 +217,7 @@ def test_a_press_is_its_own_spec() -> None:
         ("snapkv:1.5", ValueError, ["must be in [0, 1), got 1.5"]),
         ("snapkv:__import__('os')", TypeError, ["compression_ratio must be a number"]),
         ("per_layer_compression(knorm):compression_ratios=0.5", TypeError, ["one ratio per layer, got 0.5"]),
-        (7, TypeError, ["text such as 'snapkv:0.5'", "int"]),
+        (7, TypeError, ["a spec such as 'snapkv:0.5'", "int"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -308,8 +312,32 @@ def test_sums_that_make_no_sense(parts: list[kvpress.BasePress], words: list[str
 
 
 def test_a_sum_of_something_else() -> None:
-    with pytest.raises(TypeError, match="presses must hold presses, got str"):
-        KnormPress(0.5) + "kivi"  # type: ignore[operator]
+    with pytest.raises(TypeError, match="presses must hold presses, got float"):
+        KnormPress(0.5) + 4.0  # type: ignore[operator]
+
+
+def test_specs_are_accepted_wherever_a_press_is(tmp_path: Path) -> None:
+    model, ids, spec = tiny_model("llama"), tokens(1, 20), "snapkv:0.5,window_size=4"
+    press, geometry = kvpress.get_press(spec), Geometry.of(model.config)
+    assert kvpress.AdaKVPress(spec) == kvpress.AdaKVPress(press)  # type: ignore[arg-type]
+    assert kvpress.PrefillDecodingPress(spec, "decoding(knorm)").prefilling_press == press  # type: ignore[arg-type]
+    assert press + "kivi:bits=4" == kvpress.ComposedPress([spec, "kivi:bits=4"])  # type: ignore[list-item]
+    assert plan(spec, geometry, 100) == plan(press, geometry, 100)
+    assert longest_context(spec, geometry, 10**6) == longest_context(press, geometry, 10**6)
+    expected = positions(kvpress.prefill(model, [press], ids).caches[0])
+    assert positions(kvpress.prefill(model, [spec], ids).caches[0]) == expected
+    assert positions(kvpress.PrefixStore(tmp_path).read(model, spec, ids)) == expected
+    assert kvpress.PrefixStore(tmp_path).find(model, press, ids) is not None
+    with kvpress.reading(model, "kivi:bits=4") as session:
+        assert session.press == kvpress.KIVIPress(4)
+    with pytest.raises(KeyError, match="did you mean snapkv"), kvpress.reading(model, "snapkw:0.5"):
+        pass
+    with pytest.raises(TypeError, match=r"press object or a spec.*got int"), kvpress.reading(model, 5):  # type: ignore[arg-type]
+        pass
+    wrapper = kvpress.AdaKVPress(press)
+    wrapper.press = "knorm:0.5"  # type: ignore[assignment]
+    with wrapper(model):
+        assert wrapper.press == KnormPress(0.5)
 
 
 # -- the registry --------------------------------------------------------------------------------------------

@@ -96,6 +96,11 @@ class MemoryReport:
         return self.uncompressed_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
+    def shrinking(self) -> MemoryReport:
+        """The layers that can shrink alone; windows of sliding layers and states of other kinds are left out."""
+        return MemoryReport([layer for layer in self.layers if layer.compressible], self.value_bytes)
+
+    @property
     def bits_per_value(self) -> float:
         """All bytes held, times 8, over the number of values of the uncompressed cache."""
         values = self.uncompressed_bytes / self.value_bytes
@@ -129,6 +134,13 @@ class MemoryReport:
         with console.capture() as captured:
             console.print(table)
         factor = f"{self.compression_factor:.2f} times smaller, {self.bits_per_value:.2f} bits per value"
+        part = self.shrinking
+        if part.layers and len(part.layers) < len(self.layers):
+            factor += (
+                f"\n{len(part.layers)} of {len(self.layers)} layers can shrink, "
+                f"{part.uncompressed_bytes / self.uncompressed_bytes:.0%} of the uncompressed bytes: "
+                f"these are {part.compression_factor:.2f} times smaller"
+            )
         fetched = f"\n{format_bytes(self.fetched_bytes)} of pairs fetched so far" if self.fetched_bytes else ""
         return captured.get() + factor + fetched
 

@@ -119,6 +119,10 @@ def plan_command(
         fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
         table.add_row(Name(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
     console.print(table)
+    if rows and rows[0][1].shrinking < 1:
+        share = rows[0][1].shrinking
+        said = f"layers with a sliding window stay as they are: {share:.0%} of the cache can shrink, so that it gets "
+        console.print(Text(said + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=True)
     for spec, planned in rows:
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:

@@ -17,8 +17,8 @@ MODULES = (
     "fastkvzip_press", "finch_press", "key_rerotation_press", "keydiff_press", "knorm_press", "kvcompose_press",
     "kvzap_press", "kvzip_press", "lagkv_press", "leverage_press", "lukv_press", "merging_press",
     "non_causal_attention_press", "observed_attention_press", "per_layer_compression_press", "prefill_decoding_press",
-    "pyramidkv_press", "qfilter_press", "random_press", "scorer_press", "simlayerkv_press", "snapkv_press",
-    "streaming_llm_press", "think_press", "tova_press",
+    "pyramidkv_press", "qfilter_press", "random_press", "restorekv_press", "scorer_press", "simlayerkv_press",
+    "snapkv_press", "streaming_llm_press", "think_press", "tova_press",
 )  # fmt: skip
 """Modules of `kvpress.presses` there, as far as their methods are here."""
 

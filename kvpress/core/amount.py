@@ -14,10 +14,10 @@ HIDDEN_STATES = 256
 
 @dataclass(frozen=True)
 class Amount:
-    """How many pairs a head keeps on average: all but the share `ratio`, or `budget` of them.
+    """Number of pairs that a head keeps on average: all but the share `ratio`, or `budget` of them.
 
-    `protected` pairs are kept in any case, so that as many tokens or fewer stay whole. `ratios` gives every layer that grows a
-    ratio of its own.
+    A ratio below 1 keeps at least one pair, a ratio of 1 keeps none. `protected` pairs are kept by any ratio below 1, so that
+    as many tokens or fewer stay whole. `ratios` gives every layer that grows a ratio of its own.
     """
 
     ratio: float = 0.0
@@ -45,18 +45,12 @@ class Amount:
             return round(sum(self.at(depth).of(tokens) for depth in range(len(self.ratios))) / len(self.ratios))
         if self.budget is not None:
             return min(tokens, self.budget)
-        return tokens if tokens <= max(1, self.protected) else int(tokens * (1 - self.ratio))
+        if self.ratio >= 1:
+            return 0
+        return tokens if tokens <= self.protected else min(tokens, max(1, int(tokens * (1 - self.ratio))))
 
     def check(self, tokens: int) -> None:
-        """Refuse a ratio that keeps none of `tokens`."""
-        for amount in [self.at(depth) for depth in range(len(self.ratios))] or [self]:
-            if amount.of(tokens) < 1:
-                most = int((1 - 1 / tokens) * 1e4) / 1e4
-                most -= 0.0001 if int(tokens * (1 - most)) < 1 else 0.0
-                raise ValueError(
-                    f"compression_ratio={amount.ratio} keeps 0 of {tokens} tokens; at least 1 must be kept, so use a "
-                    f"ratio of at most {most:.4f} or budget=1"
-                )
+        """Refuse a prompt of `tokens` for which a size is too small; every ratio and number of pairs suits all."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ def view_by_hand(
     kwargs = kwargs or {}
     view: View | None = kwargs.get("kvpress")
     if view is None:
-        wants = described_recipe(press).watched("prefill")
+        recipe = described_recipe(press)
+        # Scores do not depend on how many pairs stay: a ratio of 0 watches too.
+        scored = [wanted for step in recipe.evictions for wanted in step.wants]
+        wants = tuple(dict.fromkeys([*recipe.watched("prefill"), *scored]))
         return host().view_by_hand(wants, module, hidden_states, keys, values, kwargs)
     if keys.shape[:3] != view.shape:
         raise ValueError(

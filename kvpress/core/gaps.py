@@ -29,13 +29,14 @@ def close_gaps(view: View, mask: Tensor, renumber: Renumber | None = None) -> Re
     Heads may keep different numbers of pairs. Layers without rotary embedding know no distances and are left as they are.
 
     Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
-    from 0, while queries keep their true positions.
+    from 0, while queries keep their true positions. Keys that are handed back to a caller are numbered from 0.
     """
     if not view.call.rotates:
         return None
     rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
     kept = mask.sum(dim=-1, keepdim=True)
-    shift = torch.where(mask, view.seen - kept + rank - view.positions, view.shift)
+    end = kept if view.call.by_hand else view.seen
+    shift = torch.where(mask, end - kept + rank - view.positions, view.shift)
     if renumber is not None:
         view = _renumbered(view, mask, renumber)
     return Rewritten(keys=turned(view, shift), shift=shift)

@@ -20,7 +20,7 @@ MARK = "_kvpress_helper"
 UNASKED = {
     "CAMPress": ("_compute_current_token_attention", "_aggregate_attention_per_kv_head"),
     "DecodingPress": ("_find_target_compression_ratio", "_resolve_target_size"),
-    "ExpectedAttentionStatsPress": ("available_stats", "_maybe_load_stats_from_hub"),
+    "ExpectedAttentionStatsPress": ("_maybe_load_stats_from_hub",),
     "FastKVzipPress": ("compress_post",),
     "FinchPress": ("embed_token_forward_hook",),
     "KVComposePress": (

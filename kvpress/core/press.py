@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+from abc import ABCMeta
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from kvpress.cache.report import memory_report
 from kvpress.core.amount import Amount, Schedule
 from kvpress.core.by_hand import compress, view_by_hand
-from kvpress.core.checks import Count, Ratio, check_fields
+from kvpress.core.checks import Count, Ratio, allowed, check_fields
 from kvpress.core.compose import merge
 from kvpress.core.executor import FOLLOW
 from kvpress.core.helpers import overrides_helper_of_hidden_states
@@ -69,7 +71,15 @@ class BasePress:
         return make, arguments, own if slots is None else (own, slots), *rest
 
     def validate(self) -> None:
-        """Check the configuration; called at construction and again when a `with` block is entered."""
+        """Check the configuration; called at construction and again when a `with` block is entered.
+
+        Presses inside this one that are given as specs are built.
+        """
+        kind: type = type(self)
+        for name, choices in allowed(kind).items():
+            takes_press = any(isinstance(choice, type) and issubclass(choice, BasePress) for choice in choices)
+            if takes_press and isinstance(value := getattr(self, name), str):
+                setattr(self, name, built(value))
         check_fields(self)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
@@ -148,8 +158,13 @@ class BasePress:
         """
         return host().open_press(self, model, capture)
 
-    def __add__(self, other: BasePress) -> BasePress:
-        return ComposedPress([self, other])
+    def __add__(self, other: BasePress | str) -> BasePress:
+        return ComposedPress([self, built(other)])
+
+
+def built(press: Any) -> Any:
+    """Return the press of a spec; anything else as it is."""
+    return importlib.import_module("kvpress.core.spec").get_press(press) if isinstance(press, str) else press
 
 
 def _listed(words: str | Sequence[str]) -> str:
@@ -208,7 +223,7 @@ class ComposedPress(BasePress):
 
     def __post_init__(self) -> None:
         flat: list[BasePress] = []
-        for press in self.presses:
+        for press in map(built, self.presses):
             flat += press.presses if isinstance(press, ComposedPress) else [press]
         self.presses = flat
         self.validate()
@@ -239,10 +254,10 @@ class ComposedPress(BasePress):
 
 @dataclass
 class BudgetPress(BasePress):
-    """A press that is told how much to keep.
+    """A press with a size: a ratio, or a number of pairs.
 
-    `compression_ratio` is the fraction of pairs removed: `int(n * (1 - ratio))` of n stay. `budget` keeps that many pairs
-    per head instead, whatever the length.
+    `compression_ratio` is the fraction of pairs removed: `int(n * (1 - ratio))` of n stay, and at least one. `budget` keeps
+    that many pairs per head instead, whatever the length.
     """
 
     compression_ratio: Ratio = 0.0
@@ -269,11 +284,11 @@ class BudgetPress(BasePress):
 
 
 @dataclass
-class ScorerPress(BudgetPress, ByScore):
+class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
     """Keeps, per kv head, the pairs with the largest score: methods override `scores`, or `score` as in NVIDIA kvpress.
 
     Padding, batches, grouped queries, storage and positions are handled here. `allocator` and `schedule` may be overridden
-    too.
+    too. Wrappers with a `score` of their own count as instances (`ScorerPress.register`).
     """
 
     @property

@@ -315,13 +315,13 @@ class Recipe:
         return tokens
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt of which nothing would stay, or that ranges of tokens do not lie in."""
+        """Refuse a prompt for which a size is too small, that ranges of tokens do not lie in, or that loses every pair."""
         for rule in self.spans:
             rule.check(tokens)
         for eviction in self.acting("prefill"):
             eviction.amount.check(tokens)
             kept = eviction.amount.of(tokens)
-            if kept <= eviction.beside and kept < tokens:
+            if eviction.beside and kept <= eviction.beside and kept < tokens:
                 raise ValueError(
                     f"{kept} of {tokens} pairs per head are to stay, all of which would be the {eviction.beside} that are read "
                     f"behind the prompt: keep at least {eviction.beside + 1}, by a smaller compression_ratio"

@@ -46,7 +46,7 @@ def get_press(spec: str | BasePress) -> BasePress:
     if isinstance(spec, BasePress):
         return spec
     if not isinstance(spec, str):
-        raise TypeError(f"a press spec is text such as 'snapkv:0.5', got {type(spec).__name__}")
+        raise TypeError(f"a press is a press object or a spec such as 'snapkv:0.5', got {type(spec).__name__}")
     path = spec.strip().removeprefix(FILE)
     if path.endswith(ENDINGS) and not re.search(r"[@(=]", path):
         return _read_file(path)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
 from kvpress.diffusion.presses import recipe_around
 from kvpress.diffusion.reader import BlockCache, Reader
 from kvpress.diffusion.settings import Cached, Settings, choose
@@ -62,7 +63,7 @@ def diffuse(
     threshold: float | None = None,
     temperature: float = 0.0,
     cache: Cached = "dual",
-    press: BasePress | None = None,
+    press: BasePress | str | None = None,
     full_steps: int = 1,
     refresh_every: int | None = None,
     on_step: Callable[[Diffusion], None] | None = None,
@@ -76,7 +77,8 @@ def diffuse(
     What a step reads (Fast-dLLM): with `cache` "none" the whole sequence; with "prefix" the block and all behind it, before
     the pairs of what comes earlier; with "dual" the block alone, between the pairs of all other tokens. These are of the last
     pass that read the whole sequence: the first `full_steps` of each block, and from there every `refresh_every`-th, None for
-    no more. A `press` decides what is held around the block: it evicts, as `sparse_dllm:0.5` does, and its codec encodes.
+    no more. A `press`, or its spec, decides what is held around the block: it evicts, as `sparse_dllm:0.5` does, and its
+    codec encodes.
 
     `inputs` are token ids `[B, n]`, or what a tokenizer returns; rows are padded on the left, as `attention_mask [B, n]` says.
     `mask_token` is the id that stands for an unknown token, by default the `mask_token_id` of the model's configuration; it
@@ -97,12 +99,12 @@ def diffuse(
     ids, real = _prompt(inputs, attention_mask)
     mask_token = _mask_token(model, mask_token, ids)
     facts = check_bidirectional(model, ids.shape[1] + new_tokens)
+    press = None if press is None else get_press(press)
     if press is not None and cache == "none":
         raise ValueError(
             f"{type(press).__name__} acts on what is held, and cache='none' holds nothing: use 'prefix' or 'dual'"
         )
     recipe = Recipe() if press is None else recipe_around(press, facts, block_length)
-    _check_lengths(recipe, settings, real)
 
     found = Diffusion(torch.cat([ids, ids.new_full((len(ids), new_tokens), mask_token)], dim=1))
     mask = torch.cat([real, real.new_ones(len(ids), new_tokens)], dim=1)
@@ -189,11 +191,3 @@ def _mask_token(model: Any, mask_token: int | None, ids: Tensor) -> int:
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         raise ValueError(f"inputs must be token ids in [0, {size - 1}], got {int(ids.min())} to {int(ids.max())}")
     return mask_token
-
-
-def _check_lengths(recipe: Recipe, settings: Settings, real: Tensor) -> None:
-    """Refuse what would leave nothing of the tokens around a block."""
-    for first, stop in settings.blocks(real.shape[1]):
-        behind = real.shape[1] + settings.new_tokens - stop if settings.cache == "dual" else 0
-        for prompt in sorted(set(real.sum(dim=1).tolist())):
-            recipe.check_length(prompt + first - real.shape[1] + behind)

@@ -13,14 +13,9 @@ def recipe_around(press: BasePress, facts: ModelFacts, block_length: int) -> Rec
     """Return the recipe of a press that evicts and encodes by what a block shows: keys, values and the block's queries.
 
     Raises:
-        TypeError: it is no press.
         ValueError: it listens to fewer queries than a block has.
         NotImplementedError: it needs more; says what.
     """
-    if not isinstance(press, BasePress):
-        raise TypeError(
-            f"press must be a press, such as kvpress.get_press('sparse_dllm:0.5'), got {type(press).__name__}"
-        )
     press.validate()
     recipe = press.recipe(facts)
     why = next((why for step in recipe.evictions if (why := _needs(step))), None) or _obstacle(recipe)

@@ -51,7 +51,7 @@ class _Spoken(TextStreamer):
         self.say(text)
 
 
-def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress, text: str) -> tuple[Cache, Tensor]:
+def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, text: str) -> tuple[Cache, Tensor]:
     """Read a text under a press, up to where a question follows; returns the cache and the ids `[1, n]` that it has read.
 
     Raises:
@@ -71,7 +71,7 @@ def ask(
     tokenizer: Any,
     cache: Cache,
     question: str,
-    press: BasePress | None = None,
+    press: BasePress | str | None = None,
     *,
     max_new_tokens: int = 100,
     say: Callable[[str], None] = lambda text: None,

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpress.cache.attention import Logits, ungroup
+from kvpress.cache.readout import dense_pairs, why_unreadable
 from kvpress.cache.window import RealTokens
 from kvpress.hf.models import CACHE
 from kvpress.hf.requests import here
@@ -85,9 +86,12 @@ class PressMask:
     later: bool | None = None
 
     def real(self, seen: int) -> RealTokens | None:
-        """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
+        """Return the real ones of `seen` tokens, one object for all layers; None where nothing is padded."""
         if self.real_tokens is None and self.mask is not None:
-            self.real_tokens = RealTokens(self.mask[:, :seen])
+            if bool(self.mask.all()):
+                self.mask = None
+            else:
+                self.real_tokens = RealTokens(self.mask[:, :seen])
         return self.real_tokens
 
     def native(self, keys: int) -> Any:
@@ -237,7 +241,36 @@ def attention(
         plan.selector.after(call)
     if static is None and not whole:
         session.observe(call)
+    if forward.weights and not whole and call.attentions is None:
+        settings = {"scaling": scaling, "dropout": dropout, **kwargs}
+        return result, _weights(module, call, handed, key, plan.tiles, attention_mask, settings)
     return result, call.attentions
+
+
+def _weights(
+    module: nn.Module, call: LayerCall, query: Tensor, key: Tensor, tiles: int, mask: PressMask | None, settings: Any
+) -> Tensor:
+    """Return the weights `[B, Hq, Q, stored]` of new tokens on the pairs of a layer, by the model's eager attention.
+
+    Raises:
+        ValueError: the layer does not hold all its pairs as they came.
+    """
+    store = call.store
+    reason = why_unreadable([store])
+    if reason:
+        raise ValueError(f"output_attentions=True cannot return the attention weights of layer {call.layer}: {reason}")
+    keys, values = _arranged(*dense_pairs(store), key, tiles)
+    visible: Any = None if mask is None else mask.native(keys.shape[2])
+    if store.sealed:
+        # Rows hold as many pairs as each other, so that only the new tokens hide later ones.
+        length = query.shape[2]
+        future = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device).triu(
+            keys.shape[2] - length + 1
+        )
+        visible = torch.zeros(future.shape, dtype=query.dtype, device=query.device)
+        visible = visible.masked_fill(future, torch.finfo(query.dtype).min)[None, None]
+    weights: Tensor = native_attention(module)(module, query, keys, values, visible, **settings)[1]
+    return weights
 
 
 def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None) -> bool:

@@ -81,8 +81,6 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     ids = kwargs.get("input_ids", inputs)
     if takes_back(model, generation_config, kwargs) and not is_assistant(generation_config):
         check_assisted(model, ids, kwargs, settings)
-    if setting("output_attentions", kwargs, settings):
-        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     if setting("use_cache", kwargs, settings) is False:
         raise ValueError(
             "use_cache=False, given or in the model's generation_config, leaves no cache to compress; pass use_cache=True"
@@ -116,6 +114,42 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     if setting("prefill_chunk_size", kwargs, settings) or recording or takes_back(model, generation_config, kwargs):
         return length
     return 0
+
+
+def wants_weights(kwargs: dict[str, Any], config: Any) -> bool:
+    """Whether a forward pass with such arguments returns attention weights."""
+    return bool(kwargs.get("output_attentions", getattr(config, "output_attentions", False)))
+
+
+def check_weights(recipe: Recipe, config: Any, mask: Any, later: bool) -> None:
+    """Refuse `output_attentions=True` where the weights cannot be had, of the prompt or of `later` tokens too.
+
+    Weights of a prompt are those of the model's eager attention on all its tokens. Later tokens have weights on the pairs that
+    are stored, `[B, Hq, Q, stored]`, where every head of a layer holds as many of them, as they came.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    name = config.get_text_config()._attn_implementation
+    name, steps = getattr(name, "native", name), [step for step in recipe.evictions if not step.is_identity]
+    refits = any(step.refit is not None for step in steps)
+    reasons = {
+        f"the attention {name!r} returns none; call model.set_attn_implementation('eager') before the block": name
+        != "eager",
+        "a pattern reads a part of the prompt": recipe.pattern is not None,
+        "the prompt is read in chunks": recipe.chunk is not None,
+        "later layers read a part of the prompt": recipe.dropping is not None,
+        "heads keep different numbers of pairs, or stored pairs are changed; ask for those of the prompt alone, by a forward "
+        "pass of it inside `with press(model)`": later and (recipe.ragged or recipe.codec is not None or refits),
+        "a selector reads a part of the pairs; ask for those of the prompt alone": later
+        and recipe.selector is not None,
+        "rows are padded, so that they keep different numbers of pairs; pass rows of one length": (
+            later and bool(steps) and isinstance(mask, Tensor) and not bool(mask.all())
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise ValueError(f"output_attentions=True cannot return attention weights: {reason}")
 
 
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
@@ -262,12 +296,12 @@ def check_forward(
             "spans of tags, roles and images are found in token ids, but the tokens come as embeddings: pass input_ids, or "
             "name ranges of tokens"
         )
-    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)) and not recipe.is_identity:
-        raise ValueError("output_attentions=True is not supported inside a press: compressed pairs have no full matrix")
     cache = cache_among((*kwargs.values(), *args))
     check_cache_kind(cache)
     seen = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
     mask = kwargs.get("attention_mask")
+    if wants_weights(kwargs, config) and not recipe.is_identity:
+        check_weights(recipe, config, mask, later=seen > 0)
     if isinstance(mask, Tensor):
         check_mask(mask)
         if mask.shape[1] != seen + new.shape[1]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses put on a model, shared by the blocks that are open on it, and which block a call belongs to.
+"""Hooks that presses put on a model, shared by the blocks that are open on it, and the choice of a block for each call.
 
-A block is open to all threads, since `generate` may run in another one than the block, as it does under a streamer. Several
-are open at once where it makes no difference which of them such a thread is given: with the same press, or private ones. What
-was begun inside a block ends under its press, also where the block has been left by then: the model is restored after it.
+A block serves the thread, or asynchronous task, that entered it. A thread that entered none, such as one that generates for a
+streamer, is served where it makes no difference by which block: all open ones have the same press. Blocks of different presses
+are open beside each other in different threads, never inside each other. A request that began inside a block ends under its
+press, also where the block has been left by then: the model is restored after it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
 from kvpress.hf.attention import NAME, PressName, register
-from kvpress.hf.checks import check_generate, copies_of, is_assistant, takes_back
+from kvpress.hf.checks import check_generate, check_weights, copies_of, is_assistant, setting, takes_back
 from kvpress.hf.compiled import run_eagerly
 from kvpress.hf.dropping import decoder_layers, hand_on
 from kvpress.hf.grids import cells_in, grids_among
@@ -44,10 +45,13 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class Block:
-    """A `with` block as it is told from others: by its number, and whether it is `private` to the thread that entered it."""
+    """Identity of a `with` block: its number, and whether it serves the thread that entered it alone (`private`).
+
+    Open blocks that do the same to every cache share a `group`, a number.
+    """
 
     def __init__(self, private: bool) -> None:
-        self.number = next(_numbers)
+        self.number = self.group = next(_numbers)
         self.private = private
 
     def enter(self) -> None:
@@ -65,10 +69,10 @@ class Block:
 
 
 def check_free(session: Running) -> None:
-    """Refuse a block beside others that cannot be told from it.
+    """Refuse a block inside that of another press, and one of a model that shares its configuration object.
 
     Raises:
-        RuntimeError: another press is active, or a model that shares the configuration object.
+        RuntimeError: this thread has entered a block of another press, or a model that shares the configuration has a block.
     """
     with _changes:
         found = _installed.get(id(session.model.config))
@@ -80,12 +84,11 @@ def check_free(session: Running) -> None:
                 "block first, or give one of them a configuration of its own (copy.deepcopy(config))"
             )
         for other in found.sessions:
-            apart = (other.block.private or session.block.private) and not other.block.is_ours
-            if not apart and not _alike(other, session):
+            if other.block.is_ours and not _alike(other, session):
                 raise RuntimeError(
-                    f"{_shown(other)} is already active on this model, so {_shown(session)} cannot be: compose presses instead "
-                    "of nesting them, `press_a + press_b`; to use one after the other, leave the first block before, in "
-                    "several threads by a lock around each block"
+                    f"{_shown(other)} is already active on this model in this thread, so {_shown(session)} cannot be: compose "
+                    "presses instead of nesting them, `press_a + press_b`; to use one after the other, leave the first block "
+                    "before"
                 )
 
 
@@ -96,6 +99,13 @@ def install(session: Running) -> Installation:
         found = _installed.get(id(session.model.config)) or Installation(session)
         found.open(session)
         return found
+
+
+def is_inside_block(model: Any) -> bool:
+    """Whether this thread has entered a block that is open on a model."""
+    with _changes:
+        found = _installed.get(id(model.config))
+        return found is not None and any(session.block.is_ours for session in found.sessions)
 
 
 def _shown(session: Running) -> str:
@@ -172,6 +182,8 @@ class Installation:
                     self.forward = Replaced(self.model, "forward", self._run_model)
                     self._undo.append(self.forward.put())
                 session.replace_forward(self.forward.before)
+            twin = next((other for other in self.sessions if _alike(other, session)), session)
+            session.block.group = twin.block.group
             self.sessions.append(session)
             self._was_open_to_all |= not session.block.private
             session.block.enter()
@@ -247,18 +259,35 @@ class Installation:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _begin(self) -> tuple[Running | None, bool]:
-        """Count a call; return its session, and whether the call's cache is that of the session's own block."""
+        """Count a call; return its session, and whether the call's cache is that of the session's own block.
+
+        Raises:
+            RuntimeError: this thread has entered no block, and those that are open have different presses.
+        """
         with _changes:
+            session, owns_cache = self._serving()
             self.running += 1
-            entered = [session for session in self.sessions if session.block.is_ours]
-            if entered:
-                return entered[-1], True
-            if _generates(self.model):
-                return None, False
-            public = [session for session in self.sessions if not session.block.private]
-            for session in public if len(public) > 1 else ():
-                session.shares_caches = True
-            return (public[-1], len(public) == 1) if public else (None, False)
+            return session, owns_cache
+
+    def _serving(self) -> tuple[Running | None, bool]:
+        """Return the innermost block that this thread has entered; else one of those open to all, which must be alike."""
+        entered = [session for session in self.sessions if session.block.is_ours]
+        if entered:
+            return entered[-1], True
+        public = [session for session in self.sessions if not session.block.private]
+        if not public or _generates(self.model):
+            return None, False
+        groups = {session.block.group: session for session in public}
+        if len(groups) > 1:
+            presses = " and ".join(map(_shown, groups.values()))
+            raise RuntimeError(
+                f"this thread has entered no block, and others have different ones: {presses}. "
+                "Enter the block in the thread that uses the model, or start the thread with the context of the block: "
+                "Thread(target=contextvars.copy_context().run, args=(model.generate, ids), kwargs=...)"
+            )
+        for session in public if len(public) > 1 else ():
+            session.shares_caches = True
+        return public[-1], len(public) == 1
 
     def _end(self) -> None:
         with _changes:
@@ -279,6 +308,8 @@ class Installation:
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
                 given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+                if setting("output_attentions", kwargs, (given, self.model.generation_config)):
+                    check_weights(session.recipe, self.model.config, kwargs.get("attention_mask"), later=True)
                 here.request.copies = copies_of(self.model, given, kwargs)
                 here.request.takes_back = takes_back(self.model, given, kwargs)
                 here.request.grids = grids_among(kwargs)

@@ -184,10 +184,16 @@ class PressLayer(CacheLayerMixin):
     def _assign(self, which: int, tensor: Tensor) -> None:
         if self.store is None:
             raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
-        if self.store.segments or self.padded or self.columns:
+        reasons = {
+            "the columns of padded rows are not all tokens; read rows of one length, or one row": self.padded,
+            "a codec has encoded them, or a selector reads them": bool(self.store.segments),
+            "this model reads its cache by itself": self.columns,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
             raise NotImplementedError(
-                "keys and values can be assigned where they are dense, no row is padded and the model does not read them by "
-                "itself; to change what a press keeps otherwise, override its `score` or `compress`"
+                f"keys and values of this layer cannot be assigned: {reason}. To choose pairs of each row, override `score` or "
+                "`compress` of the press"
             )
         stored = dense_pairs(self.store)
         expected = (*stored[which].shape[:2], stored[which].shape[3])
@@ -369,6 +375,19 @@ def stop_recording(layers: Iterable[Any]) -> None:
             layer.record_past = False
             if isinstance(layer, PressLayer) and layer.store is not None:
                 layer.store.record(False)
+
+
+def hold_window_alone(layer: Any) -> None:
+    """Let a layer with a sliding window hold its window alone, which is a view of the whole prompt that it has just read."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized or layer.record_past:
+        return
+    for name in ("keys", "values"):
+        window = getattr(layer, name)
+        spare = window.untyped_storage().nbytes() - window.numel() * window.element_size()
+        if (
+            spare > window[:, :, :1].numel() * window.element_size()
+        ):  # more than the token that each decode step leaves over
+            setattr(layer, name, window.clone(memory_format=torch.contiguous_format))
 
 
 def has_pairs(layer: Any) -> bool:

@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Pipeline, TextStreamer
 from transformers.cache_utils import Cache
-from transformers.pipelines import PIPELINE_REGISTRY
 
 from kvpress.core.press import BasePress
+from kvpress.core.spec import get_press
+from kvpress.hf.checks import copies_of
 from kvpress.hf.files import load as load_cache
+from kvpress.hf.greedy import greedy
+from kvpress.hf.installed import is_inside_block
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, with_cache
 from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.prompts import read_prompt
+from kvpress.hf.registration import TASK
 from kvpress.hf.session import Session, session
 
-TASK = "kv-press-text-generation"
 logger = logging.getLogger(__name__)
 
 
@@ -40,8 +43,9 @@ class KVPressTextGenerationPipeline(Pipeline):
     """Compress a context, or a batch of contexts, before the questions are seen, then answer each question from it.
 
     The context is read once; every question works on a copy of the compressed cache, so that answers do not depend on
-    each other. Answers come from `model.generate`: any of its arguments can be given. What is read and kept is logged at the
-    level DEBUG.
+    each other. Answers are greedy, by the model's logits alone: of the model's `generation_config`, the ids of special tokens
+    count, and sampling, beams, penalties and other processors of logits do not. They come from `model.generate`: any of its
+    arguments can be given, penalties and sampling included. The numbers of tokens read and kept are logged at the level DEBUG.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -49,7 +53,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         for name in ("generate_answer", "_remove_answer_from_cache"):
             if name in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__} overrides {name!r}, which nothing calls here: override `_forward` instead"
+                    f"{cls.__name__} overrides {name!r}, which the pipeline does not call here: override `_forward` instead"
                 )
 
     def __call__(
@@ -58,7 +62,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         question: str | None = None,
         questions: Sequence[str] | Sequence[Sequence[str]] | None = None,
         answer_prefix: str | None = None,
-        press: BasePress | None = None,
+        press: BasePress | str | None = None,
         max_new_tokens: int = 50,
         max_context_length: int | None = None,
         enable_thinking: bool = False,
@@ -72,8 +76,8 @@ class KVPressTextGenerationPipeline(Pipeline):
 
         A context is a text, or a list of messages: a question goes to the end of the last one if that is the user's, else into
         a user's turn behind it. A list of contexts is read as one batch and returns a list; `questions` are the same for all of
-        them, or a list of lists, one for each. `system` is a system prompt, and `tools` are those of the chat template. With
-        `num_return_sequences`, every answer is a list.
+        them, or a list of lists, one for each. `press` is a press or its spec, such as "snapkv:0.5". `system` is a system
+        prompt, and `tools` are those of the chat template. With `num_return_sequences`, every answer is a list.
 
         `cache` is filled with the compressed context and can be passed again with a further context, or with the context None
         to ask about what it holds; the path of a file that `kvpress.save` wrote stands for what it holds. Contexts that a
@@ -82,8 +86,9 @@ class KVPressTextGenerationPipeline(Pipeline):
         those of each question about one context.
 
         Raises:
-            TypeError, ValueError: an argument does not fit; nothing has been read then.
+            TypeError, ValueError, KeyError: an argument does not fit, or there is no such press; nothing has been read then.
         """
+        press = None if press is None else get_press(press)
         contexts, single = _contexts(context)
         asked, many = _questions(question, questions, len(contexts))
         if max_new_tokens < 1:
@@ -229,7 +234,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         mask = torch.cat([mask.new_ones(len(ids), before), mask], dim=1)
         if ids.shape[1]:
             cache = self._read(ids, mask, press, cache, prefix_store)
-        branches = max(generate.get("num_beams") or 1, generate.get("num_return_sequences") or 1)
+        branches = copies_of(self.model, generate.get("generation_config"), greedy(generate))
         answers, streamers = [], generate.pop("streamer", None)
         for place, question in enumerate(inputs["questions"]):
             rows, own = question["rows"], copy.deepcopy(cache)
@@ -239,15 +244,38 @@ class KVPressTextGenerationPipeline(Pipeline):
                 own.batch_repeat_interleave(branches)
             streamer = streamers[place] if streamers else None
             # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
-            with torch.no_grad(), self._asking(press), _ended(streamer):
-                output = self.model.generate(
-                    question["ids"],
-                    attention_mask=torch.cat([mask[rows], question["mask"]], dim=1),
-                    **with_cache(own),
-                    **{"do_sample": False, **generate, **({"streamer": streamer} if streamer else {})},
-                )
-            answers.append(output[:, question["ids"].shape[1] :])
+            spoken = {"streamer": streamer} if streamer else {}
+            real = torch.cat([mask[rows], question["mask"]], dim=1)
+            with self._asking(press), _ended(streamer):
+                answers.append(self._answer(question["ids"], real, own, **generate, **spoken))
         return answers
+
+    @torch.no_grad()
+    def _answer(self, ids: Tensor, mask: Tensor, cache: Cache, **generate: Any) -> Tensor:
+        """Return what follows questions `[b, m]`, `[b, new]`; `mask` marks their real tokens and those that a cache holds."""
+        output: Tensor = self.model.generate(ids, attention_mask=mask, **with_cache(cache), **greedy(generate))
+        return output[:, ids.shape[1] :]
+
+    def generate_answer(self, question_ids: Tensor, cache: Cache, context_length: int, max_new_tokens: int) -> str:
+        """Return the greedy answer to a question `[1, m]` about the one context that a cache holds, as in NVIDIA kvpress.
+
+        `context_length` is the number of tokens that the cache has seen. The cache keeps question and answer. Inside a `with`
+        block its press goes on; outside of any the cache is read as it is.
+
+        Raises:
+            ValueError: the cache holds several contexts, or has seen another number of tokens.
+        """
+        seen = cache.get_seq_length()
+        if context_length != seen or _rows(cache) > 1:
+            raise ValueError(
+                f"generate_answer takes one context of context_length={context_length} tokens, and the cache has seen {seen} "
+                f"tokens in {_rows(cache)} rows: pass cache.get_seq_length() of a cache of one row"
+            )
+        ids = question_ids.to(self.device)
+        mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long, device=ids.device)
+        with contextlib.nullcontext() if is_inside_block(self.model) else self._asking(None):
+            answer = self._answer(ids, mask, cache, max_new_tokens=max_new_tokens)
+        return str(self.tokenizer.decode(answer[0], skip_special_tokens=True))
 
     def _read(
         self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache, prefix_store: PrefixStore | None
@@ -282,6 +310,12 @@ class KVPressTextGenerationPipeline(Pipeline):
                 own = texts[place * each : (place + 1) * each]
                 found[row].append(own if each > 1 else own[0])
         return [{"answers": own} if many else {"answer": own[0]} for own in found]
+
+
+# `Pipeline.save_pretrained` reads it, as `PipelineRegistry.register_pipeline` would leave it.
+KVPressTextGenerationPipeline._registered_impl = {
+    TASK: {"impl": KVPressTextGenerationPipeline, "pt": (AutoModelForCausalLM,)}
+}
 
 
 def _contexts(given: Any) -> tuple[list[Context], bool]:
@@ -369,14 +403,6 @@ def _ended(streamer: Any) -> Iterator[None]:
         raise
 
 
-def register_pipeline() -> None:
-    """Make the task known to `transformers.pipeline`; done once, when the first press is looked up."""
-    with contextlib.suppress(KeyError):
-        PIPELINE_REGISTRY.check_task(TASK)
-        return
-    PIPELINE_REGISTRY.register_pipeline(TASK, KVPressTextGenerationPipeline, pt_model=AutoModelForCausalLM)
-
-
 def load_model(name: str, **kwargs: Any) -> tuple[Any, Any]:
     """Return `(model, tokenizer)`, padded on the left; keyword arguments go to the model.
 
@@ -386,5 +412,4 @@ def load_model(name: str, **kwargs: Any) -> tuple[Any, Any]:
         ImportError: a package is missing; the message has the command that installs it.
         OSError: a file is missing or damaged, or there is no space to convert it.
     """
-    register_pipeline()
     return load(name, **kwargs)

@@ -86,7 +86,7 @@ class PrefixStore:
     def read(
         self,
         model: PreTrainedModel,
-        press: BasePress | None,
+        press: BasePress | str | None,
         ids: Tensor,
         mask: Tensor | None = None,
         *,
@@ -94,7 +94,7 @@ class PrefixStore:
     ) -> DynamicCache:
         """Return the cache of `ids [B, n]` under a press: what is stored of it is not read, and what was read is stored.
 
-        Without a press every pair is kept, as by `none`.
+        A press may be given as its spec; without one every pair is kept, as by `none`.
         `mask [B, n]` marks real tokens where rows are padded on the left.
         """
         with self.reading(model, press, ids, mask):
@@ -110,7 +110,7 @@ class PrefixStore:
     def find(
         self,
         model: PreTrainedModel,
-        press: BasePress | None,
+        press: BasePress | str | None,
         ids: Tensor,
         mask: Tensor | None = None,
         *,
@@ -133,7 +133,7 @@ class PrefixStore:
     def keep(
         self,
         model: PreTrainedModel,
-        press: BasePress | None,
+        press: BasePress | str | None,
         ids: Tensor,
         cache: DynamicCache,
         mask: Tensor | None = None,
@@ -163,7 +163,7 @@ class PrefixStore:
 
     @contextmanager
     def reading(
-        self, model: PreTrainedModel, press: BasePress | None, ids: Tensor, mask: Tensor | None = None
+        self, model: PreTrainedModel, press: BasePress | str | None, ids: Tensor, mask: Tensor | None = None
     ) -> Iterator[None]:
         """Let others that ask for the same prefix wait until the block is left."""
         slot = hashlib.sha256(f"{self._folder(model, press).name}/{_name(ids, mask)}".encode()).hexdigest()[:2]
@@ -212,7 +212,7 @@ class PrefixStore:
                 found.append((state.st_mtime, state.st_size, path))
         return found
 
-    def _folder(self, model: PreTrainedModel, press: BasePress | None) -> Path:
+    def _folder(self, model: PreTrainedModel, press: BasePress | str | None) -> Path:
         plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
         said = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
         text = json.dumps([*said, kvpress.__version__], sort_keys=True)
@@ -224,8 +224,8 @@ class PrefixStore:
         return FileLock(folder / name)
 
 
-def _or_none(press: BasePress | None) -> BasePress:
-    return get_press("none") if press is None else press
+def _or_none(press: BasePress | str | None) -> BasePress:
+    return get_press("none" if press is None else press)
 
 
 def _name(ids: Tensor, mask: Tensor | None) -> str:

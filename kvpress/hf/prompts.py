@@ -17,7 +17,7 @@ from kvpress.hf.session import session
 
 def read_prompt(
     model: PreTrainedModel,
-    press: BasePress,
+    press: BasePress | str,
     cache: Cache,
     ids: Tensor,
     mask: Tensor,

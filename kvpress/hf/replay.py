@@ -63,8 +63,9 @@ class CapturedForward(threading.local):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = arguments_of(self.names, args, kwargs)
-        if arguments.get("output_hidden_states", getattr(self.session.model.config, "output_hidden_states", False)):
-            raise ValueError("a replayed step gives logits only: leave out output_hidden_states or use capture=False")
+        for name in ("output_hidden_states", "output_attentions"):
+            if arguments.get(name, getattr(self.session.model.config, name, False)):
+                raise ValueError(f"a replayed step gives logits only: leave out {name} or use capture=False")
         stores = self._stores(arguments)
         if not stores:
             return self.forward(**arguments)

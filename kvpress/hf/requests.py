@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from kvpress.cache.guard import lock_of
 from kvpress.cache.held import moved
+from kvpress.hf.checks import wants_weights
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import cache_place
 from kvpress.hf.running import Running
@@ -67,7 +68,8 @@ class Forward:
     modules that read the cache by themselves; None where nothing is padded. `axes [n, B, Q]` are the positions of the new
     tokens where a model counts them in several axes, and `ids [B, Q]` their ids, None where they come as embeddings; `given`
     are those that a model with images was given and handed its decoder as embeddings, and `cells` where these stand in their
-    pictures. `handed` says which tokens layers are handed, None for all (`kvpress.hf.dropping`). `guard` is the lock of the
+    pictures. `handed` says which tokens layers are handed, None for all (`kvpress.hf.dropping`). With `weights`, layers return
+    attention weights. `guard` is the lock of the
     cache, which those who look at it from other threads wait for. Without `owns_cache`, no block can say that the cache is
     its own.
     """
@@ -89,6 +91,7 @@ class Forward:
     given: Tensor | None = None
     cells: Cells | None = None
     handed: Any = None
+    weights: bool = False
     guard: Any = None
     thread: str = field(default_factory=lambda: threading.current_thread().name)
 
@@ -109,6 +112,7 @@ class Forward:
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which tokens come, which are real and where they stand, from the arguments of the decoder."""
+        self.weights = wants_weights(kwargs, self.session.model.config)
         self.ids = self.ids_among(args, kwargs)
         self.cells = self.cells if self.ids is self.given else None
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")

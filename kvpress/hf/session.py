@@ -20,6 +20,7 @@ from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
 from kvpress.hf import dropping, own_attention
 from kvpress.hf.adoption import adopt_layer, check_adopted
 from kvpress.hf.attention import NAME, rotates
@@ -28,6 +29,7 @@ from kvpress.hf.checks import check_forward, check_model
 from kvpress.hf.chunks import ChunkedForward
 from kvpress.hf.compiled import original
 from kvpress.hf.installed import Block, Installation, check_free, install
+from kvpress.hf.layer import hold_window_alone
 from kvpress.hf.layer_plan import LayerPlan
 from kvpress.hf.merging import merge_prompt
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
@@ -50,14 +52,14 @@ class Session:
 
     def __init__(
         self,
-        press: BasePress,
+        press: BasePress | str,
         model: PreTrainedModel,
         evict: bool = True,
         recorder: Recorder | None = None,
         private: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        self.press = press
+        self.press = get_press(press)
         self.tokenizer = tokenizer
         self.given, model = model, original(model)
         self.model = model
@@ -291,6 +293,8 @@ class Session:
         forward.modules_left -= 1
         call = forward.release()
         if call is None:
+            if forward.cache is not None and forward.watch is None:
+                hold_window_alone(forward.cache.layers[cache_place(module)])
             return output
         call.output = output
         if self.reads_itself:
@@ -382,7 +386,7 @@ class Session:
 
 @contextmanager
 def session(
-    press: BasePress,
+    press: BasePress | str,
     model: PreTrainedModel,
     evict: bool = True,
     recorder: Recorder | None = None,
@@ -399,12 +403,13 @@ def session(
 
 
 @contextmanager
-def reading(model: Any, press: BasePress | None = None, capture: bool = False) -> Iterator[Session]:
+def reading(model: Any, press: BasePress | str | None = None, capture: bool = False) -> Iterator[Session]:
     """Read compressed caches inside the block without evicting from the tokens that are read.
 
-    With `press`, its codec still encodes older tokens, its selector still chooses what decoding reads and a decoding
-    schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a context
-    that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are replayed.
+    With a `press`, or its spec, its codec still encodes older tokens, its selector still chooses what decoding reads and a
+    decoding schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a
+    context that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are
+    replayed.
     """
     recorder = graph_recorder(model) if capture else None
     with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:

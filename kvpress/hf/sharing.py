@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
+from kvpress.core.spec import get_press
 from kvpress.hf.checks import check_forward
 from kvpress.hf.clock import now
 from kvpress.hf.layer import PressLayer
@@ -40,9 +41,9 @@ class Prefill:
 
 
 def prefill(
-    model: PreTrainedModel, presses: Sequence[BasePress], input_ids: Tensor, attention_mask: Tensor | None = None
+    model: PreTrainedModel, presses: Sequence[BasePress | str], input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Prefill:
-    """Read `input_ids [B, n]` once; every press compresses a cache of its own, layer by layer.
+    """Read `input_ids [B, n]` once; every press, or spec of one, compresses a cache of its own, layer by layer.
 
     Each cache, and every draw of a press that is random, is what the press alone would have made of the same prompt; the
     generator of torch is left as it was. Only compressed caches are held, all of them together.
@@ -52,7 +53,7 @@ def prefill(
     """
     if not presses:
         raise ValueError("prefill needs at least one press, got none; `none` reads the prompt as it is")
-    shared = SharedSession(presses, model)
+    shared = SharedSession([get_press(press) for press in presses], model)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     with torch.no_grad(), shared.installed():
         cache = new_cache(model)

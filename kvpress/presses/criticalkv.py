@@ -16,7 +16,7 @@ from kvpress.core.checks import NotNegative, Share
 from kvpress.core.helpers import helper, override_of
 from kvpress.core.model import ModelFacts
 from kvpress.core.overrides import ScoredByArguments
-from kvpress.core.press import BasePress, ScorerAround, WrapperPress
+from kvpress.core.press import BasePress, ScorerAround, ScorerPress, WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
 from kvpress.core.scoring import Scored, top
@@ -91,6 +91,9 @@ class CriticalKVPress(WrapperPress):
     def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
         """Return how far `values [B, H, n, Dv]` of all kv heads reach through the output projection, `[B, H, n]`."""
         return output_norms(values, module, values.shape[1])
+
+
+ScorerPress.register(CriticalKVPress)
 
 
 @register(

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, inf
 
-from kvpress.core.checks import Count
+from kvpress.core.amount import Amount
+from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, WrapperPress, removed
 from kvpress.core.recipe import Allocator, Eviction
@@ -28,7 +30,6 @@ from kvpress.presses.decoding import check_scores_generated
     cases=("dms(keydiff):threshold=-0.1,sliding_window_size=6", "dms(snapkv:0.5,window_size=4):sliding_window_size=6"),
     refuses=(
         Refusal("dms(knorm)", "neither a threshold nor a ratio or budget says what goes"),
-        Refusal("dms(knorm:0.5):threshold=-3", "both would say how many pairs stay"),
         Refusal(
             "dms(kvcompose:0.5):decoding=true", "it scores by reading a prompt again, which generated tokens are not"
         ),
@@ -49,9 +50,10 @@ class DMSPress(WrapperPress):
 
     How much stays depends on the text, and differs between heads, layers and rows; `compression_ratio` says what it was.
     Thresholds want scores that mean the same in all texts, such as those of `kvzap`. Without a `threshold`, the ratio or
-    budget of the inner press says how many pairs stay, and the heads of a layer compete for them. `sliding_window_size` is
-    the number of newest tokens that always stay. With `decoding`, pairs are judged again every `interval` generated tokens:
-    1 evicts as soon as a pair leaves the window, more cost less time.
+    budget of the inner press says how many pairs stay, and the heads of a layer compete for them; with one, the inner ratio or
+    budget is not used, and a RuntimeWarning names it. `sliding_window_size` is the number of newest tokens that always stay,
+    0 for none. With `decoding`, pairs are judged again every `interval` generated tokens: 1 evicts as soon as a pair leaves the
+    window, more cost less time.
 
     Paper: Lancucki et al., Inference-Time Hyper-Scaling with KV Cache Compression, 2025, arXiv:2506.05345.
     Differs from the paper: nothing is trained, any scorer judges; the prompt is read with full attention. Unlike in NVIDIA
@@ -60,7 +62,7 @@ class DMSPress(WrapperPress):
 
     press: BasePress
     threshold: float | None = None
-    sliding_window_size: Count = 128
+    sliding_window_size: Size = 128
     decoding: bool = False
     interval: Count = field(default=1, kw_only=True)
 
@@ -77,8 +79,12 @@ class DMSPress(WrapperPress):
         if self.decoding:
             check_scores_generated(self, step)
         name, told = type(self.press).__name__, not step.amount.keeps_all
-        if self.threshold is not None and told:
-            raise ValueError(f"give either threshold={self.threshold} or a ratio or budget of {name}, not both")
+        if self.threshold is not None and told and model is not None:
+            warnings.warn(
+                f"threshold={self.threshold} decides what DMSPress evicts; the ratio or budget of {name} is not used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self.threshold is None and not told and model is not None and step.schedule.prompt:
             raise ValueError(
                 f"nothing says what DMSPress evicts: give threshold=, or {name} a compression_ratio or budget"
@@ -89,6 +95,7 @@ class DMSPress(WrapperPress):
             scorer=BeforeWindow(step.scorer, self.sliding_window_size),
             allocator=allocator if self.threshold is None else AboveThreshold(float(self.threshold)),
             schedule=replace(step.schedule, every=self.interval) if self.decoding else step.schedule,
+            amount=step.amount if self.threshold is None else Amount(),
             fixed=self.threshold is not None,
         )
 

@@ -74,6 +74,11 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
                     f"`{COMMAND}` with {SAMPLING[field.name]}, and give the file as stats_folder"
                 )
 
+    @staticmethod
+    def available_stats() -> list[str]:
+        """Return the files that ship with this library, each a value for `stats_folder`: that of the reference model."""
+        return [str(calibration.shipped(FILE.removesuffix(".safetensors")))]
+
     @property
     def source(self) -> Path:
         """The calibration file."""

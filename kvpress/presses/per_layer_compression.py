@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from kvpress.core.checks import RATIO
+from kvpress.core.checks import Range
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+
+SHARE = Range(0, 1)
 
 
 @register(
@@ -32,7 +34,8 @@ class PerLayerCompressionPress(Wrapping):
     """Apply another press with a compression ratio of its own in every layer.
 
     `press` is the one that scores. `compression_ratios` holds one ratio per layer that is compressed, first layer first;
-    layers with a sliding window are not counted. The ratio of the inner press itself is not used.
+    layers with a sliding window are not counted. A ratio of 1 leaves nothing of the prompt in its layer. The ratio of the inner
+    press itself is not used.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -54,7 +57,7 @@ class PerLayerCompressionPress(Wrapping):
         if not self.compression_ratios:
             raise ValueError("compression_ratios must hold one ratio per layer, got none")
         for layer, ratio in enumerate(self.compression_ratios):
-            RATIO.check(f"compression_ratios[{layer}]", ratio)
+            SHARE.check(f"compression_ratios[{layer}]", ratio)
         super().validate()
 
     @property

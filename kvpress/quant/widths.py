@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -29,6 +30,10 @@ GROUP = 32
 """Tokens that follow a prompt and are encoded together."""
 OFFSETS = 24
 """Bytes of the place and length of a stream."""
+CLOSE = 0.95
+"""Share of a factor that counts as reached."""
+WARNED = "sliding windows"
+"""Entry of a cache for which the warning about sliding windows was issued."""
 LEAST = 16
 """Pairs of a head that stay whatever the size."""
 
@@ -117,6 +122,24 @@ class Room:
             once += (GROUP - 1) * self.full
         return min(tokens, max(LEAST, int((self.allowed(tokens) - once) / pair)))
 
+    def warn_of_windows(self, view: View) -> None:
+        """Warn, once for a cache, where layers with a sliding window keep it well above the size that was given."""
+        beside, growing = self.beside(view.seen), self.streams * view.seen * self.full
+        smaller = self.smaller or 1.0
+        reached = (growing + beside) / (growing / smaller + beside)
+        if reached > CLOSE * smaller or WARNED in view.call.shared or not view.call.is_first_prompt:
+            return
+        view.call.shared[WARNED] = True
+        layers = len(self.layers) + len(self.model.sliding if self.model is not None else ())
+        share = growing / (growing + beside)
+        warnings.warn(
+            f"smaller={smaller:g} holds for the {len(self.layers)} of {layers} layers that grow, {share:.0%} of a cache of "
+            f"{view.seen} tokens: the others hold a sliding window, which stays as it is, and the whole cache gets "
+            f"{reached:.1f} times smaller; bytes= counts the windows too",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def check(self, tokens: int) -> None:
         """Refuse bytes that do not hold what stays of a prompt of so many tokens whatever the size.
 
@@ -149,6 +172,7 @@ class Sized(Amount):
 
     def beside(self, view: View) -> Sized:
         if self.room.bytes is None:
+            self.room.warn_of_windows(view)
             return self
         widths = widths_held(view.call.store.segments)
         return replace(self, room=replace(self.room, width=widths.get(view.streams[0])))

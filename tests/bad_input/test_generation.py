@@ -14,25 +14,24 @@ from tests.bad_input.refusals import forward, generate, refused
 from tests.models import padded_batch, tiny_model, tokens
 
 
-def test_36_attention_matrices() -> None:
-    model = tiny_model("llama", "eager")
-    words = ["output_attentions=True", "no full matrix"]
-    for run in (
-        lambda: generate(model, "knorm:0.5", tokens(1, 10), output_attentions=True, return_dict_in_generate=True),
-        lambda: generate(model, "knorm:0.5", tokens(1, 10), generation_config=GenerationConfig(output_attentions=True)),
-        lambda: forward(model, "knorm:0.5", tokens(1, 10), output_attentions=True),
+def test_36_attention_weights_that_cannot_be_had() -> None:
+    eager, sdpa, ids = tiny_model("llama", "eager"), tiny_model("llama"), tokens(1, 10)
+    padded, mask = padded_batch([10, 7])
+    for spec, model, reason in (
+        ("knorm:0.5", sdpa, "set_attn_implementation('eager')"),
+        ("knorm:0.5 + kivi:bits=4", eager, "of the prompt alone"),
+        ("adakv(knorm:0.5)", eager, "heads keep different numbers"),
+        ("quest:budget=8,page_size=4", eager, "a selector reads a part"),
+        ("bounded(knorm:0.5):chunk=4", eager, "in chunks"),
+        ("tri_shape", eager, "a pattern reads a part"),
     ):
+        words = ["output_attentions=True", reason]
+        run = lambda m=model, s=spec: generate(m, s, ids, output_attentions=True)  # noqa: E731
         refused(model, run, ValueError, *words)
-
-
-def test_36_attention_matrices_by_configuration() -> None:
-    model = tiny_model("llama", "eager")
-    model.config.output_attentions = True
-    try:
-        run = lambda: forward(model, "knorm:0.5", tokens(1, 10), use_cache=True)  # noqa: E731
-        refused(model, run, ValueError, "output_attentions=True")
-    finally:
-        model.config.output_attentions = False
+    run = lambda: generate(eager, "knorm:0.5", padded, attention_mask=mask, output_attentions=True)  # noqa: E731
+    refused(eager, run, ValueError, "rows are padded")
+    run = lambda: forward(sdpa, "knorm:0.5", ids, output_attentions=True)  # noqa: E731
+    refused(sdpa, run, ValueError, "set_attn_implementation('eager')")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvpress
+from tests.caches import positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 
 LENGTH, WINDOW = 40, 6
@@ -88,3 +89,21 @@ def test_attributes_that_scripts_set() -> None:
     for wrong in ("-3", True):
         with pytest.raises(TypeError, match="finite number or None"):
             kvpress.DMSPress(kvpress.KnormPress(), wrong)  # type: ignore[arg-type]
+
+
+def test_a_threshold_takes_the_place_of_the_inner_ratio() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 30)
+    expected = prefill(model, kvpress.DMSPress(kvpress.KeyDiffPress(), threshold=-0.1, sliding_window_size=4), ids)
+    press = kvpress.DMSPress(kvpress.KeyDiffPress(0.9), threshold=-0.1, sliding_window_size=4)
+    with pytest.warns(RuntimeWarning, match=r"threshold=-0.1 decides.*ratio or budget of KeyDiffPress is not used"):
+        assert positions(prefill(model, press, ids)) == positions(expected)
+
+
+@pytest.mark.parametrize("beside", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
+def test_without_a_window_heads_may_lose_all_pairs(beside: str) -> None:
+    model = tiny_model("llama")
+    press = kvpress.DMSPress(kvpress.KnormPress(), threshold=1e9, sliding_window_size=0) + beside
+    with press(model) as session:
+        found = model.generate(tokens(2, 20), max_new_tokens=4, do_sample=False)
+    assert found.shape == (2, 24)
+    assert {count for layer in session.cache.layers for count in layer.store.stored()} == {3}

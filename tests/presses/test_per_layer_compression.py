@@ -71,7 +71,7 @@ def test_one_ratio_per_compressed_layer(family: str, layers: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((KnormPress(), [0.5, 1.0]), ValueError, r"compression_ratios\[1\] must be in \[0, 1\), got 1.0"),
+        ((KnormPress(), [0.5, 1.5]), ValueError, r"compression_ratios\[1\] must be in \[0, 1\], got 1.5"),
         ((KnormPress(), ["x"]), TypeError, r"compression_ratios\[0\] must be a number"),
         ((KnormPress(), []), ValueError, "one ratio per layer, got none"),
         ((KnormPress(budget=5), [0.5]), ValueError, "no budget, got budget=5, beside compression_ratios"),
@@ -92,10 +92,22 @@ def test_a_target_while_decoding_leaves_nothing_to_set() -> None:
         kvpress.DecodingPress(PerLayerCompressionPress(KnormPress(), [0.5]))
 
 
+@pytest.mark.parametrize("inner", [KnormPress(), kvpress.SnapKVPress(window_size=4), kvpress.AdaKVPress(KnormPress())])
+@pytest.mark.parametrize("beside", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
+def test_a_ratio_of_one_leaves_nothing_of_the_prompt(inner: Any, beside: str) -> None:
+    model = tiny_model("llama")
+    press = PerLayerCompressionPress(inner, [0.1, 1, 1.0]) + kvpress.get_press(beside)
+    with press(model) as session:
+        model.generate(tokens(2, 20), max_new_tokens=9, do_sample=False)
+    assert [sum(layer.store.stored()) for layer in session.cache.layers] == [4 * 26, 4 * 8, 4 * 8]
+    with press(model) as session:
+        model(tokens(1, 20), use_cache=True)
+    assert kvpress.memory_report(session.cache).kept == 2 * 18
+
+
 def test_the_mean_over_layers_is_planned() -> None:
     press = PerLayerCompressionPress(KnormPress(), [0.2, 0.4, 0.9])
     assert press.recipe().kept(100) == 50
     assert press.compression_ratio == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="keeps 0 of 5 tokens"):
-        press.recipe().check_length(5)
+    assert press.recipe().kept(5) == round((4 + 3 + 1) / 3)
     assert kvpress.get_press(kvpress.to_spec(press)) == press

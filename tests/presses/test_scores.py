@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,12 +251,35 @@ def test_reindexed_positions_equal_a_cache_numbered_from_zero(family: str, round
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_pyramid_budgets_fall_and_keep_their_mean(family: str) -> None:
+    """Those of NVIDIA kvpress, where layers are those that grow."""
     model = tiny_model(family)
     cache = prefill(model, kvpress.PyramidKVPress(0.5, window_size=4, beta=5), tokens(1, 120))
     sizes = [len(kvpress.kept_positions(cache)[layer][0][0]) for layer in full_layers(model)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
     assert abs(sum(sizes) - len(sizes) * 60) <= 1
+    assert (sizes[0], sizes[-1]) == (108, 12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ratio", "window", "first", "last"),
+    [
+        (4096, 0.5, 64, 3994, 102),  # 2048 on average: 2 m - m / 20, and m / 20
+        (4096, 0.4, 64, 4032, 883),  # the first layer leaves out the window, 2457.6 on average
+        (8192, 0.75, 64, 3994, 102),
+        (1000, 0.75, 64, 250, 250),  # the last layer would keep 12, less than the window
+        (1000, 0.5, 8, 975, 25),
+        (7, 0.9, 2, 1, 1),
+    ],
+)
+def test_pyramid_budgets_are_those_of_the_peer(tokens: int, ratio: float, window: int, first: int, last: int) -> None:
+    config = SimpleNamespace(num_hidden_layers=32)
+    press = kvpress.PyramidKVPress(ratio, window_size=window)
+    layers: list[Any] = [SimpleNamespace(config=config, layer_idx=layer) for layer in range(32)]
+    found = [press.get_layer_budget(layer, tokens) for layer in layers]
+    assert (found[0], found[-1]) == (first, last)
+    assert found == sorted(found, reverse=True)
+    assert abs(sum(found) / 32 - tokens * (1 - ratio)) < 0.5
 
 
 def test_adakv_spends_the_budget_exactly_and_guards_every_head() -> None:

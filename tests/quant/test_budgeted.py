@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -83,6 +84,27 @@ def test_windows_count_among_the_bytes() -> None:
         kvpress.FrontierPress(bytes=windows)(model),
     ):
         model.generate(tokens(1, 300), max_new_tokens=1, do_sample=False)
+
+
+@pytest.mark.parametrize("spec", ["frontier:smaller=10", "frontier:smaller=10,per_pair=true"])
+def test_a_factor_that_windows_keep_from_being_reached_is_warned_of_once(spec: str) -> None:
+    model = tiny_model("gemma3_text", sliding_window=128)
+    ids, words = (
+        tokens(2, 400),
+        r"smaller=10 holds for the 2 of 3 layers that grow, 86% of a cache of 400 tokens.* 4\.5 times",
+    )
+    with warnings.catch_warnings(record=True) as caught, kvpress.get_press(spec)(model) as session:
+        warnings.simplefilter("always")
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    (said,) = [str(one.message) for one in caught if "sliding window" in str(one.message)]
+    assert re.search(words, said)
+    report = kvpress.memory_report(session.cache)
+    assert 4.2 < report.compression_factor < 4.6
+    assert report.shrinking.compression_factor > 9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with kvpress.get_press(spec)(tiny_model("llama")):
+            tiny_model("llama").generate(ids, max_new_tokens=1, do_sample=False)
 
 
 def test_bytes_that_hold_sixteen_pairs_are_the_least() -> None:

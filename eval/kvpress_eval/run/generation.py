@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, StopStringCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopStringCriteria
 
 import kvpress
 from kvpress.hf.clock import now
+from kvpress.hf.greedy import greedy
 from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.run.models import Engine
@@ -270,11 +271,12 @@ def _decode(
             ids,
             attention_mask=mask,
             **with_cache(cache),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=limits.max_new_tokens,
-                eos_token_id=engine.model.generation_config.eos_token_id,
-                pad_token_id=engine.tokenizer.pad_token_id,
+            **greedy(
+                {
+                    "max_new_tokens": limits.max_new_tokens,
+                    "eos_token_id": engine.model.generation_config.eos_token_id,
+                    "pad_token_id": engine.tokenizer.pad_token_id,
+                }
             ),
             stopping_criteria=[clock, *stops],
             logits_processor=[_RefuseNaN()],

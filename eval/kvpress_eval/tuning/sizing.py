@@ -110,12 +110,7 @@ def solve(template: Template, limit: Limit) -> str | None:
         return template.build(name, round(1 - kept / longest, 4) if name == RATIO else kept)
 
     def fits(kept: int) -> bool:
-        try:
-            return limit.fits(press(kept))
-        except ValueError as error:
-            if "keeps 0 of" in str(error):
-                return False
-            raise
+        return limit.fits(press(kept))
 
     most = _largest(fits, longest, plain.recipe(limit.geometry))
     return None if most is None else kvpress.to_spec(press(most))

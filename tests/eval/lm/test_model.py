@@ -240,7 +240,7 @@ def test_without_a_press_nothing_warns() -> None:
     [
         ({"press": "snapkw:0.5"}, "snapkv"),
         ({"press": "snapkv:2"}, "must be in"),
-        ({"press": 0.5}, "a press spec is text"),
+        ({"press": 0.5}, "a press is a press object or a spec"),
         ({"pres": "snapkv:0.5"}, "unknown model argument 'pres': did you mean press"),
         ({"mixed_precision_dtype": "bfloat16"}, "load the model with dtype"),
         ({"press": "snapkv:0.5", "window_size": 32}, "'window_size'.*model_args as JSON"),

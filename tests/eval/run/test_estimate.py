@@ -75,9 +75,9 @@ def test_earlier_samples_are_counted_and_timed(small: Small, quiet: Console) -> 
     assert estimate(config).seconds == 0
 
 
-def test_a_press_that_keeps_nothing_is_refused(small: Small) -> None:
-    with pytest.raises(ConfigError, match=r"press 'knorm:0\.99' at 64 tokens: .* keeps 0 of 64 tokens"):
-        estimate(small(presses=("knorm:0.99",)))
+def test_a_press_that_does_not_suit_the_prompt_is_refused(small: Small) -> None:
+    with pytest.raises(ConfigError, match=r"press 'protect.*' at 64 tokens: .* behind a prompt of 64 tokens"):
+        estimate(small(presses=("protect(knorm:0.5):tokens=0:900",)))
 
 
 def test_what_is_shown(small: Small, quiet: Console) -> None:
