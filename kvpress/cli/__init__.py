@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
-from kvpress.cli.console import fail, new_console, shown
+from kvpress.cli.console import App, fail, new_console, shown
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvpress.plan import Plan
 
-app = typer.Typer(
+app = App(
     name="kvpress",
     no_args_is_help=True,
     add_completion=False,

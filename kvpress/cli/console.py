@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
+
+from kvpress.signals import run_command
+
+
+class App(typer.Typer):
+    """A command line that ends with the exit code of the first signal, however many follow."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_command(partial(super().__call__, *args, **kwargs))
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.common.errors import EvalError
-from kvpress_eval.run.interrupt import INTERRUPTED, TERMINATED, Terminated
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
@@ -56,6 +55,8 @@ def split(text: str) -> list[str]:
 @contextmanager
 def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
     """Turn errors into a message and an exit code, and keep the libraries' own chatter off the terminal."""
+    from kvpress.signals import INTERRUPTED, TERMINATED, Terminated
+
     terminal = Console()
     try:
         if loads_models:
@@ -71,8 +72,9 @@ def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
             raise
         _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
     except Terminated:
-        said = "told to end (SIGTERM); what was finished is on disk, and the same command continues from there"
-        Console(stderr=True, soft_wrap=True).print(said)
+        Console(stderr=True, soft_wrap=True).print(
+            "stopped by SIGTERM; finished results are on disk, and the same command continues from there"
+        )
         raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

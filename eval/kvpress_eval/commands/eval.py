@@ -14,7 +14,6 @@ from typer.core import TyperCommand, TyperOption
 
 from kvpress_eval.commands import _shared as shared
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.run.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
@@ -178,6 +177,7 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
 
 def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
     """Run configurations that share an output folder, print a table for each model, and write the files of the folder."""
+    from kvpress.signals import INTERRUPTED
     from kvpress_eval.report.table import print_table
     from kvpress_eval.report.write import write_outputs
     from kvpress_eval.results.summary import conclusion, summarise

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
-from kvpress_eval.run.interrupt import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from kvpress_eval.tuning.result import Tuned
@@ -69,6 +68,7 @@ def command(
     """
     options = {name: value for name, value in locals().items() if value is not None}
     with shared.exit_codes() as console:
+        from kvpress.signals import INTERRUPTED, Terminated
         from kvpress_eval.config.load import load_config
         from kvpress_eval.tuning.find import Wishes, tune
 
