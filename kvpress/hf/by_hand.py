@@ -57,6 +57,7 @@ def view_by_hand(
         queries=keys.new_empty(*keys.shape[:2], 0, keys.shape[3]),
         logits=Logits(keys.shape[3] ** -0.5),
         apply_rotary=None if module is None else find_rotate(module),
+        by_hand=True,
     )
     call.rotary_angles = _angles(call)
     if wants and hidden.shape[1] and "position_embeddings" in kwargs:
