@@ -41,7 +41,8 @@ class LayerCall:
     came as embeddings, and `tracker` returns what has found spans in those of all tokens (`kvpress.observe.spans`). `cells`
     lays out the images and videos among `ids`, behind so many tokens, None where no model reads any
     (`kvpress.observe.pictures`). So many rows in a row as `copies` says began with the same prompt. With `around`, the
-    queries are those of a block that all stored pairs lie around: it sees earlier and later ones alike.
+    queries are those of a block that all stored pairs lie around: it sees earlier and later ones alike. `by_hand` says that no
+    model is reading: a user has called a press.
     """
 
     module: nn.Module
@@ -81,6 +82,7 @@ class LayerCall:
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     copies: int = 1
     around: bool = False
+    by_hand: bool = False
 
     @property
     def cache(self) -> Any:

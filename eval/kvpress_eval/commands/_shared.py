@@ -29,6 +29,22 @@ BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+
+
+def token_count(name: str, help: str, least: int = 1) -> Any:
+    """Return an option that takes a number of tokens: 4096, 8k, 128k or 1M."""
+
+    def parse(value: str | int) -> int:
+        from kvpress.counts import parse_count
+
+        try:
+            return parse_count(value, name, least)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(help=help, parser=parse, metavar="TOKENS")
+
+
 RayAddress = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
 ]
@@ -44,7 +60,19 @@ def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, lengt
     from kvpress_eval.config.load import load_config
 
     own = {name: options[name] for name in _FIELDS if name in options}
-    return load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+    config = load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+    print_sizes(config.presses)
+    return config
+
+
+def print_sizes(presses: Sequence[str]) -> None:
+    """Print, beside the results, the sizes that presses take by default where their specs name none."""
+    from kvpress.core.effect import assumed_sizes
+    from kvpress.core.spec import get_press
+
+    for spec in presses:
+        for note in assumed_sizes(get_press(spec)):
+            Console(stderr=True, soft_wrap=True).print(Text(note))
 
 
 def split(text: str) -> list[str]:

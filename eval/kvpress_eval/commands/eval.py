@@ -116,7 +116,7 @@ def command(
         str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    max_new_tokens: Annotated[int | None, shared.token_count("max_new_tokens", "Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
     ray_address: shared.RayAddress = None,
@@ -140,6 +140,7 @@ def command(
         runs = load_grid(config, given)
         if not (dry_run or config or lm_eval or presses or tasks):
             raise ConfigError(nothing_asked(runs[0]))
+        shared.print_sizes(runs[0].presses)
         if dry_run:
             for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)

@@ -36,7 +36,7 @@ def command(
         str | None, typer.Option(help=f"Context lengths in tokens, separated by commas; default: {_LENGTH}.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens that --memory is for; default: the longest length.")
+        int | None, shared.token_count("context", "Tokens that --memory is for; default: the longest length.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of such a context at a time.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the press; a killed search continues there.")] = Path("best"),
