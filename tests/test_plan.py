@@ -346,6 +346,7 @@ def test_what_ever_fits_has_no_longest_context() -> None:
 )
 def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
     given = ["plan", "--model", "reference", "--memory", memory, "--press", "none", "--press", "snapkv:0.5"]
+    given += ["--context", "131072"]
     assert said in runner.invoke(app, given).output
 
 

@@ -118,9 +118,10 @@ def calibrate(
         )
     settings.check(facts)
     settings.check_out(out)
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit and sequences.shape[1] > limit:
-        raise ValueError(f"sequences of {sequences.shape[1]} tokens are over the {limit} positions of the model")
+    if facts.positions is not None and sequences.shape[1] > facts.positions:
+        raise ValueError(
+            f"sequences of {sequences.shape[1]} tokens are over the {facts.positions} positions of the model: give shorter ones"
+        )
     if sequences.shape[1] < settings.shortest or not len(sequences):
         raise ValueError(f"sequences must be [S >= 1, T >= {settings.shortest}] token ids, got {list(sequences.shape)}")
     provenance = {

@@ -7,7 +7,10 @@ Modules that need torch are imported by a command when it runs, so that `kvpress
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,15 +19,15 @@ from rich.text import Text
 
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
-from kvpress.cli.console import fail, new_console, shown
+from kvpress.cli.console import App, fail, new_console, shown, tokens
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpress.plan import Plan
+    from kvpress.plan import Geometry, Plan
 
-app = typer.Typer(
+app = App(
     name="kvpress",
     no_args_is_help=True,
     add_completion=False,
@@ -38,6 +41,8 @@ PLANNED = (
     "expected_attention:0.5,epsilon=0.02 + kivi:bits=2 + quest:budget=1024", "bounded(keydiff:0.9)", "frontier:smaller=10",
 )  # fmt: skip
 
+_CONTEXT = 131072
+"""Tokens that are planned for, if the model has as many positions."""
 _WIDE = 100
 """Columns of a terminal from which on a table has lines."""
 _TAIL = 0.05
@@ -49,7 +54,7 @@ _PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
 def main(
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", help="A module with presses of your own, here or installed; may be repeated."),
+        typer.Option("--import", help="A module or .py file with presses of your own; may be repeated."),
     ] = None,
 ) -> None:
     """Make presses of the user's own known, before a command asks for them."""
@@ -57,9 +62,19 @@ def main(
         sys.path.insert(0, "")
     for module in modules or ():
         try:
-            importlib.import_module(module)
+            _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
         except Exception as error:  # whatever the module does
             fail(ValueError(f"--import {module}: {type(error).__name__}: {error}"))
+
+
+def _import_file(path: Path) -> None:
+    """Import a file as the module of its name, which other processes that get its presses import too."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path.resolve():
+        raise ImportError(f"{path.stem} is the name of another module, {module.__file__}: rename the file")
 
 
 @app.command("list")
@@ -78,16 +93,20 @@ def list_command() -> None:
 @app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Option(help="`reference`, a folder, a config.json, or a hub name.")],
-    context: Annotated[int, typer.Option(help="Tokens in each sequence.", min=1)] = 131072,
+    context: Annotated[
+        int | None, tokens("context", "Tokens in each sequence; default: the positions of the model, at most 128k.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
-    generated: Annotated[int, typer.Option(help="Tokens generated after them.", min=0)] = 0,
+    generated: Annotated[int, tokens("generated", "Tokens generated after them.", least=0)] = 0,
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
     memory: Annotated[
         str | None, typer.Option(help="For weights and cache together, such as 24GB: says what fits, and how long.")
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
     from kvpress.cache.report import format_bytes, parse_bytes
+    from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
     from kvpress.core.spec import get_press, spelled_out
     from kvpress.hf.models import load_config, parameters_of_config
     from kvpress.plan import LONGEST, Geometry, longest_context, plan
@@ -97,14 +116,31 @@ def plan_command(
     with shown():
         settings = load_config(model)
         geometry = Geometry.of(settings)
-        specs = map(spelled_out, press or PLANNED)
+        if context is None:
+            context = max(1, min(_CONTEXT, (geometry.positions or _CONTEXT + generated) - generated))
+        specs = list(map(spelled_out, press or PLANNED))
+        for spec in specs:
+            check_acts(get_press(spec))
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in specs]
         if memory is not None:
             weights = parameters_of_config(settings) * geometry.dtype.itemsize
             room = parse_bytes(memory, "memory") - weights
             if room <= 0:
                 raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
-            longest = [longest_context(get_press(spec), geometry, room, batch, generated) for spec, _ in rows]
+            most = LONGEST if geometry.positions is None else max(0, geometry.positions - generated)
+            longest = [
+                min(most, longest_context(get_press(spec), geometry, room, batch, generated)) for spec, _ in rows
+            ]
+        if out is not None:
+            figures: dict[str, Any] = {
+                "model": model, "context": context, "batch": batch, "generated": generated, "positions": geometry.positions,
+                "cache_bytes_allowed": room, "presses": [
+                    {"press": spec, "smaller": planned.factor, **asdict(planned)} for spec, planned in rows
+                ],
+            }  # fmt: skip
+            for row, most in zip(figures["presses"], longest, strict=False):
+                row["longest_context"] = most
+            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
     console = new_console()
@@ -123,7 +159,13 @@ def plan_command(
         share = rows[0][1].shrinking
         said = f"layers with a sliding window stay as they are: {share:.0%} of the cache can shrink, so that it gets "
         console.print(Text(said + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=True)
+    if note := _note_on_positions(geometry, context, generated, longest):
+        console.print(Text(note), soft_wrap=True)
     for spec, planned in rows:
+        whole = planned.pairs_per_head / (context + generated), planned.total_bytes, planned.uncompressed_bytes
+        notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *whole) else []
+        for note in (*assumed_sizes(get_press(spec)), *notes):
+            console.print(Text(note), soft_wrap=True)
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
             said = f"{spec}: {share:.0%} of the cache is for pairs that stay dense as they fill no tile of the codec; "
@@ -132,6 +174,21 @@ def plan_command(
     if room is not None:
         left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
         console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+
+
+def _note_on_positions(geometry: Geometry, context: int, generated: int, longest: Sequence[int]) -> str:
+    """Return a line about the positions of a model, where a plan goes beyond them or offers all of them."""
+    limit, tokens = geometry.positions, context + generated
+    if limit is None:
+        return ""
+    if tokens > limit:
+        return (
+            f"{tokens:,} tokens are over the {limit:,} positions that {geometry.name} was made for: the sizes are right, but "
+            f"answers from beyond them are not to be relied on; give --context {max(1, limit - generated)} or less"
+        )
+    if longest and max(longest) + generated == limit:
+        return f"{geometry.name} was made for {limit:,} positions, so no longer context is offered"
+    return ""
 
 
 def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int, context: int) -> str:

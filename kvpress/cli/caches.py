@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpress.cli.console import shown
+from kvpress.cli.console import UNWRITABLE, fail, shown, tokens
 
 
 def compress_command(
@@ -25,6 +25,8 @@ def compress_command(
     """Read a text once and write its compressed cache to a file, which `kvpress ask` answers from."""
     with shown():
         from kvpress.cache.container import check_compression
+        from kvpress.cache.report import memory_report
+        from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
         from kvpress.core.spec import get_press
         from kvpress.hf.asking import read_text
         from kvpress.hf.files import save
@@ -32,13 +34,19 @@ def compress_command(
         compress = "zstd" if zstd else None
         check_compression(compress)
         how = get_press(press)
+        check_acts(how)
+        for note in assumed_sizes(how):
+            typer.echo(note, err=True)
         if out.is_dir() or not out.absolute().parent.is_dir():
-            raise OSError(f"{out} is a folder, or lies in one that does not exist: give the name of a file")
+            fail(OSError(f"{out} is a folder, or lies in one that does not exist: give the name of a file"), UNWRITABLE)
         content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         loaded, tokenizer = _loaded(model, dtype, device)
         started = time.perf_counter()
         cache, ids = read_text(loaded, tokenizer, how, content)
         read = time.perf_counter() - started
+        held = memory_report(cache)
+        if left_whole(how, held.kept / max(held.seen, 1), held.total_bytes, held.uncompressed_bytes):
+            typer.echo(f"warning: {left_whole_note(how)}", err=True)
         info = save(cache, out, loaded, how, tokens=ids, tokenizer=tokenizer, compress=compress)
         typer.echo(info)
         typer.echo(f"read in {read:.2f} s, written in {time.perf_counter() - started - read:.2f} s")
@@ -48,7 +56,7 @@ def ask_command(
     questions: Annotated[list[str], typer.Argument(help="One or more; each is answered by itself.")],
     model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name: the model that read the text.")],
     cache: Annotated[Path, typer.Option(help="What `kvpress compress` wrote.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 100,
+    max_new_tokens: Annotated[int, tokens("max_new_tokens", "Longest answer.")] = 100,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Answer questions from a compressed cache in a file; the text is not read again."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from kvpress.cli.console import shown
+from kvpress.cli.console import tokens as token_count
 
 if TYPE_CHECKING:
     from kvpress.calibrate.run import Settings
@@ -100,7 +101,7 @@ def calibrate_command(
         str | None, typer.Option(help="lukv: the press that scores, without a ratio (expected_attention:epsilon=0.02).")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
-    tokens: Annotated[int, typer.Option(help="Tokens in each sequence.", min=16)] = 2048,
+    tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""

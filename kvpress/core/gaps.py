@@ -20,7 +20,8 @@ Renumber = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 def closing_gaps(step: Eviction, renumber: Renumber | None = None) -> Eviction:
     """Return an eviction that also closes the gaps it leaves; see `close_gaps`."""
-    return replace(step.rewriting(partial(close_gaps, renumber=renumber)), watches=(*step.watches, ROTATIONS))
+    closing = step.rewriting(partial(close_gaps, renumber=renumber))
+    return replace(closing, watches=(*step.watches, ROTATIONS), closes_gaps=True)
 
 
 def close_gaps(view: View, mask: Tensor, renumber: Renumber | None = None) -> Rewritten | None:

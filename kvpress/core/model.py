@@ -62,7 +62,7 @@ class ModelFacts:
 
     `dtype` is that of its cache, `window` the length of sliding layers. `loaded` says that there are weights, and not a
     configuration alone; `tokenizer` loads the one beside the model. `vision` are the ids that stand for images and videos in a
-    prompt, by kind; empty where a model reads text only.
+    prompt, by kind; empty where a model reads text only. `positions` are those that it was made for; None without a limit.
     """
 
     name: str
@@ -75,6 +75,7 @@ class ModelFacts:
     loaded: bool = False
     tokenizer: Callable[[], Any] | None = None
     vision: dict[str, int] = field(default_factory=dict)
+    positions: int | None = None
 
     @property
     def growing(self) -> tuple[LayerFacts, ...]:

@@ -63,6 +63,11 @@ class BasePress:
         held: LastCache | None = self.__dict__.get("_last_cache")
         return None if held is None else getattr(held.own, "cache", held.latest)
 
+    @property
+    def assumed_size(self) -> str:
+        """The size that the press takes where none is given, as an argument of its spec; empty if it needs none."""
+        return ""
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *rest = reduced
@@ -172,16 +177,23 @@ def _listed(words: str | Sequence[str]) -> str:
 
 
 class LastCache:
-    """The caches that a press has filled last: in each thread, and in all of them."""
+    """The caches that a press has filled last, in each thread and in all of them; `warned` once it was said to do nothing."""
 
     def __init__(self) -> None:
         self.own = threading.local()
         self.latest: Any = None
+        self.warned = False
+
+
+def memory_of(press: BasePress) -> LastCache:
+    """Return what a press remembers beside its configuration."""
+    remembered: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
+    return remembered
 
 
 def remember(press: BasePress, cache: Any) -> None:
     """Make a cache the last one of a press."""
-    held: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
+    held = memory_of(press)
     held.own.cache = held.latest = cache
 
 

@@ -163,6 +163,8 @@ class Eviction:
     among: Spans | None = None
     refit: Refit | None = None
     beside: int = 0
+    closes_gaps: bool = False
+    """Whether kept keys move up to consecutive positions."""
 
     def __post_init__(self) -> None:
         schedule = self.schedule
@@ -313,6 +315,16 @@ class Recipe:
         for eviction in self.acting("prefill"):
             tokens = eviction.allocator.planned(tokens, eviction.amount.of(tokens))
         return tokens
+
+    def span(self, tokens: int) -> int:
+        """Return the largest distance between tokens, plus 1, that attention sees while `tokens` of a prompt are read.
+
+        Fewer than all where each chunk is followed by evictions that close their gaps.
+        """
+        steps = self.acting("prefill")
+        if self.chunk is None or not any(step.closes_gaps for step in steps):
+            return tokens
+        return min(tokens, self.kept(tokens) + self.chunk)
 
     def check_length(self, tokens: int) -> None:
         """Refuse a prompt for which a size is too small, that ranges of tokens do not lie in, or that loses every pair."""

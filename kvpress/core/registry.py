@@ -169,6 +169,10 @@ def name_of(press: type[Any]) -> str:
     raise KeyError(f"{press.__name__} is not registered; decorate it with @kvpress.register(name, role)")
 
 
+NEAR = 0.75
+"""Similarity from which on a name is offered for another; `nonsense` and `none` have 0.67."""
+
+
 class UnknownNameError(KeyError):
     """A `KeyError` that prints its message as it is, without quotes."""
 
@@ -179,5 +183,13 @@ class UnknownNameError(KeyError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `, did you mean ...?` for the closest known name, or nothing."""
     folded = {normalise(candidate): candidate for candidate in known}
-    match = difflib.get_close_matches(normalise(name), folded, n=1, cutoff=0.5)
-    return f": did you mean {folded[match[0]]}?" if match else ""
+    key = normalise(name)
+    near = difflib.get_close_matches(key, folded, n=1, cutoff=NEAR) or [
+        one for one in folded if _one_letter_off(key, one)
+    ]
+    return f": did you mean {folded[near[0]]}?" if near else ""
+
+
+def _one_letter_off(name: str, other: str) -> bool:
+    """Whether two names differ in a single letter, which in a short name is a large part of it."""
+    return len(name) == len(other) > 2 and sum(a != b for a, b in zip(name, other, strict=True)) == 1

@@ -15,8 +15,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
+from kvpress.core.spec import get_press
 from kvpress.hf.models import new_cache
 from kvpress.hf.pipeline import KVPressTextGenerationPipeline
+from kvpress.hf.positions import check_positions
 from kvpress.hf.prompts import read_prompt
 
 
@@ -55,12 +57,14 @@ def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, te
     """Read a text under a press, up to where a question follows; returns the cache and the ids `[1, n]` that it has read.
 
     Raises:
-        ValueError: there is no text.
+        ValueError: there is no text, or more than the model has positions for.
     """
     if not text.strip():
         raise ValueError("there is no text to read: it holds nothing but spaces")
     before, _ = _framed(model, tokenizer, text)
     ids = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
+    press = get_press(press)
+    check_positions(model.config, ids.shape[1], "give a shorter text", recipe=press.recipe())
     cache = new_cache(model)
     read_prompt(model, press, cache, ids, torch.ones_like(ids))
     return cache, ids

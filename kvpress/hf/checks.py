@@ -280,8 +280,10 @@ def check_forward(
     prefill_until: int | None,
     layers: Sequence[LayerFacts],
     ids_known: bool = True,
-) -> None:
+) -> int:
     """Check one forward pass of the decoder: masks, cache and whether the press can keep anything of the prompt.
+
+    Returns the columns of the cache after the pass, padding included; 0 where the pass reads nothing.
 
     `layers` are all layers of the decoder, as its cache should have them. `ids_known` says whether the ids of its tokens are.
     `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, None where nothing is evicted.
@@ -289,7 +291,7 @@ def check_forward(
     ids = kwargs.get("input_ids", args[0] if args else None)
     new = ids if ids is not None else kwargs.get("inputs_embeds")
     if new is None:
-        return
+        return 0
     check_ids(new)
     if recipe.reads_tokens and not ids_known:
         raise NotImplementedError(
@@ -326,6 +328,7 @@ def check_forward(
         lengths = mask.sum(dim=1).tolist() if whole and isinstance(mask, Tensor) else [length]
         for real in sorted(set(lengths)):
             recipe.check_length(int(real))
+    return seen + int(new.shape[1])
 
 
 def check_known_tokens(cache: Any, seen: int) -> None:

@@ -31,6 +31,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from kvpress.core.model import VISION, LayerFacts, ModelFacts
 from kvpress.hf.model_files import folder_of
+from kvpress.hf.positions import positions_of
 from kvpress.observe.call import rotary_parts
 
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -228,7 +229,15 @@ def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
     cache_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return ModelFacts(name, tuple(layers), cache_dtype, len(layer_types(text)), window, vision=vision_tokens(config))
+    return ModelFacts(
+        name,
+        tuple(layers),
+        cache_dtype,
+        len(layer_types(text)),
+        window,
+        vision=vision_tokens(config),
+        positions=positions_of(config),
+    )
 
 
 def vision_tokens(config: Any) -> dict[str, int]:

@@ -25,6 +25,7 @@ from kvpress.hf.greedy import greedy
 from kvpress.hf.installed import is_inside_block
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import load, new_cache, with_cache
+from kvpress.hf.positions import check_positions, positions_of
 from kvpress.hf.prefixes import PrefixStore
 from kvpress.hf.prompts import read_prompt
 from kvpress.hf.registration import TASK
@@ -85,6 +86,9 @@ class KVPressTextGenerationPipeline(Pipeline):
         `max_context_length` tokens lose their end. A `streamer` gets the tokens of one answer as they come; a list of them,
         those of each question about one context.
 
+        More tokens of contexts and questions than the model has positions are refused. An answer that goes on past them is a
+        `RuntimeWarning`, once for a model.
+
         Raises:
             TypeError, ValueError, KeyError: an argument does not fit, or there is no such press; nothing has been read then.
         """
@@ -105,6 +109,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         inputs = self.preprocess(
             contexts, asked, answer_prefix or "", max_context_length, enable_thinking, system=system, tools=tools
         )
+        self._check_positions(inputs, cache, press, max_new_tokens)
         if streamers:
             generate["streamer"] = streamers
         if prefix_store is not None:
@@ -160,6 +165,18 @@ class KVPressTextGenerationPipeline(Pipeline):
             asked_ids, asked_mask = self._padded([self._encode(text) for text in texts])
             rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": about})
         return {"ids": ids, "mask": mask, "questions": rounds}
+
+    def _check_positions(
+        self, inputs: dict[str, Any], cache: Cache, press: BasePress | None, max_new_tokens: int
+    ) -> None:
+        """Refuse contexts and questions that the model has no positions for."""
+        config, recipe = self.model.config, BasePress().recipe() if press is None else press.recipe()
+        read, asked = inputs["ids"].shape[1], max(question["ids"].shape[1] for question in inputs["questions"])
+        seen = cache.get_seq_length()
+        room = (positions_of(config) or 0) - seen - asked - max_new_tokens
+        fix = f"pass max_context_length={room}, or a shorter text" if read and room > 0 else "read or ask less"
+        parts = f"{seen} in the cache, {read} of the context, {asked} of the question"
+        check_positions(config, seen + read + asked, f"{fix} ({parts})", recipe=recipe)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

@@ -27,6 +27,7 @@ from kvpress.calibrate.file import identify
 from kvpress.core.press import BasePress
 from kvpress.core.registry import entries
 from kvpress.core.spec import get_press, to_spec
+from kvpress.counts import few
 from kvpress.hf.adoption import adopt_layer
 from kvpress.hf.checks import check_ids, check_mask, check_padding
 from kvpress.hf.layer import PressLayer
@@ -156,7 +157,7 @@ def _cuts(model: PreTrainedModel, length: int, processes: int, parts: Sequence[i
     if len(parts) != processes or sum(parts) != length or min(parts) < 1:
         raise ValueError(
             f"parts must be {processes} numbers of at least 1, one for each process, that add up to the {length} tokens of "
-            f"the prompt, got {list(parts)}"
+            f"the prompt, got {few(parts)}"
         )
     return [0, *itertools.accumulate(parts)]
 

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
+from kvpress.core.effect import warn_if_idle
 from kvpress.core.executor import Executor
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
@@ -33,6 +34,7 @@ from kvpress.hf.layer import hold_window_alone
 from kvpress.hf.layer_plan import LayerPlan
 from kvpress.hf.merging import merge_prompt
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
+from kvpress.hf.positions import reach, warn_past_positions
 from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
@@ -77,6 +79,7 @@ class Session:
         self.growing = [i for i, module in enumerate(self.modules) if cache_place(module) in self.full]
         self.reads_itself = any(own_attention.reads_itself(self.modules[i]) for i in self.growing)
         self.decoder = decoder_of(model)
+        self.positions: int | None = None
         self.recorder = recorder
         self.captured: CapturedForward | None = None
         self.chunked: ChunkedForward | None = None
@@ -111,6 +114,8 @@ class Session:
         self.press.validate()
         check_free(self)
         self.prepare()
+        if self.evict:
+            warn_if_idle(self.press)
         self._installation = install(self)
 
     def prepare(self) -> None:
@@ -123,6 +128,7 @@ class Session:
         facts = facts_of(self.model, self.modules)
         if self.tokenizer is not None:
             facts = replace(facts, tokenizer=lambda: self.tokenizer)
+        self.positions = facts.positions
         self.press.post_init_from_model(self.model)
         self.recipe = self.press.recipe(facts)
         if self.reads_itself:
@@ -204,8 +210,15 @@ class Session:
         if forward.watch is None:
             until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
             known = forward.ids_among(args, kwargs) is not None
-            check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
+            tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
+            self.note_length(self.recipe, tokens, kwargs)
             dropping.check_pass(self, forward, args, kwargs)
+
+    def note_length(self, recipe: Recipe, tokens: int, kwargs: dict[str, Any]) -> None:
+        """Warn, once for a model, where a pass takes the cache to more tokens than the model has positions."""
+        limit = self.positions
+        if limit is not None and tokens > limit and reach(self.model.config, recipe, tokens) > limit:
+            warn_past_positions(self.model, limit, tokens, kwargs)
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put our layer into the cache, and say what the attention module under way is about to do."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from kvpress.core.effect import warn_if_idle
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
 from kvpress.hf.checks import check_forward
@@ -83,6 +84,7 @@ class SharedSession(Session):
                     f"{type(press).__name__} reads the prompt again behind its own cache, or in a way of its own, so it cannot "
                     "share the first reading; use `with press(model)` for it"
                 )
+            warn_if_idle(press)
         self.branches = [Branch(press, model) for press in presses]
 
     @contextmanager
@@ -104,7 +106,8 @@ class SharedSession(Session):
     def check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del forward
         for branch in self.branches:
-            check_forward(branch.recipe, args, kwargs, self.model.config, 0, self.cached)
+            tokens = check_forward(branch.recipe, args, kwargs, self.model.config, 0, self.cached)
+            self.note_length(branch.recipe, tokens, kwargs)
 
     def observe(self, call: LayerCall) -> None:
         for branch in self.branches:

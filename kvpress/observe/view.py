@@ -95,6 +95,11 @@ class View:
     def observer(self, wanted: Wanted) -> Any:
         """Return the observer of this layer that was wanted."""
         if wanted not in self.call.store.observers:
+            if self.call.store.observers or not self.call.by_hand:
+                raise ValueError(
+                    f"{wanted.kind.__name__} is read, and nothing watched it: list it in `wants` of the press that scores, and "
+                    "of a wrapper that reads it"
+                )
             raise ValueError(
                 "this press scores what is observed while a model reads: use it inside `with press(model)`, or call it with an "
                 "attention module, its hidden_states and their position_embeddings in kwargs"

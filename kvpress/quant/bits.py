@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpress.calibrate import file as calibration
 from kvpress.core.model import ModelFacts
+from kvpress.counts import few
 
 Bits = int | tuple[Any, ...] | str
 METHOD = "bits"
@@ -36,10 +37,15 @@ class LayerBits:
         per_layer = isinstance(bits, Sequence) and (len(bits) != 2 or any(isinstance(b, Sequence) for b in bits))
         entries = list(bits) if per_layer else [bits]
         pairs = tuple(_pair(entry) for entry in entries)
-        if not pairs or any(len(pair) != 2 or any(_bad(b, allowed) for b in pair) for pair in pairs):
+        wrong = [
+            entry
+            for entry, pair in zip(entries, pairs, strict=True)
+            if len(pair) != 2 or any(_bad(b, allowed) for b in pair)
+        ]
+        if wrong or not pairs:
             raise ValueError(
                 f"{name} must be one of {list(allowed)}, a pair (keys, values) of them, or a list with a number or pair "
-                f"for every layer, or a file of `kvpress calibrate --method {METHOD}`, got {bits!r}"
+                f"for every layer, or a file of `kvpress calibrate --method {METHOD}`, got {few(map(repr, wrong)) or bits}"
             )
         return cls(pairs, per_layer)
 

@@ -57,6 +57,10 @@ class OfSize(Wrapping):
         if parse_bytes(str(self.bytes), "bytes") < 1:
             raise ValueError(f"bytes must be >= 1, got {self.bytes}")
 
+    @property
+    def assumed_size(self) -> str:
+        return f"smaller={SMALLER:g}" if self.smaller is None and self.bytes is None else ""
+
     def room(self, model: ModelFacts | None, weighs: bool = False) -> Room:
         """Return what the cache may hold."""
         if self.bytes is None:

@@ -15,6 +15,7 @@ from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, how_to_make, write_whole
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.counts import few
 
 METHOD = "double_sparsity"
 KEYS = ("q", "k", "qk")
@@ -57,7 +58,7 @@ class Channels:
     def of(self, layer: int, r: int) -> Tensor:
         """Return the `r` most important channels of each kv head, int64 `[H, r]`."""
         if layer not in self.orderings:
-            raise ValueError(f"no channels are known of layer {layer}, only of layers {sorted(self.orderings)}")
+            raise ValueError(f"no channels are known of layer {layer}, only of layers {few(sorted(self.orderings))}")
         order = self.orderings[layer]
         check_count("r", r)
         if r > order.shape[1]:

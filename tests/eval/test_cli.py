@@ -17,12 +17,12 @@ from kvpress_eval.commands._shared import exit_codes
 from kvpress_eval.commands.demo import demo_config
 from kvpress_eval.console import app
 from kvpress_eval.run import job, runner
-from kvpress_eval.run.interrupt import Terminated
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tasks.kinds.generated import TRAINED
 from rich.console import Console
 
 import kvpress
+from kvpress.signals import Terminated
 from tests.eval.commands import invoke
 
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009

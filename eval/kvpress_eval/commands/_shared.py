@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.common.errors import EvalError
-from kvpress_eval.run.interrupt import INTERRUPTED, TERMINATED, Terminated
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
@@ -30,6 +29,22 @@ BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+
+
+def token_count(name: str, help: str, least: int = 1) -> Any:
+    """Return an option that takes a number of tokens: 4096, 8k, 128k or 1M."""
+
+    def parse(value: str | int) -> int:
+        from kvpress.counts import parse_count
+
+        try:
+            return parse_count(value, name, least)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(help=help, parser=parse, metavar="TOKENS")
+
+
 RayAddress = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
 ]
@@ -45,7 +60,19 @@ def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, lengt
     from kvpress_eval.config.load import load_config
 
     own = {name: options[name] for name in _FIELDS if name in options}
-    return load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+    config = load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+    print_sizes(config.presses)
+    return config
+
+
+def print_sizes(presses: Sequence[str]) -> None:
+    """Print, beside the results, the sizes that presses take by default where their specs name none."""
+    from kvpress.core.effect import assumed_sizes
+    from kvpress.core.spec import get_press
+
+    for spec in presses:
+        for note in assumed_sizes(get_press(spec)):
+            Console(stderr=True, soft_wrap=True).print(Text(note))
 
 
 def split(text: str) -> list[str]:
@@ -56,6 +83,8 @@ def split(text: str) -> list[str]:
 @contextmanager
 def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
     """Turn errors into a message and an exit code, and keep the libraries' own chatter off the terminal."""
+    from kvpress.signals import INTERRUPTED, TERMINATED, Terminated
+
     terminal = Console()
     try:
         if loads_models:
@@ -71,8 +100,9 @@ def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
             raise
         _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
     except Terminated:
-        said = "told to end (SIGTERM); what was finished is on disk, and the same command continues from there"
-        Console(stderr=True, soft_wrap=True).print(said)
+        Console(stderr=True, soft_wrap=True).print(
+            "stopped by SIGTERM; finished results are on disk, and the same command continues from there"
+        )
         raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -14,7 +14,6 @@ from typer.core import TyperCommand, TyperOption
 
 from kvpress_eval.commands import _shared as shared
 from kvpress_eval.common.errors import ConfigError
-from kvpress_eval.run.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
@@ -118,7 +117,7 @@ def command(
         str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    max_new_tokens: Annotated[int | None, shared.token_count("max_new_tokens", "Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
     ray_address: shared.RayAddress = None,
@@ -142,6 +141,7 @@ def command(
         runs = load_grid(config, given)
         if not (dry_run or config or lm_eval or presses or tasks):
             raise ConfigError(nothing_asked(runs[0]))
+        shared.print_sizes(runs[0].presses)
         if dry_run:
             for estimated in [estimate(one) for one in runs]:
                 estimated.show(console)
@@ -179,6 +179,7 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
 
 def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
     """Run configurations that share an output folder, print a table for each model, and write the files of the folder."""
+    from kvpress.signals import INTERRUPTED
     from kvpress_eval.report.table import print_table
     from kvpress_eval.report.write import write_outputs
     from kvpress_eval.results.summary import conclusion, summarise

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 def command(
     model: shared.Model = "reference",
     press: Annotated[list[str] | None, typer.Option(help="A press such as kivi:bits=4; may be repeated.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens that are read in one pass and compressed.", min=16)] = 1024,
-    tokens: Annotated[int, typer.Option(help="Tokens that follow.", min=2)] = 512,
-    chunk: Annotated[int, typer.Option(help="Tokens of these that are read at a time.", min=1)] = 1,
+    context: Annotated[
+        int, shared.token_count("context", "Tokens that are read in one pass and compressed.", least=16)
+    ] = 1024,
+    tokens: Annotated[int, shared.token_count("tokens", "Tokens that follow.", least=2)] = 512,
+    chunk: Annotated[int, shared.token_count("chunk", "Tokens of these that are read at a time.")] = 1,
     layers: Annotated[bool, typer.Option("--layers", help="Also measure every layer: errors, attention read.")] = False,
     samples: shared.Samples = 4,
     text: shared.TextFile = None,

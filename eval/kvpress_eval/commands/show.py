@@ -18,7 +18,7 @@ def command(
     text: Annotated[Path, typer.Option(help="A text file, or - for standard input.")],
     model: shared.Model = "reference",
     out: Annotated[Path, typer.Option(help="The page.")] = Path("show.html"),
-    tokens: Annotated[int | None, typer.Option(help="Read only so many tokens of the text.", min=1)] = None,
+    tokens: Annotated[int | None, shared.token_count("tokens", "Read only so many tokens of the text.")] = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
-from kvpress_eval.run.interrupt import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from kvpress_eval.tuning.result import Tuned
@@ -37,7 +36,7 @@ def command(
         str | None, typer.Option(help=f"Context lengths in tokens, separated by commas; default: {_LENGTH}.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens that --memory is for; default: the longest length.")
+        int | None, shared.token_count("context", "Tokens that --memory is for; default: the longest length.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of such a context at a time.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the press; a killed search continues there.")] = Path("best"),
@@ -69,6 +68,7 @@ def command(
     """
     options = {name: value for name, value in locals().items() if value is not None}
     with shared.exit_codes() as console:
+        from kvpress.signals import INTERRUPTED, Terminated
         from kvpress_eval.config.load import load_config
         from kvpress_eval.tuning.find import Wishes, tune
 

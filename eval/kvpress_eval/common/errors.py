@@ -55,7 +55,7 @@ class DiskFullError(EvalError):
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
     """Return the message for a name that does not exist, with the nearest names that do."""
     names = sorted(valid)
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
     return f"unknown {kind} {name!r}: {hint}"
 

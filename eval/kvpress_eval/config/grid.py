@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpress
+from kvpress.core.effect import check_acts
 from kvpress.core.press import BudgetPress
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.config.load import read_values, validate
@@ -48,6 +49,8 @@ def expand_ratios(presses: Sequence[str], ratios: Sequence[Any]) -> list[str]:
     for spec in presses:
         template = f"{spec}:{RATIO}" if _is_budget(spec) else str(spec)
         varies = RATIO in template
+        if not varies:
+            _check_takes_no_ratio(template)
         expanded += [template.replace(RATIO, str(ratio)) for ratio in ratios] if varies else [template]
         used |= varies
     if not used:
@@ -56,6 +59,18 @@ def expand_ratios(presses: Sequence[str], ratios: Sequence[Any]) -> list[str]:
             f"its ratio stands, as in `adakv(snapkv:{RATIO})`"
         )
     return expanded
+
+
+def _check_takes_no_ratio(spec: str) -> None:
+    """Refuse a press that the ratios do not reach and that compresses nothing without one."""
+    try:
+        press = kvpress.get_press(spec)
+    except (KeyError, ValueError, TypeError):
+        return  # the run says so, with the line of the file
+    try:
+        check_acts(press)
+    except ValueError as error:
+        raise ConfigError(f"{error}. Ratios go to presses that are only named, or where {RATIO} stands") from error
 
 
 def _is_budget(spec: Any) -> bool:

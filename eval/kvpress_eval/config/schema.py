@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 import kvpress
+from kvpress.core.effect import check_acts
+from kvpress.counts import parse_count
 from kvpress_eval.tasks.catalogue import kind_of
 from kvpress_eval.tasks.filler import KINDS
 from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
@@ -70,6 +72,7 @@ class RunConfig(BaseModel):
         for spec in presses:
             try:
                 press = kvpress.get_press(spec)
+                check_acts(press)
             except (KeyError, ValueError, TypeError) as error:
                 raise ValueError(f"press {spec!r}: {error.args[0] if error.args else error}") from error
             # A file may change: results are named by what it held.
@@ -82,6 +85,14 @@ class RunConfig(BaseModel):
         for task in tasks:
             kind_of(task)
         return tuple(dict.fromkeys(tasks))
+
+    @field_validator("lengths", "max_new_tokens", mode="before")
+    @classmethod
+    def _tokens_with_units(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read numbers of tokens that have a unit, such as 8k; the types of the fields say what else is allowed."""
+        if isinstance(value, (list, tuple)):
+            return tuple(_count(each, f"{info.field_name}") for each in value)
+        return _count(value, f"{info.field_name}")
 
     @field_validator("lengths")
     @classmethod
@@ -151,6 +162,10 @@ class RunConfig(BaseModel):
     def wording(self) -> str:
         """The language that "auto" stands for, as far as can be said without the tokenizer (`run/language.py`)."""
         return _wording(self.language, self.model)
+
+
+def _count(value: Any, name: str) -> Any:
+    return parse_count(value, name) if isinstance(value, str) else value
 
 
 def _wording(language: str, model: str) -> str:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+import kvpress
+from kvpress.core.effect import left_whole
 from kvpress_eval.fidelity.continuation import Reading, Watcher, continue_reading, read_prompts
 from kvpress_eval.fidelity.figures import Fidelity, LayerFigures, kl_divergence, negative_log_likelihood
 from kvpress_eval.fidelity.layers import Meter, Recorder, by_layer
@@ -54,6 +56,12 @@ class _Measured:
             shared_bits=_bits(self.prompts, sum(report.components.get("tables", 0) for report in self.prompts)),
             end_bits=_bits(self.ends, sum(report.total_bytes for report in self.ends)),
             kept=sum(report.kept for report in self.ends) / sum(report.seen for report in self.ends),
+            compressed=not left_whole(
+                kvpress.get_press(press),
+                sum(report.kept for report in self.prompts) / sum(report.seen for report in self.prompts),
+                sum(report.total_bytes for report in self.prompts),
+                sum(report.uncompressed_bytes for report in self.prompts),
+            ),
             layers=_layer_figures(self.running, self.isolated) if self.running else None,
         )
 

@@ -42,7 +42,8 @@ class Fidelity:
 
     `nll` and `full_nll [S, tokens - 1]` are the negative log-likelihoods, in nats, of the continuation but its first token,
     which the uncompressed prompt alone predicts. Bits per value count all bytes held. `shared_bits` is the part of
-    `prompt_bits` in tables, such as codebooks, of which a layer holds one for all sequences of a batch.
+    `prompt_bits` in tables, such as codebooks, of which a layer holds one for all sequences of a batch. `compressed` is False
+    where a press that compresses prompts left all of them whole.
     """
 
     press: str
@@ -54,6 +55,7 @@ class Fidelity:
     shared_bits: float
     end_bits: float
     kept: float
+    compressed: bool = True
     layers: LayerFigures | None = None
 
     def row(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class Fidelity:
             "shared_bits_per_value": self.shared_bits,
             "end_bits_per_value": self.end_bits,
             "kept": self.kept,
+            "compressed": self.compressed,
             "kl_by_token": [round(value, 7) for value in self.kl.mean(dim=0).tolist()],
             **(self.layers.row() if self.layers else {}),
         }

@@ -18,6 +18,7 @@ from lm_eval.utils import handle_non_serializable
 from rich.console import Console
 from rich.text import Text
 
+from kvpress.core.effect import left_whole, left_whole_note
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.lm.model import KVPressLM
@@ -56,7 +57,11 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
     for press in config.presses:
         console.print(Text(press))
         lm = KVPressLM(engine.model, press, tokenizer=engine.tokenizer, batch_size=config.batch_size)
-        measured.append(_evaluate(lm, press, tasks, selection))
+        scores = _evaluate(lm, press, tasks, selection)
+        whole = lm.held.prompts > 0 and left_whole(lm.press, 1, lm.held.bytes, lm.held.uncompressed_bytes)
+        measured.append({**scores, "compressed": not whole})
+        if whole:
+            console.print(Text(f"{press}: {left_whole_note(lm.press)}", style="red"))
     settings = {
         "model": config.model,
         "presses": config.presses,
@@ -83,7 +88,7 @@ def load_tasks(selection: Selection, model: str) -> list[Any]:
 def _matching(task: str, manager: Any) -> list[str]:
     names: list[str] = manager.match_tasks([task])
     if not names:
-        near = difflib.get_close_matches(task, manager.all_tasks, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(task, manager.all_tasks, n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists all"
         raise ConfigError(f"lm-eval has no task {task!r}: {hint}")
     return names

@@ -46,9 +46,14 @@ LAYER_FIGURES = (
 def to_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Return the rows as a table for the terminal."""
     table = plain_table(["press"], [figure.heading for figure in FIGURES], caption_justify="left")
+    notes: list[str] = []
     for row in rows:
-        table.caption = f"perplexity of the full cache: {row['full_perplexity']:.3f}"
+        if not notes:
+            notes.append(f"perplexity of the full cache: {row['full_perplexity']:.3f}")
+        if not row.get("compressed", True):
+            notes.append(f"{row['press']}: not compressed, the prompts are held as they are")
         table.add_row(Name(row["press"]), *(figure.text(row) for figure in FIGURES))
+    table.caption = "\n".join(notes)
     return table
 
 

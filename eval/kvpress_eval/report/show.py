@@ -12,6 +12,7 @@ import torch
 
 import kvpress
 from kvpress.cache.report import MemoryReport
+from kvpress.core.effect import left_whole, left_whole_note
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.report import page
@@ -96,7 +97,9 @@ def _notes(press: Any, memory: MemoryReport) -> tuple[str, ...]:
         notes.append("drops no token of this text")
     if recipe.acting("decode"):
         notes.append("evicts while tokens are generated, which is not shown")
-    if recipe.codec is not None:
+    if left_whole(press, memory.kept / max(1, memory.seen), memory.total_bytes, memory.uncompressed_bytes):
+        notes.append(left_whole_note(press))
+    elif recipe.codec is not None:
         notes.append("stores pairs in fewer bits")
     if recipe.selector is not None:
         notes.append("reads a part of what is kept, chosen anew for every generated token")

@@ -75,7 +75,7 @@ COLUMNS = (
     DIFFERENCE,
     Column("worst task", lambda s: worst(s.worst), folds=True),
     Column("cache KiB", lambda s: number(s.bytes and s.bytes / 1024, 0)),
-    Column("smaller by", lambda s: factor(s.factor)),
+    Column("smaller by", lambda s: factor(s.factor) if s.compressed else "not compressed"),
     BITS,
     PREFILL,
     Column("ms/ token", lambda s: number(s.milliseconds_per_token, 1)),

@@ -23,7 +23,8 @@ class PressSummary:
     """What a press did. A number that was not measured on every sample is None: no mean over what is left.
 
     `p_value` is that of a paired test against `none`, adjusted by Holm for all presses it was done for. `grid` is the
-    accuracy at each place of a run with several depths. `factor` is how many times smaller the cache of the context is than an
+    accuracy at each place of a run with several depths. `compressed` is False where the press left whole contexts as they were,
+    although it is there to compress them. `factor` is how many times smaller the cache of the context is than an
     uncompressed one, `end_factor` that of the context with the question and the answer.
     """
 
@@ -43,6 +44,7 @@ class PressSummary:
     milliseconds_per_token: float | None
     problems: tuple[str, ...]
     grid: dict[Place, float | None] = field(default_factory=dict)
+    compressed: bool = True
 
     @property
     def rank(self) -> float:
@@ -124,6 +126,10 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
     size, whole = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
     end, end_whole = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
     milliseconds = _median(row["measured"]["seconds_per_token"] for row in rows) if complete else None
+    whole_contexts = sum(not row.get("compressed", True) for row in rows)
+    problems = [f"{cell.label}: {cell.problem}" for cell in cells if cell.problem]
+    if whole_contexts:
+        problems.append(f"not compressed: {whole_contexts} of {len(rows)} contexts are held as they are")
     return PressSummary(
         press=press,
         samples=len(rows),
@@ -139,8 +145,9 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         kept=fmean(row["kept"] for row in rows) if complete else None,
         prefill_seconds=_median(row["measured"]["prefill_seconds"] for row in rows) if complete else None,
         milliseconds_per_token=milliseconds and 1000 * milliseconds,
-        problems=tuple(f"{cell.label}: {cell.problem}" for cell in cells if cell.problem),
+        problems=tuple(problems),
         grid=_grid(cells),
+        compressed=whole_contexts < max(1, len(rows)),
     )
 
 

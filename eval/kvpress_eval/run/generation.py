@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopStringCriteria
 
 import kvpress
+from kvpress.core.effect import left_whole
 from kvpress.hf.clock import now
 from kvpress.hf.greedy import greedy
 from kvpress.hf.models import new_cache, with_cache
@@ -41,7 +42,8 @@ class Answer:
 
     `text` is None when the time ran out; `ids` are its tokens, with the one that ends it. `bytes` are those of the compressed
     context, before the question, `end_bytes` what the cache holds after the answer.
-    `seconds_per_token` is None for answers of one token: there is no step to time.
+    `seconds_per_token` is None for answers of one token: there is no step to time. `compressed` is False where a press that
+    compresses prompts left this one whole.
     """
 
     text: str | None
@@ -54,6 +56,7 @@ class Answer:
     end_uncompressed_bytes: float
     bits_per_value: float
     kept: float
+    compressed: bool
     prefill_seconds: float
     seconds_per_token: float | None
 
@@ -109,6 +112,10 @@ class Context:
     reading_seconds: float
     shared_by: int
     stored: bool = False
+
+    def compressed(self, row: int) -> bool:
+        """Whether something of a row was compressed, if that is what the press is for."""
+        return not left_whole(self.press, self.kept[row], self.report.total_bytes, self.report.uncompressed_bytes)
 
 
 _TIMES = ("seconds", "reading_seconds", "shared_by")
@@ -215,6 +222,7 @@ def answer(engine: Engine, context: Context, asked: Sequence[tuple[int, Prompt]]
                 end_uncompressed_bytes=end.uncompressed_bytes / len(rows),
                 bits_per_value=context.report.bits_per_value,
                 kept=context.kept[row],
+                compressed=context.compressed(row),
                 prefill_seconds=context.seconds,
                 seconds_per_token=clock.seconds_per_token,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C: the first one finishes the sample in flight, the second one stops at once; SIGTERM does not wait either."""
+"""Ctrl-C in a run: the first one finishes the sample in flight, the second one stops at once; SIGTERM does not wait."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-INTERRUPTED, TERMINATED = 130, 143
-"""128 and the number of the signal, as a shell reports a process that it ended."""
-
-
-class Terminated(KeyboardInterrupt):
-    """The process was told to end (SIGTERM); every finished sample is on disk already."""
+from kvpress.signals import Terminated
 
 
 class Interrupt:
-    """Inside the `with` block the first SIGINT only sets `requested`, and SIGTERM raises `Terminated`."""
+    """Inside the `with` block the first SIGINT only sets `requested`; a second one, and SIGTERM, raise.
+
+    They go to the handlers from before the block where these are functions: the handlers of a command raise once, and end the
+    process at the next signal (`kvpress.signals`).
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -38,8 +37,15 @@ class Interrupt:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            self._hand_on(number, frame)
             raise KeyboardInterrupt
         self.requested = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._hand_on(number, frame)
         raise Terminated
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)

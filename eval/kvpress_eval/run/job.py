@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import kvpress
+from kvpress.core.effect import left_whole_note
+from kvpress.hf.positions import check_positions
 from kvpress_eval.common.errors import EvalError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import Results, Row
@@ -34,20 +36,24 @@ from kvpress_eval.tasks.source import Source
 
 _FIGURES = (
     "context_tokens", "new_tokens", "kept", "bytes", "uncompressed_bytes", "end_bytes", "end_uncompressed_bytes",
-    "bits_per_value",
+    "bits_per_value", "compressed",
 )  # fmt: skip
 """What a row says of an answer."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A cell that this process has claimed; `open` until it failed, `seconds` spent on its answers."""
+    """A cell that this process has claimed; `open` until it failed, `seconds` spent on its answers.
+
+    `warned` once it was said that nothing is compressed.
+    """
 
     cell: Cell
     store: Results
     rows: dict[str, Row]
     press: Any
     open: bool = True
+    warned: bool = False
     seconds: float = 0.0
 
 
@@ -131,6 +137,8 @@ class Job:
         aware, tokenizer = self.config.question_aware, self.engine.tokenizer
         try:
             asked = [(s, make_prompt(tokenizer, s, question_aware=aware)) for s in source.make(tokenizer)]
+            if not source.length:
+                self._check_positions(asked)
         except EvalError:
             raise
         except Exception as error:
@@ -139,6 +147,14 @@ class Job:
             return []
         contexts = [list(group) for _, group in groupby(asked, key=lambda pair: pair[1].first)]
         return [_Batch(part) for part in parts(contexts, self.config.batch_size)]
+
+    def _check_positions(self, asked: Sequence[tuple[Sample, Prompt]]) -> None:
+        """Refuse samples that are longer than the model has positions; of those with a length, the run has checked that."""
+        for sample, prompt in asked:
+            tokens = len(prompt.first) + len(prompt.second)
+            check_positions(
+                self.engine.model.config, tokens, "shorten it", f"sample {sample.id} has {tokens} tokens, which is"
+            )
 
     def _run_batch(self, running: Sequence[_Running], batch: _Batch) -> None:
         """Run what is missing of a batch: presses that share a reading together, as far as memory goes, the others alone."""
@@ -178,6 +194,7 @@ class Job:
         sample, prompt = batch.contexts[0][0]
         if self.shown is one.cell.source and sample.id == self.shown.ids[0]:
             one.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
+        self._warn_if_whole(one, context)
         self.progress.cell(one.cell.label)
         started = time.monotonic()
         limits = Limits(one.cell.source.max_new_tokens, self.config.max_seconds_per_sample, batch.samples[0].query.stop)
@@ -202,6 +219,12 @@ class Job:
                 return
             one.store.append(row)
             one.rows[sample.id] = row
+
+    def _warn_if_whole(self, one: _Running, context: Context) -> None:
+        """Warn, once for a cell, that its press has compressed nothing of a context."""
+        if not one.warned and not all(map(context.compressed, range(len(context.kept)))):
+            one.warned = True
+            self.progress.problem(f"{one.cell.label}: {left_whole_note(one.press)}")
 
     def _retry(self, group: Sequence[_Running], batch: _Batch, error: Exception) -> None:
         """Try again with half of the presses and, where memory ran out, half of the contexts; what fails alone is at fault."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -72,6 +71,16 @@ def peak_bytes(device: torch.device) -> int:
     """Return the most memory in use so far: of the accelerator, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """Return the most memory that this process had in use so far; where the system does not record it, what it uses now."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        used = psutil.Process().memory_info()
+        return int(getattr(used, "peak_wset", used.rss))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kvpress.hf.model_files import folder_of, reference_path
 from kvpress.hf.models import load_config
+from kvpress.hf.positions import check_positions
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
@@ -79,9 +80,11 @@ def name_of(model: PreTrainedModel) -> str:
 
 def check_lengths(config: RunConfig, settings: Any) -> None:
     """Raise ConfigError if a length of the run is over the positions of the model, by its configuration `settings`."""
-    limit = getattr(settings.get_text_config(), "max_position_embeddings", None)
-    if limit and max(config.lengths) > limit:
-        raise ConfigError(f"length {max(config.lengths)} is over the {limit} positions of model {config.model!r}")
+    longest = max(config.lengths)
+    try:
+        check_positions(settings, longest, "give a shorter one", f"length {longest} is")
+    except ValueError as error:
+        raise ConfigError(f"model {config.model!r}: {error}") from error
 
 
 def read_settings(config: RunConfig) -> Any:

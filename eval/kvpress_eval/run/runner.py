@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 import kvpress
+from kvpress.signals import INTERRUPTED
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, REFERENCE, RunConfig
@@ -23,7 +24,7 @@ from kvpress_eval.results.store import log_run, store_of
 from kvpress_eval.run.cells import Cell, make_cells
 from kvpress_eval.run.dispatch import run_on_cluster
 from kvpress_eval.run.environment import describe_run
-from kvpress_eval.run.interrupt import INTERRUPTED, Interrupt
+from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.job import Job
 from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, load_tokenizer, read_settings, use_threads

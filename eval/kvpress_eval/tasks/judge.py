@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import select
+import queue
 import signal
 import subprocess
 import sys
@@ -28,22 +28,35 @@ _running: list[subprocess.Popen[bytes]] = []
 def judge(right: str, text: str) -> bool:
     """Return whether the final answer of a text equals the right one, which is LaTeX; False where that takes too long."""
     with _lock:
-        if not _running:
-            command = [sys.executable, "-m", "kvpress_eval.tasks.judge"]
-            _running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))  # noqa: S603
-        process = _running[0]
+        # An interrupted question is never answered later: its process is out of the list until it has answered.
+        process = _running.pop() if _running else _start()
         asked, said = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         with contextlib.suppress(OSError):
             asked.write(json.dumps([right, text[-_MOST:]]).encode() + b"\n")
             asked.flush()
-            if select.select([said], [], [], _SECONDS)[0] and (line := said.readline()):
+            if line := _line(said):
+                _running.append(process)
                 return bool(json.loads(line))
-        _running.clear()
         process.kill()
         process.wait()
         asked.close()
         said.close()
         return False
+
+
+def _start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kvpress_eval.tasks.judge"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - fixed words
+
+
+def _line(said: IO[bytes]) -> bytes:
+    """Return the next line of a pipe, nothing if it takes too long; a thread reads it, as Windows cannot wait for pipes."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=lambda: lines.put(said.readline()), daemon=True).start()
+    try:
+        return lines.get(timeout=_SECONDS)
+    except queue.Empty:
+        return b""
 
 
 def _serve(asked: IO[str], said: IO[str]) -> None:

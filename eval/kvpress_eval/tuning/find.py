@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import kvpress
-from kvpress.cache.report import parse_bytes
+from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
@@ -116,6 +116,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
     templates = [space.template(point) for point in space.cover(_COVERED, config.seed)]
     limit = _limit(wishes, room, geometry, (context,))
     check_possible(room, limit, templates)
+    _check_needed(wishes, room, limit)
     for line in room.lines(limit):
         console.print(Text(line), soft_wrap=True)
     make_folder(config.out)
@@ -155,7 +156,8 @@ class _Tuning:
         examiner = Examiner(self.engine, self.config.out / result.SCORES, self.config.max_seconds_per_sample)
         self._check_retrieves(examiner)
         standings, picked = self._search(examiner)
-        presses = [NOTHING, *standings]
+        # The full cache is a candidate too, where it meets the limit.
+        presses = list(dict.fromkeys((NOTHING, *standings)))
         self._say(f"measuring {len(presses)} presses on held-out samples")
         frontier = result.measured(self._held_out(examiner, presses))
         by_press = {one.press: one for one in frontier}
@@ -237,11 +239,17 @@ class _Tuning:
                 lambda: self.interrupt.requested,
                 helped,
             )
-            search.run(self.config.out / result.JOURNAL)
+            try:
+                search.run(self.config.out / result.JOURNAL)
+            except KeyboardInterrupt:
+                if search.ranked:
+                    self._say(f"the best so far, all scores being kept: {search.describe_best()}")
+                raise
             if not search.ranked:
                 raise ConfigError(self._nothing_found(search))
             if search.out_of_time:
-                self._say(f"the search has had its {self._minutes()}; the best so far are measured")
+                self._say(f"the search has had its {self._minutes()}; the best so far are measured on held-out samples")
+            self._say(f"best of the search: {search.describe_best()}")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])
         picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
@@ -251,7 +259,9 @@ class _Tuning:
         return f"{self.wishes.minutes:g} minute{'' if self.wishes.minutes == 1 else 's'}"
 
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
-        """Return where the best composition stands at other sizes, on the same contexts."""
+        """Return where the best composition stands at other sizes, on the same contexts; empty if time ran out early."""
+        if not best.contexts:
+            return []
         presses: dict[str, None] = {}
         for size in _OTHER_SIZES:
             other = replace(search, limit=self.limit.scaled(size), until=None)
@@ -272,7 +282,8 @@ class _Tuning:
     def _nothing_found(self, search: Search) -> str:
         if search.out_of_time:
             return (
-                f"{self._minutes()} of search were too few to compare any press: give more minutes, or fewer candidates"
+                f"{self._minutes()} of search were too few to compare any press: give more minutes, or fewer candidates; "
+                "what was measured is kept, and the same command continues there"
             )
         told = "; ".join(f"{press}: {why}" for press, why in list(search.examiner.failed.items())[:3])
         tried = f"none of {self.wishes.candidates} candidates met the limit"
@@ -362,6 +373,22 @@ def _limit(wishes: Wishes, room: Room, geometry: Geometry, lengths: tuple[int, .
         return Limit(geometry, lengths, smaller=float(wishes.smaller))
     assert room.memory is not None  # noqa: S101 - one of the two was given
     return Limit(geometry, lengths, bytes=max(1, (room.memory - room.weights) // room.batch))
+
+
+def _check_needed(wishes: Wishes, room: Room, limit: Limit) -> None:
+    """Refuse to search for a press where none is needed, unless the smallest one is asked for.
+
+    Raises:
+        ConfigError: the full cache meets the limit.
+    """
+    if wishes.max_drop is not None or not limit.fits(kvpress.get_press(NOTHING)):
+        return
+    rows = f"{room.batch} x {room.context}" if room.batch > 1 else f"{room.context}"
+    raise ConfigError(
+        f"no press is needed: with memory {wishes.memory} the cache of {rows} tokens, at most "
+        f"{format_bytes(max(room.uncompressed, room.peak))}, fits beside the weights. Give less memory, a longer context, or "
+        "max_drop for the smallest press that loses no more points than that"
+    )
 
 
 def _split(config: RunConfig, wishes: Wishes, engine: Engine, by_likelihood: bool) -> Split:

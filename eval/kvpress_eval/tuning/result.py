@@ -148,6 +148,12 @@ def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: floa
     """
     by_press = {one.press: one for one in frontier}
     pick, full = by_press[press], by_press[NOTHING]
+    if press == NOTHING:
+        return (
+            f"Use no press: the full cache of a context, {format_bytes(full.bytes)}, meets the limit, and no smaller one that "
+            f"was measured keeps within what may be lost; on {full.samples} held-out samples its {unit} is "
+            f"{_percent(full.accuracy)}."
+        )
     said = (
         f"Use {pick.press}: it holds {format_bytes(pick.bytes)} instead of {format_bytes(full.bytes)} of a context, "
         f"{pick.factor:.1f} times less; on {pick.samples} held-out samples its {unit} is {_percent(pick.accuracy)} where "

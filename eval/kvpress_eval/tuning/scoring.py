@@ -68,6 +68,10 @@ class Examiner:
         """The rows that are known by now."""
         return len(self._known)
 
+    def has_scored(self, press: str, item: Item) -> bool:
+        """Whether the score of a press on an item is known."""
+        return "score" in self._known.get(_key(press, item), ())
+
     def score_of(self, press: str, item: Item) -> float:
         """Return the score of a press on an item that it was examined on."""
         return float(self._known[_key(press, item)]["score"])

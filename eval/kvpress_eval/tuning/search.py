@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,7 @@ from optuna.trial import TrialState
 import kvpress
 from kvpress.plan import plan
 from kvpress_eval.common.files import hash_json, replace_file
+from kvpress_eval.results.stats import paired_difference_bounds
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tuning.items import Item, Part
@@ -46,12 +48,16 @@ Examined = Callable[[Sequence[str], Iterable[Contexts]], Iterator[Contexts]]
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a press stands after `contexts` contexts of every task: the change of accuracy from the full cache, by task."""
+    """Where a press stands after `contexts` contexts of every task: the change of accuracy from the full cache, by task.
+
+    `samples` are those that the changes are of. `contexts` is 0 where time ran out before every task had its first ones.
+    """
 
     press: str
     contexts: int
     changes: Mapping[str, float]
     bytes: float
+    samples: int = 0
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -200,13 +206,24 @@ class Search:
         for contexts in self.rungs:
             place = f"{wave}, {contexts} contexts of each task"
             self.progress.cell(place)
-            self.ask(alive, self.batches(done, contexts))
+            try:
+                self.ask(alive, self.batches(done, contexts))
+            except (TimeUpError, KeyboardInterrupt):
+                if not done:
+                    self._stand_so_far(alive, contexts)
+                raise
             alive = [press for press in alive if press not in self.examiner.failed]
             now = sorted((self.standing(press, contexts) for press in alive), key=lambda one: one.rank)
             self.standings |= {one.press: one for one in now}
             if now:
                 self.progress.reached(f"{place}: {len(now)} presses, best {describe(now[0])}")
             alive, done = [one.press for one in now[: -(-len(now) // 2)]], contexts
+
+    def _stand_so_far(self, presses: Sequence[str], contexts: int) -> None:
+        """Record where presses stand that were interrupted on their first contexts, by the samples that all have scores of."""
+        for press in presses:
+            if press not in self.examiner.failed and any(self._pairs(press, contexts).values()):
+                self.standings[press] = replace(self.standing(press, contexts), contexts=0)
 
     def ask(self, presses: Sequence[str], batches: Iterable[Contexts]) -> None:
         """Examine presses on batches of contexts, and count the work; what was known of an earlier run took no time."""
@@ -230,19 +247,39 @@ class Search:
 
     def standing(self, press: str, contexts: int) -> Standing:
         """Return where a press stands on the first contexts of every task."""
-        ours: dict[str, list[float]] = {}
-        theirs: dict[str, list[float]] = {}
+        pairs = {task: known for task, known in self._pairs(press, contexts).items() if known}
+        changes = {task: fmean(ours - theirs for ours, theirs in known) for task, known in pairs.items()}
+        planned = self.limit.planned(kvpress.get_press(press))
+        return Standing(press, contexts, changes, planned, sum(map(len, pairs.values())))
+
+    def _pairs(self, press: str, contexts: int) -> dict[str, list[tuple[float, float]]]:
+        """Return the scores of a press and of the full cache on the first contexts of every task, as far as they are known."""
+        pairs: dict[str, list[tuple[float, float]]] = {part.task: [] for part in self.searched}
         for part in self.searched:
             for item in (item for context in part.contexts[:contexts] for item in context):
-                ours.setdefault(part.task, []).append(self.examiner.score_of(press, item))
-                theirs.setdefault(part.task, []).append(self.examiner.score_of(NOTHING, item))
-        changes = {task: fmean(ours[task]) - fmean(theirs[task]) for task in ours}
-        return Standing(press, contexts, changes, self.limit.planned(kvpress.get_press(press)))
+                if self.examiner.has_scored(press, item) and self.examiner.has_scored(NOTHING, item):
+                    pairs[part.task].append(
+                        (self.examiner.score_of(press, item), self.examiner.score_of(NOTHING, item))
+                    )
+        return pairs
+
+    def describe_best(self) -> str:
+        """Return the best press so far with the change of its worst task, its 95% interval, and the samples behind it."""
+        best = self.ranked[0]
+        task, change = best.worst
+        pairs = self._pairs(best.press, best.contexts or self.rungs[0])[task]
+        sure = paired_difference_bounds(pairs)
+        return (
+            f"{best.press}: worst task {task} {100 * change:+.1f} points (95% {100 * sure.low:+.0f} to "
+            f"{100 * sure.high:+.0f}, {len(pairs)} samples), mean {100 * best.mean:+.1f}; {len(self.standings)} presses were "
+            "compared"
+        )
 
     def batches(self, done: int, contexts: int) -> Iterator[Contexts]:
-        """Yield the contexts from `done` on, those of one task together, as many at a time as are read together."""
-        for part in self.searched:
-            yield from parts(part.contexts[done:contexts], self.batch_size)
+        """Yield the contexts from `done` on, as many of a task at a time as are read together; the tasks take turns."""
+        by_task = [parts(part.contexts[done:contexts], self.batch_size) for part in self.searched]
+        for turn in zip_longest(*by_task):
+            yield from (batch for batch in turn if batch)
 
     def _value(self, press: str | None) -> float:
         """Return what Optuna is told: how many halvings a press survived, and within these how it did."""

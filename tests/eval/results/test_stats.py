@@ -5,7 +5,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from kvpress_eval.results.stats import PERMUTATIONS, holm, mean_interval, paired_difference, paired_p_value
+from kvpress_eval.results.stats import (
+    PERMUTATIONS,
+    holm,
+    mean_interval,
+    paired_difference,
+    paired_difference_bounds,
+    paired_p_value,
+)
 from scipy import stats as scipy_stats
 
 
@@ -114,3 +121,14 @@ def test_intervals_do_not_depend_on_the_order() -> None:
     pairs = [[(score, 0.25) for score in group] for group in groups]
     again = paired_difference([part[::-1] for part in pairs[::-1]])
     assert (again.low, again.high) == (paired_difference(pairs).low, paired_difference(pairs).high)
+
+
+def test_few_equal_pairs_are_not_certain() -> None:
+    assert paired_difference([[(1.0, 1.0)]]).high == 0.0
+    for count in (1, 2, 40):
+        estimate = paired_difference_bounds([(1.0, 1.0)] * count)
+        assert estimate.mean == 0.0
+        assert -estimate.low == estimate.high == pytest.approx(1 - 0.025 ** (1 / count))
+    assert paired_difference_bounds([(0.0, 1.0)] * 3).low == -1.0
+    mixed = [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
+    assert paired_difference_bounds(mixed) == paired_difference([mixed])

@@ -154,6 +154,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"smaller": 1e6}, "more than any press reaches: at most"),
         ({"smaller": None, "memory": "1MB"}, "does not hold the weights of the model, 5.0 MiB"),
         ({"smaller": None, "memory": "5.0MiB", "context": 100_000}, "is not enough: at least"),
+        ({"smaller": None, "memory": "1GB"}, "no press is needed: with memory 1GB the cache of 128 tokens, at most "),
         ({"data": Path("none.jsonl")}, "give data or tasks, not both"),
     ],
 )
@@ -170,6 +171,21 @@ def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
     assert "budget=" in tuned.press
     assert "the cache may take" in printed
     assert tuned.kept is (tuned.pick.worst is not None and tuned.pick.worst[1].mean >= 0)
+
+
+def test_the_full_cache_may_be_the_smallest_within_what_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
+    monkeypatch.setattr(find, "pick", lambda best, smaller, max_drop: next(one for one in best if one.press == "none"))
+    monkeypatch.setattr(find, "FINALISTS", 99)
+    tuned, printed = found(
+        tmp_path, replace(WISHES, smaller=None, memory="1GB", candidates=8, max_drop=0.0), tasks=("niah_single",)
+    )
+    assert [one.press for one in tuned.frontier].count("none") == 1
+    assert tuned.sentence.startswith("Use no press: the full cache of a context")
+    assert "best of the search: " in printed
+    assert kvpress.get_press(str(tuned.path)) == kvpress.get_press("none")
 
 
 def test_a_model_that_retrieves_nothing_is_not_ranked(

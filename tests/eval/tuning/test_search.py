@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -69,6 +70,9 @@ class Judge:
             raise KilledError
         self.asked += presses
         self.known |= {(press, context[0].id) for press in presses for context in contexts}
+
+    def has_scored(self, press: str, item: Item) -> bool:
+        return any(name == item.id and press in (own, "none") for own, name in self.known)
 
     def score_of(self, press: str, item: Item) -> float:
         known = (chances for name, chances in self.chances.items() if name in press)
@@ -186,6 +190,41 @@ def test_time_ends_a_search_with_what_it_has(space: Space, tmp_path: Path) -> No
     found.run(tmp_path / "journal")
     assert found.out_of_time
     assert not found.ranked
+
+
+@pytest.mark.parametrize("batches", [1, 3, 9])
+def test_time_that_runs_out_before_a_comparison_leaves_the_best_so_far(
+    space: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    found = search(space, judge := Judge(CHANCES))
+    clock = iter([*[0.0] * (batches + 1), *[2.0] * 99])
+    monkeypatch.setattr("kvpress_eval.tuning.search.time.monotonic", lambda: next(clock))
+    replaced = replace(found, until=1.0)
+    replaced.run(tmp_path / "journal")
+    assert replaced.out_of_time
+    assert len(replaced.ranked) == len(set(judge.asked))
+    best = replaced.ranked[0]
+    assert best.contexts == (0 if batches < 4 else 2 if batches < 8 else 4)
+    assert any(name in best.press for name in CHANCES)
+    said = replaced.describe_best()
+    assert best.press in said
+    assert re.search(r"worst task \w+ [+-]\d+\.\d points \(95% -\d+ to \+\d+, \d samples?\)", said), said
+    assert f"{len(replaced.ranked)} presses were compared" in said
+
+
+def test_an_interrupt_leaves_the_best_so_far(space: Space, tmp_path: Path) -> None:
+    judge = Judge(CHANCES)
+    found = search(space, judge, stopped=lambda: len(judge.known) > 0)
+    with pytest.raises(KeyboardInterrupt):
+        found.run(tmp_path / "journal")
+    assert [one.samples for one in found.ranked] == [1] * len(found.ranked)
+    assert found.ranked
+
+
+def test_tasks_take_turns(space: Space) -> None:
+    found = search(space, Judge(CHANCES), batch_size=2)
+    tasks = [[context[0].task for context in batch] for batch in found.batches(0, 3)]
+    assert tasks == [["first"] * 2, ["second"] * 2, ["first"], ["second"]]
 
 
 def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:

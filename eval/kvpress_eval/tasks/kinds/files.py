@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from kvpress.counts import few
 from kvpress_eval.common.errors import ConfigError, DataError, unknown_name
 from kvpress_eval.tasks.kinds.generated import answer_room
 from kvpress_eval.tasks.local import PREFIX, reading
@@ -99,7 +100,7 @@ def _sources(name: str, request: Request) -> list[Source]:
     places = [(task, length) for task in file.tasks(chosen) for length in (0, *request.lengths)]
     found = [_source(file, task, length, request) for task, length in places if file.select(task, length)]
     if not found:
-        lengths = ", ".join(map(str, sorted({sample.length for sample in file.samples})))
+        lengths = few(sorted({sample.length for sample in file.samples}))
         raise ConfigError(f"{path} has no rows of the lengths asked for; it has {lengths or 'none'}")
     return found
 
