@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a compiled CUDA kernel needs from its machine code, with the tools that come with triton."""
+"""Registers, local memory and instructions of a compiled CUDA kernel, by the tools that come with triton."""
 
 from __future__ import annotations
 

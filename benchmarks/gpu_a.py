@@ -4,7 +4,7 @@
     make gpu-a          (where make is missing: PYTHONPATH=. python3 benchmarks/gpu_a.py --out benchmarks/results)
 
 Writes gpu_a.json after every row. Kernels are compiled on the spot, the cases of each check in a process of its own, so that
-one that crashes or hangs costs only itself; what there is no time for is named. `--dry-run` runs everything on the CPU with
+one that crashes or hangs costs only itself; rows without time are named. `--dry-run` runs everything on the CPU with
 tiny sizes.
 """
 
@@ -23,29 +23,29 @@ FILE = "gpu_a.json"
 
 def summary(rows: list[Row]) -> dict[str, dict]:
     """Return by check how many cases passed, the largest error among them, and why others did not."""
-    found = {}
+    checks = {}
     for name in (*CHECKS, END_TO_END):
         cases = [row for row in rows if row.get("check") == name]
         passed = [row for row in cases if row.get("passed") is True]
-        left = {row["case"]: why_not(row) or describe(row) for row in cases if row not in passed}
+        reasons = {row["case"]: why_not(row) or describe(row) for row in cases if row not in passed}
         failed = [row for row in cases if row not in passed and not {"skipped", "missing"} & set(row)]
-        found[name] = {
+        checks[name] = {
             "passed": bool(passed) and not failed,
             "cases": len(passed),
             "error": max((row["error"] for row in passed), default=0.0),
-            "others": left,
+            "others": reasons,
         }
-    return found
+    return checks
 
 
 def describe(row: Row) -> str:
-    """Return in what a row failed."""
+    """Return the reason of a failed row."""
     return f"failed: {row.get('wrong') or 'error {error:.1e}, limit {limit:.1e}'.format(**row)}"
 
 
-def print_summary(found: dict[str, dict]) -> None:
+def print_summary(checks: dict[str, dict]) -> None:
     """Print a line for each check, and one for each case that did not pass."""
-    for name, check in found.items():
+    for name, check in checks.items():
         state = "passed" if check["passed"] else "FAILED"
         print(f"  {name:12s} {state}  {check['cases']:3d} cases passed, largest error {check['error']:.1e}")
         for case, why in check["others"].items():
@@ -67,9 +67,9 @@ def run(report: Report, seconds: float, dry: bool) -> bool:
     common = ["--device", "cpu", "--small"] if dry else []
     collect(report, [Part("gpu_speed", [*common, "--shapes", ""])], min(seconds, 40.0), device)
     collect(report, parts(common, together=dry), budget.left, device)
-    found = summary(report.rows)
-    report.set(summary=found)
-    return all(check["passed"] for check in found.values())
+    checks = summary(report.rows)
+    report.set(summary=checks)
+    return all(check["passed"] for check in checks.values())
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     right = run(report, options.seconds, options.dry_run)
     print_summary(report.record["summary"])
     print(f"{report.record['device']}: {options.out / FILE}")
-    sys.exit(0 if right else "parity failed: what failed is not timed by gpu_b")
+    sys.exit(0 if right else "parity failed: gpu_b does not time formats that failed")
 
 
 if __name__ == "__main__":

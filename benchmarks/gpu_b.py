@@ -3,8 +3,8 @@
 
     make gpu-b          (where make is missing: PYTHONPATH=. python3 benchmarks/gpu_b.py --out benchmarks/results)
 
-Writes gpu_b.json after every row; what there is no time for is named. What failed in gpu_a.json, where that is in the same
-folder, is not timed. Goals are printed beside the figures. `--dry-run` runs everything on the CPU with tiny sizes.
+Writes gpu_b.json after every row; rows without time are named. Formats that failed in gpu_a.json, where that is in
+the same folder, are not timed. Goals are printed beside the figures. `--dry-run` runs everything on the CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def earlier_checks(folder: Path) -> dict[str, Any]:
 
 
 def ratios(rows: list[Row]) -> Iterator[tuple[str, str, float]]:
-    """Yield name, shape and figure of what the goals are about; minima over minima, means over means."""
+    """Yield name, shape and figure of every ratio that has a goal; minima over minima, means over means."""
     timed = [row for row in rows if row.get("part") == "kernels" and "min_ms" in row]
     for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in timed):
-        found = {row["name"]: row for row in timed if (row["context"], row["batch"]) == (context, batch)}
-        if "dense" not in found:
+        by_name = {row["name"]: row for row in timed if (row["context"], row["batch"]) == (context, batch)}
+        if "dense" not in by_name:
             continue
-        label, ours = f"{context} x {batch}", found["dense"]["min_ms"]
-        yield "dense: share of read bandwidth", label, found["dense"]["bandwidth"]
-        peers = [found[name]["min_ms"] for name in FULL_PRECISION if name in found]
+        label, ours = f"{context} x {batch}", by_name["dense"]["min_ms"]
+        yield "dense: share of read bandwidth", label, by_name["dense"]["bandwidth"]
+        peers = [by_name[name]["min_ms"] for name in FULL_PRECISION if name in by_name]
         if peers:
             yield "dense vs best full-precision peer", label, min(peers) / ours
         for name in (*CACHES, SELECT):
-            if name in found and name != "dense":
-                yield f"{name} vs dense", label, ours / found[name]["min_ms"]
+            if name in by_name and name != "dense":
+                yield f"{name} vs dense", label, ours / by_name[name]["min_ms"]
     for row in rows:
         if row.get("part") == "compression" and "prefill_ms" in row:
             share = (row["score_ms"] + row["quantise_ms"]) / row["prefill_ms"]
@@ -87,7 +87,7 @@ def ratios(rows: list[Row]) -> Iterator[tuple[str, str, float]]:
 
 
 def print_tables(report: Report) -> None:
-    """Print what was measured, and the goals."""
+    """Print all rows, and the goals."""
     rows = report.rows
 
     def of(part: str) -> list[Row]:

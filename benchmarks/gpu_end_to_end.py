@@ -59,7 +59,7 @@ class Spec:
 
 
 def specs(small: bool) -> dict[str, Spec]:
-    """Return what is compared, by name."""
+    """Return the presses that are compared, by name."""
     budget, group = (32, 16) if small else (256, 32)
     kivi = f"kivi:bits=4,group_size={group},residual_length={group}"
     quest = f"quest:budget={budget},page_size=8,skip_layers=0"
@@ -173,7 +173,7 @@ class Run:
     sealings: list[int] = field(default_factory=list)
 
     def read(self, problem: Problem, cache: Any, steps: int | None, seals: bool) -> Iterator[int]:
-        """Read so many tokens, or until pairs were sealed as often as wanted; yield the number of each before it is read."""
+        """Read so many tokens, or until pairs were sealed twice; yield the number of each before it is read."""
         sealed, count = sealed_pairs(cache), 0
         for number in range(problem.sizes.most if steps is None else steps):
             yield number

@@ -4,11 +4,10 @@
     python -m benchmarks.gpu_generate [--shapes 32768,131072] [--tokens 128] [--device cuda] [--small]
 
 Batch 1. A warm-up compiles every kernel: the same tokens behind a sixteenth of the prompt, so that pairs are sealed as often.
-Times of tokens leave out the first few, which record graphs. Mean and 99th percentile show what sealing costs, which a median
+Times of tokens leave out the first few, which record graphs. Mean and 99th percentile show the cost of sealing, which a median
 hides. The rival without compression is transformers' static cache with a compiled decode step.
 
-Largest batches repeat the compressed cache of one prompt: what fits is what decodes, without the memory that a prompt of so
-many rows takes. `rows` were decoded; `failed_at` is the smallest batch that was tried and did not fit.
+Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of so many rows does not count. `rows` were decoded; `failed_at` is the smallest batch that was tried and did not fit.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class Bench:
 
 
 def time_compression(bench: Bench, context: int) -> Row:
-    """Return what scoring by a window of queries, as SnapKV does, and quantising to 4 bits take of one layer's prefill."""
+    """Return the times of one layer's prefill, of scoring by a window of queries, and of quantising to 4 bits."""
     config = shape_of(1, context, bench.small)
     with torch.device(bench.device):
         model = LlamaModel._from_config(config).eval()
@@ -190,7 +189,7 @@ Opened = Callable[[Any], AbstractContextManager[Any]]
 
 
 def opened(name: str, capture: bool) -> Opened:
-    """Return what opens a press around a model."""
+    """Return a function that opens a press around a model."""
     return lambda model: kvpress.get_press(SPECS[name])(model, capture=capture)
 
 
@@ -200,7 +199,7 @@ def no_press(model: Any) -> AbstractContextManager[Any]:
 
 
 def measure(bench: Bench, context: int, press: Opened, static: bool = False) -> Row:
-    """Return what one way to generate costs."""
+    """Return time and memory of one way to generate."""
     ids, options = bench.ids(context), {}
     if static:
         options = {"cache_implementation": "static", "compile_config": CompileConfig()}
@@ -319,10 +318,10 @@ def profile_step(bench: Bench, context: int, name: str, capture: bool) -> Row:
     with opened(name, capture)(bench.model):
         cache = prefill(bench, context)
         decode(bench, cache, 1, UNTIMED)
-        with profile(activities=activities) as found:
+        with profile(activities=activities) as profiler:
             wall = decode(bench, cache, 1, 1)[0]
     kind = "self_cpu_time_total" if bench.device == "cpu" else "self_device_time_total"
-    events = [event for event in found.key_averages() if getattr(event, kind) > 0]
+    events = [event for event in profiler.key_averages() if getattr(event, kind) > 0]
     events.sort(key=lambda event: getattr(event, kind), reverse=True)
     return {
         "wall_ms": 1e3 * wall,
@@ -332,13 +331,13 @@ def profile_step(bench: Bench, context: int, name: str, capture: bool) -> Row:
 
 
 def tasks(bench: Bench) -> list[Task]:
-    """Return what is measured, that which matters most first."""
+    """Return all rows, the most important ones first."""
     capture = bench.device != "cpu"
     first, *longer = bench.plan.contexts
-    found = [Task({"part": "compression", "context": first}, lambda: time_compression(bench, first))]
+    rows = [Task({"part": "compression", "context": first}, lambda: time_compression(bench, first))]
 
     def add(context: int, name: str, run: Callable[[], Row], part: str = PART) -> None:
-        found.append(Task({"part": part, "context": context, "batch": 1, "name": name}, run))
+        rows.append(Task({"part": part, "context": context, "batch": 1, "name": name}, run))
 
     def captured(context: int, name: str) -> None:
         add(context, f"{name}, captured", lambda: measure(bench, context, opened(name, capture)))
@@ -360,7 +359,7 @@ def tasks(bench: Bench) -> list[Task]:
         add(first, name, lambda n=name: measure(bench, first, opened(n, False)))
     for context in longer:
         add(context, STATIC, lambda c=context: measure(bench, c, no_press, static=True))
-    return found
+    return rows
 
 
 def contexts_of(text: str) -> tuple[int, ...]:

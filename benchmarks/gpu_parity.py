@@ -31,10 +31,10 @@ from kvpress.kernels.selection import reference as selection_reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Four roundings of a weight, which is what products of 16 bits cost; float32 sums in another order."""
+"""Largest errors: four roundings of a weight for products of 16 bits, sums in another order for float32."""
 
 CODED_LIMIT = LIMITS[torch.float16]
-"""Kernels on codes multiply in float16 whatever the queries are."""
+"""Kernels on codes multiply in float16, also for other queries."""
 
 Results = Sequence[Tensor]
 Call = Callable[[], Results]
@@ -63,21 +63,21 @@ class Case:
     build: Callable[[], tuple[Call, Call]]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(results: Tensor, expected: Tensor) -> float:
     """Return the relative error; infinite where minus infinities stand elsewhere, NaN where anything is NaN."""
-    found, expected = found.float(), expected.float()
+    results, expected = results.float(), expected.float()
     nothing = expected.isneginf()
-    if found.shape != expected.shape or not torch.equal(found.isneginf(), nothing):
+    if results.shape != expected.shape or not torch.equal(results.isneginf(), nothing):
         return float("inf")
-    found, expected = found.masked_fill(nothing, 0.0), expected.masked_fill(nothing, 0.0)
-    if not found.numel():
+    results, expected = results.masked_fill(nothing, 0.0), expected.masked_fill(nothing, 0.0)
+    if not results.numel():
         return 0.0
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    return float((results - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def worst_error(found: Results, expected: Results) -> float:
+def worst_error(results: Results, expected: Results) -> float:
     """Return the largest error of several results; NaN counts as the largest."""
-    errors = [error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+    errors = [error(ours, theirs) for ours, theirs in zip(results, expected, strict=True)]
     return max(errors, key=lambda value: float("inf") if value != value else value)
 
 
@@ -96,8 +96,8 @@ def attention_case(kind: str, name: str, limit: float, build: Callable[[], Any],
 
     def calls() -> tuple[Call, Call]:
         cache = build()
-        given = {key: value(cache) if callable(value) else value for key, value in options.items()}
-        return lambda: cache.attend(**given), lambda: cache.reference(**given)
+        arguments = {key: value(cache) if callable(value) else value for key, value in options.items()}
+        return lambda: cache.attend(**arguments), lambda: cache.reference(**arguments)
 
     return Case(kind, name, limit, calls)
 
@@ -142,8 +142,8 @@ def dense_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             yield listed_case(label, f"select {label} D{dim}", limit, build(dtype, dim, 4))
         for queries in sizes.queries:
             yield attention_case(label, f"decode {label} M{queries}", limit, build(dtype, 128, queries))
-        for option, given in OPTIONS.items():
-            yield attention_case(label, f"decode {label} {option}", limit, build(dtype, 128, 12), **given)
+        for option, arguments in OPTIONS.items():
+            yield attention_case(label, f"decode {label} {option}", limit, build(dtype, 128, 12), **arguments)
 
 
 def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
@@ -169,8 +169,8 @@ def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
             yield attention_case(kind, f"decode {name}", CODED_LIMIT, make)
         for name in ("D64", "D128", "keys per token", "blocks"):
             yield listed_case("decode", f"select {name}", CODED_LIMIT, built[name])
-        for option, given in OPTIONS.items():
-            yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **given)
+        for option, arguments in OPTIONS.items():
+            yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **arguments)
         yield attention_case("decode", "decode after evictions", CODED_LIMIT, build(evicted=True))
 
     return cases
@@ -216,8 +216,8 @@ def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         settings |= {f"M{queries}": {"queries": queries} for queries in sizes.queries}
         # As many channels per code as keep the books small and the codes of a row whole bytes.
         settings |= {f"{bits} bit": {"bits": bits, "coupled": 4 if bits > 8 else 2} for bits in CODE_BITS}
-        for name, given in settings.items():
-            make = build(**given, rotary=rotary)
+        for name, arguments in settings.items():
+            make = build(**arguments, rotary=rotary)
             turned = ", keys before rotary" if rotary else ""
             kind = f"{name if 'bit' in name else 'decode'}{turned}"
             yield attention_case(kind, f"decode {name}{turned}", CODED_LIMIT, make)
@@ -228,8 +228,8 @@ def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         make, name = build(bits=4, coupled=1, shared=True, books_dtype=dtype), f"row scales and one {named(dtype)} book"
         yield attention_case("row scales", f"decode {name}", CODED_LIMIT, make)
         yield listed_case("row scales", f"select {name}", CODED_LIMIT, make)
-    for option, given in OPTIONS.items():
-        yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **given)
+    for option, arguments in OPTIONS.items():
+        yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **arguments)
 
 
 def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -239,13 +239,13 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         "max": kernels.column_max,
     }
 
-    def case(name: str, dtype: torch.dtype, dim: int, statistic: Any, causal: int, given: bool) -> Case:
+    def case(name: str, dtype: torch.dtype, dim: int, statistic: Any, causal: int, has_sums: bool) -> Case:
         def calls() -> tuple[Call, Call]:
             cache = fenced(Streams.random(sizes.lengths, 4 * max(1, causal), dim, dtype, device, gap=5))
             s = cache.streams
             rows = replace(cache.rows, log_weight=random_log_weight(cache))
             where = (s.q, rows, s.where, s.options(causal=causal))
-            lse = cache.reference(log_weight=rows.log_weight, causal=causal)[1] if given else None
+            lse = cache.reference(log_weight=rows.log_weight, causal=causal)[1] if has_sums else None
             return (
                 lambda: [statistics[statistic](*where, lse=lse)],
                 lambda: [mass_reference.receive(*where, statistic, lse)],
@@ -257,9 +257,9 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         for dim in sizes.dims:
             yield case(f"sum {named(dtype)} D{dim}", dtype, dim, "sum", 16, True)
         for statistic in statistics:
-            for given in (False, True):
-                name = f"{statistic} {named(dtype)}{' of given sums' if given else ''}"
-                yield case(name, dtype, 128, statistic, 0, given)
+            for has_sums in (False, True):
+                name = f"{statistic} {named(dtype)}{' of given sums' if has_sums else ''}"
+                yield case(name, dtype, 128, statistic, 0, has_sums)
 
 
 def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -422,14 +422,14 @@ CHECKS: dict[str, Callable[[Sizes, str], Iterator[Case]]] = {
     "merge": merge_cases,
     "quantise": quantise_cases,
 }
-"""By name; what fails in one of them stops the timing of what depends on it."""
+"""Checks by name; a format whose check fails is not timed."""
 
 
 def compare(case: Case) -> Row:
     """Return the error of a case and whether it is within its limit."""
     ours, reference = case.build()
-    found = worst_error(ours(), reference())
-    return {"limit": case.limit, "error": found, "passed": found <= case.limit}
+    worst = worst_error(ours(), reference())
+    return {"limit": case.limit, "error": worst, "passed": worst <= case.limit}
 
 
 def tasks(names: Sequence[str], sizes: Sizes, device: str) -> list[Task]:
@@ -444,7 +444,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    # With deterministic algorithms, torch fills what it allocates with NaN: a kernel that leaves a gap shows it.
+    # With deterministic algorithms, torch fills new memory with NaN: a kernel that leaves a gap shows it.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore")
     with torch.no_grad():

@@ -75,7 +75,7 @@ def attempt(task: Task) -> Row:
         return {**task.where, **task.run()}
     except ImportError as error:
         return {**task.where, "missing": reason(error)}
-    except Exception as error:  # whatever a compiler or a driver raises is a finding, not the end
+    except Exception as error:  # errors of compilers and drivers are findings, not the end
         return {**task.where, "failed": reason(error)}
 
 
@@ -135,7 +135,7 @@ class Part:
 
 @dataclass
 class Progress:
-    """What is known of a running part: planned rows, begun rows, and the row in progress."""
+    """Planned rows, begun rows, and the row in progress of a running part."""
 
     plan: list[Row] = field(default_factory=list)
     begun: list[Row] = field(default_factory=list)
@@ -147,11 +147,11 @@ class Progress:
 
 
 def run_parts(parts: Sequence[Part], seconds: float, receive: Callable[[Row], None]) -> None:
-    """Run parts side by side and hand on their rows as they come, those that were skipped last.
+    """Run parts side by side and pass on their rows as they come, skipped rows last.
 
     Args:
-        parts: what to run.
-        seconds: what all of them together may take.
+        parts: modules and their arguments.
+        seconds: time limit of all parts together.
         receive: called with each row, never by two threads at a time.
     """
     budget, lock = Budget(seconds), threading.Lock()
@@ -213,7 +213,7 @@ def _run_process(part: Part, budget: Budget, progress: Progress, receive: Callab
 
 
 def _note(line: str, progress: Progress, receive: Callable[[Row], None]) -> None:
-    """Take in one line of a part; what else it prints is no row."""
+    """Take in one line of a part; lines that are not JSON are ignored."""
     try:
         row = json.loads(line)
     except ValueError:

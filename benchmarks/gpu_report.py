@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that a GPU benchmark writes: what it ran on, and its rows, complete after each of them."""
+"""The file that a GPU benchmark writes: the machine and the rows, complete after each row."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 def machine(device: str) -> dict[str, Any]:
     """Describe the device, its driver and the commit that is measured."""
-    found: dict[str, Any] = {"versions": versions(), "commit": output("git", "rev-parse", "--short", "HEAD")}
+    facts: dict[str, Any] = {"versions": versions(), "commit": output("git", "rev-parse", "--short", "HEAD")}
     if device == "cpu":
-        return {**found, "device": "dry run on the CPU"}
+        return {**facts, "device": "dry run on the CPU"}
     properties = torch.cuda.get_device_properties(0)
     return {
-        **found,
+        **facts,
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -88,7 +88,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def output(*command: str) -> str:
-    """Return what a command prints, nothing where it cannot run."""
+    """Return the output of a command, nothing where it cannot run."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_speed [--shapes 131072x8,32768x1] [--skip int4] [--device cuda] [--small]
 
 A call reads another copy of its cache each time, more copies than the L2 cache holds. All calls of a round are queued behind
-a pause, so that events time the device and not the host; `launch_us` is what the host takes to queue one. Other
+a pause, so that events time the device and not the host; `launch_us` is the time of the host to queue one. Other
 implementations run in the same process on the same shapes. `bandwidth` is the share of the read bandwidth that is measured
 first.
 """
@@ -100,14 +100,14 @@ class Bandwidth:
 
     @functools.cached_property
     def read(self) -> float:
-        """Of the fastest plain reduction."""
+        """Rate of the fastest plain reduction."""
         buffer = torch.ones(self.size // 4, device=self.timer.device)
         reductions = (buffer.sum, buffer.amax, lambda: torch.linalg.vector_norm(buffer))
         return buffer.numel() * 4 / min(self.timer([call])["min_ms"] for call in reductions)
 
     @functools.cached_property
     def copy(self) -> float:
-        """Of a copy from one half of the memory to the other."""
+        """Rate of a copy from one half of the memory to the other."""
         source = torch.ones(self.size // 8, device=self.timer.device)
         target = torch.empty_like(source)
         return 2 * source.numel() * 4 / self.timer([lambda: target.copy_(source)])["min_ms"]
@@ -133,7 +133,7 @@ class Shape:
     batch: int
 
     def where(self, name: str) -> Row:
-        """Return what names a row at this shape."""
+        """Return the name of a row at this shape."""
         return {"part": PART, "context": self.context, "batch": self.batch, "name": name}
 
     def streams(self, device: str) -> Streams:
@@ -150,9 +150,9 @@ def copies(build: Callable[[Streams, int], Any], streams: Streams) -> list[Any]:
 def time_cache(shape: Shape, build: Callable[[Streams, int], Cache], timer: Timer, bandwidth: Bandwidth) -> Row:
     """Return the time of one format."""
     caches = copies(build, shape.streams(timer.device))
-    found, read = timer([cache.attend for cache in caches]), caches[0].read_bytes()
-    share = read / found["min_ms"] / bandwidth.read
-    return {**found, "read_bytes": read, "copies": len(caches), "bandwidth": share}
+    times, read = timer([cache.attend for cache in caches]), caches[0].read_bytes()
+    share = read / times["min_ms"] / bandwidth.read
+    return {**times, "read_bytes": read, "copies": len(caches), "bandwidth": share}
 
 
 def time_step(shape: Shape, step: Callable[[Selected], Call], timer: Timer) -> Row:
@@ -172,23 +172,23 @@ def time_peer(shape: Shape, prepare: Callable[..., Call], timer: Timer, bandwidt
     calls = [prepare(q, keys, values) for keys, values in pairs]
     read = sum(side.numel() * side.element_size() for side in pairs[0])
     del pairs
-    found = timer(calls)
-    return {**found, "bandwidth_dense": read / found["min_ms"] / bandwidth.read}
+    times = timer(calls)
+    return {**times, "bandwidth_dense": read / times["min_ms"] / bandwidth.read}
 
 
 def tasks(shapes: list[Shape], skip: list[str], timer: Timer, size: int) -> list[Task]:
-    """Return what is timed: the bandwidth, then at every shape our formats, selection, and what else there is."""
+    """Return all rows: the bandwidth, then at every shape our formats, selection, and other implementations."""
     bandwidth = Bandwidth(timer, size)
-    found = [Task({"part": PART, "bandwidth": "read and copy"}, bandwidth.row)]
+    rows = [Task({"part": PART, "bandwidth": "read and copy"}, bandwidth.row)]
     for shape in shapes:
         for name, build in CACHES.items():
-            found.append(Task(shape.where(name), lambda s=shape, b=build: time_cache(s, b, timer, bandwidth)))
+            rows.append(Task(shape.where(name), lambda s=shape, b=build: time_cache(s, b, timer, bandwidth)))
         for step, call in STEPS.items():
-            found.append(Task(shape.where(SELECT + step), lambda s=shape, c=call: time_step(s, c, timer)))
+            rows.append(Task(shape.where(SELECT + step), lambda s=shape, c=call: time_step(s, c, timer)))
         for name, prepare in PEERS.items():
             if timer.device != "cpu" or name not in COMPILED:
-                found.append(Task(shape.where(name), lambda s=shape, p=prepare: time_peer(s, p, timer, bandwidth)))
-    return [task for task in found if not any(str(task.where.get("name")).split(":")[0] == name for name in skip)]
+                rows.append(Task(shape.where(name), lambda s=shape, p=prepare: time_peer(s, p, timer, bandwidth)))
+    return [task for task in rows if not any(str(task.where.get("name")).split(":")[0] == name for name in skip)]
 
 
 def shapes_of(text: str) -> list[Shape]:

@@ -118,7 +118,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches one compiled kernel: checks what the chip would check; the driver of the moment keeps the launch.
+    """Launches one compiled kernel: checks the limits of the chip; the active driver keeps the launch.
 
     Triton keeps launchers beside compiled kernels, beyond the life of the driver that they were made for.
     """
