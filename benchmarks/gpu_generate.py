@@ -1,80 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` with and without a press, on a random model of the shape of Llama-3.1-8B: prefill, time per token, memory.
 
-    python -m benchmarks.gpu_generate [--shapes 32768x1x32,32768x8x8] [--device cuda] [--small]
+    python -m benchmarks.gpu_generate [--shapes 32768,131072] [--tokens 128] [--device cuda] [--small]
 
-Shapes are context x batch x layers: fewer layers where time demands it. Before that, what scoring and quantising one layer
-adds to its prefill. Times of tokens leave out the first few, which compile kernels or capture graphs. `same_tokens` says
-whether the tokens are those of no press; it is a goal for `off` alone, which changes nothing.
+Batch 1. A warm-up compiles every kernel: the same tokens behind a sixteenth of the prompt, so that pairs are sealed as often.
+Times of tokens leave out the first few, which record graphs. Mean and 99th percentile show the cost of sealing, which a median
+hides. The rival without compression is transformers' static cache with a compiled decode step.
+
+Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of so many rows does not count. `rows`
+were decoded; `failed_at` is the smallest batch that was tried and did not fit.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
+    CompileConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
-    QuantizedCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
 import kvpress
 from benchmarks.decode import held_bytes
-from benchmarks.gpu_parts import Budget, emit, part_arguments, reason
-from benchmarks.gpu_speed import Timer, release, shapes
+from benchmarks.gpu_parts import Row, Task, part_arguments, release, serve
+from benchmarks.gpu_speed import Timer
 from benchmarks.problems import KEY_GROUP, VALUE_GROUP, Dense, Streams
 from kvpress import kernels
 from kvpress.hf.layer import PressLayer
 
-NO_PRESS = "no press"
 SPECS = {
-    "off": "snapkv:0",
+    "none": "none",
+    "snapkv": "snapkv:0.5",
     "kivi 4": "kivi:bits=4",
     "kivi 2": "kivi:bits=2",
-    "snapkv": "snapkv:0.5",
     "quest": "quest:budget=1024",
+    "frontier": "frontier:smaller=10",
 }
-CAPTURED = ("off", "kivi 4", "kivi 2", "quest")
-"""Measured once more with decode steps captured in a graph."""
+STATIC, EAGER = "no press, static cache, compiled", "no press, eager"
 
+SHORT = ("none", "kivi 4", "frontier", "quest", "snapkv", "kivi 2")
+LONG = ("none", "kivi 4", "frontier", "quest", "snapkv")
+"""Captured presses at the first context, where all else is measured too, and at the longer ones."""
+
+STEPPED = ("kivi 4", "quest")
+"""Presses that are measured without capture as well."""
+
+BATCHED = ("none", "kivi 4", "frontier")
+PROFILED = ("none", "kivi 4", "frontier")
+
+PART = "model"
 WINDOW = 64
 """Queries that score a prompt."""
 
 UNTIMED = 4
 """First tokens that are not timed."""
 
+BATCH_TOKENS = 32
+SHOWN = 12
+"""Kernels that a profile lists."""
+
 
 @dataclass
 class Clock(StoppingCriteria):
-    """Notes when each token is there; stops nothing."""
+    """Notes when each token is there, and begins to count memory anew behind the first; stops nothing."""
 
     device: str
     times: list[float] = field(default_factory=list)
+    prefill_peak: int = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         del scores, kwargs
         wait(self.device)
         self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.prefill_peak = peak(self.device)
+            forget_peak(self.device)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def wait(device: str) -> None:
+    """Wait until the device has nothing left to do."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
+def peak(device: str) -> int:
+    """Return the most bytes that were allocated on a GPU since `forget_peak`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if device != "cpu" else 0
+
+
+def forget_peak(device: str) -> None:
+    """Begin to count anew."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def shape_of(layers: int, context: int, small: bool) -> LlamaConfig:
-    """Llama-3.1-8B with so many layers, or a tiny model."""
+    """Return the configuration of Llama-3.1-8B with so many layers, or of a tiny model."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     if small:
@@ -83,23 +119,61 @@ def shape_of(layers: int, context: int, small: bool) -> LlamaConfig:
     return LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2 * context, dtype=torch.bfloat16)
 
 
-def build_model(device: str, config: LlamaConfig) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model.eval()
+@dataclass(frozen=True)
+class Plan:
+    """Contexts, tokens that are generated, layers of the model, and the largest batch that is tried."""
+
+    contexts: tuple[int, ...]
+    tokens: int
+    layers: int
+    most_rows: int
 
 
-def time_compression(device: str, context: int, small: bool) -> None:
-    """Report what scoring by a window of queries, as SnapKV does, and quantising to 4 bits take of one layer's prefill."""
-    config = shape_of(1, context, small)
-    with torch.device(device):
+FULL, SMALL = Plan((32768, 131072), 128, 32, 256), Plan((256, 320), 8, 1, 3)
+
+
+@dataclass
+class Bench:
+    """A random model, made on the device when it is first needed, and random prompts for it."""
+
+    device: str
+    plan: Plan
+    small: bool
+
+    @cached_property
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = LlamaForCausalLM._from_config(shape_of(self.plan.layers, max(self.plan.contexts), self.small))
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+        return model.eval()
+
+    def ids(self, context: int) -> Tensor:
+        """Return a prompt of so many tokens."""
+        random = torch.Generator().manual_seed(0)
+        return torch.randint(3, self.model.config.vocab_size, (1, context), generator=random).to(self.device)
+
+    def generate(self, ids: Tensor, **options: Any) -> tuple[Any, Clock, float]:
+        """Return the output of `generate`, the clock, and when it began."""
+        clock = Clock(self.device)
+        wait(self.device)
+        begin = time.perf_counter()
+        output = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.plan.tokens, do_sample=False,
+            return_dict_in_generate=True, stopping_criteria=StoppingCriteriaList([clock]), **options,
+        )  # fmt: skip
+        return output, clock, begin
+
+
+def time_compression(bench: Bench, context: int) -> Row:
+    """Return the times of one layer's prefill, of scoring by a window of queries, and of quantising to 4 bits."""
+    config = shape_of(1, context, bench.small)
+    with torch.device(bench.device):
         model = LlamaModel._from_config(config).eval()
         ids = torch.zeros(1, context, dtype=torch.int64)
     heads = config.num_key_value_heads
     queries = config.num_attention_heads // heads * WINDOW
-    cache = Dense(Streams.random([context] * heads, queries, config.head_dim, torch.bfloat16, device))
+    cache = Dense(Streams.random([context] * heads, queries, config.head_dim, torch.bfloat16, bench.device))
     s = cache.streams
     parts: dict[str, Callable[[], object]] = {
         "prefill": lambda: model(ids, use_cache=False),
@@ -108,107 +182,208 @@ def time_compression(device: str, context: int, small: bool) -> None:
             kernels.quantise(x, 4, g) for x, g in zip(cache.tensors(), (KEY_GROUP, VALUE_GROUP), strict=True)
         ],
     }
-    timer = Timer(device, rounds=3)
-    try:
-        found = {f"{name}_ms": timer([call])["min_ms"] for name, call in parts.items()}
-        emit(part="compression", context=context, **found)
-    except Exception as problem:  # what follows does not depend on it
-        emit(part="compression", context=context, failed=reason(problem))
+    timer = Timer(bench.device, rounds=3)
+    return {f"{name}_ms": timer([call])["min_ms"] for name, call in parts.items()}
 
 
-def generate(model: Any, ids: Tensor, tokens: int, **options: Any) -> tuple[Any, list[float]]:
-    """The output of `generate` and the seconds at which each token was there."""
-    device = ids.device.type
-    clock = Clock(device)
-    wait(device)
-    begin = time.perf_counter()
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True,
-        stopping_criteria=StoppingCriteriaList([clock]), **options,
-    )  # fmt: skip
-    return output, [at - begin for at in clock.times]
+Opened = Callable[[Any], AbstractContextManager[Any]]
 
 
-def measure(model: Any, ids: Tensor, tokens: int, press: Any, **options: Any) -> tuple[dict[str, Any], Tensor]:
-    """What one way to generate costs, and its tokens; `press` is a context manager factory."""
-    on_gpu = ids.device.type != "cpu"
-    with press(model):
-        generate(model, ids[:, : ids.shape[1] // 16], 2)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    with press(model):
-        output, times = generate(model, ids, tokens, **options)
-    steps = [after - at for at, after in zip(times[UNTIMED:], times[UNTIMED + 1 :], strict=False)]
-    found = {
-        "prefill_s": times[0],
-        "median_ms": statistics.median(steps) * 1e3,
-        "min_ms": min(steps) * 1e3,
+def opened(name: str, capture: bool) -> Opened:
+    """Return a function that opens a press around a model."""
+    return lambda model: kvpress.get_press(SPECS[name])(model, capture=capture)
+
+
+def no_press(model: Any) -> AbstractContextManager[Any]:
+    """Leave a model as it is."""
+    return nullcontext(model)
+
+
+def measure(bench: Bench, context: int, press: Opened, static: bool = False) -> Row:
+    """Return time and memory of one way to generate."""
+    ids, options = bench.ids(context), {}
+    if static:
+        options = {"cache_implementation": "static", "compile_config": CompileConfig()}
+    with press(bench.model):
+        bench.generate(
+            ids if static else ids[:, : context // 16], **options
+        )  # a static cache is compiled for its length
+    release(bench.device)
+    forget_peak(bench.device)
+    with press(bench.model):
+        output, clock, begin = bench.generate(ids, **options)
+    steps = [1e3 * (after - at) for at, after in zip(clock.times[UNTIMED:], clock.times[UNTIMED + 1 :], strict=False)]
+    row = {
+        "prefill_s": clock.times[0] - begin,
+        **spread(steps),
         "cache_mib": cache_bytes(output.past_key_values) / 2**20,
     }
-    if on_gpu:
-        found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return found, output.sequences[:, ids.shape[1] :]
+    if bench.device != "cpu":
+        row |= {"prefill_peak_gib": clock.prefill_peak / 2**30, "decode_peak_gib": peak(bench.device) / 2**30}
+    if static:
+        forget_compiled(bench.model)
+    return row
+
+
+def spread(steps: list[float]) -> dict[str, float]:
+    """Return mean, median, 99th percentile, and minimum of times per token in ms."""
+    ordered = sorted(steps)
+    return {
+        "mean_ms": statistics.fmean(steps),
+        "median_ms": statistics.median(steps),
+        "p99_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "min_ms": ordered[0],
+    }
+
+
+def forget_compiled(model: Any) -> None:
+    """Drop a static cache and a compiled forward pass, which a model keeps."""
+    for name in ("_cache", "_compiled_call"):
+        vars(model).pop(name, None)
+    torch._dynamo.reset()
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of a cache of ours, or of transformers, whose quantised layers hide their tensors in attributes."""
+    """Return the bytes of a cache of ours, or of transformers."""
     ours = any(isinstance(layer, PressLayer) for layer in cache.layers)
     return kvpress.memory_report(cache).total_bytes if ours else held_bytes(cache)
 
 
-def contenders(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> (press, how `generate` is told about another cache)."""
-    found: dict[str, tuple[Any, Any]] = {NO_PRESS: (lambda model: nullcontext(), dict)}
-    presses = {name: kvpress.get_press(spec) for name, spec in SPECS.items()}
-    found |= {name: (press, dict) for name, press in presses.items()}
-    for name in CAPTURED:
-        found[f"{name}, captured"] = (lambda model, press=presses[name]: press(model, capture=True), dict)
-    for bits in (4, 2):
-        found[f"quanto {bits}"] = (
-            lambda model: nullcontext(),
-            lambda bits=bits: {"past_key_values": QuantizedCache(backend="quanto", config=config, nbits=bits)},
-        )
-    return found
+def prefill(bench: Bench, context: int) -> Any:
+    """Read a prompt and return its cache."""
+    return bench.model(bench.ids(context), use_cache=True, logits_to_keep=1).past_key_values
 
 
-def run(model: Any, context: int, batch: int, tokens: int, budget: Budget) -> None:
-    """Report every contender at one shape, as far as time and memory go."""
-    random = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (batch, context), generator=random).to(model.device)
-    plain = None
-    for name, (press, options) in contenders(model.config).items():
-        at = {"part": "generate", "context": context, "batch": batch, "name": name}
-        if not budget.left:
-            return
+def decode(bench: Bench, cache: Any, rows: int, steps: int) -> list[float]:
+    """Read so many tokens of every row one by one; return the seconds of each."""
+    ids, seconds = torch.full((rows, 1), 3, device=bench.device), []
+    for _ in range(steps):
+        at = torch.full((1, 1), cache.get_seq_length(), device=bench.device)
+        begin = time.perf_counter()
+        bench.model(ids, position_ids=at, past_key_values=cache)
+        wait(bench.device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def largest(fits: Callable[[int], bool], start: int, most: int) -> tuple[int, int | None]:
+    """Search from `start` for the largest number up to `most` that fits; return it and the smallest that was found not to.
+
+    The search ends where the two differ by 1, or by a sixteenth. 0 where not even 1 fits; None where `most` does.
+    """
+    low, high, number = 0, None, max(1, min(start, most))
+    while True:
+        if fits(number):
+            low = number
+        else:
+            high = number
+        if low == most or (high is not None and high - low <= max(1, low // 16)):
+            return low, high
+        if high is None:
+            number = min(most, low + max(1, low // 4))
+        else:
+            number = (low + high) // 2 if low else max(1, 3 * high // 4)
+
+
+def measure_batch(bench: Bench, context: int, name: str, capture: bool) -> Row:
+    """Return the largest batch of prompts of this length that is decoded, and tokens per second there."""
+
+    def run(rows: int, steps: int) -> list[float]:
+        release(bench.device)
+        with opened(name, capture)(bench.model):
+            cache = prefill(bench, context)
+            cache.batch_repeat_interleave(rows)
+            return decode(bench, cache, rows, UNTIMED + steps)[UNTIMED:]
+
+    def fits(rows: int) -> bool:
         try:
-            found, sequence = measure(model, ids, tokens, press, **options())
-            plain = sequence if name == NO_PRESS else plain
-            same = None if plain is None else torch.equal(sequence, plain)
-            emit(**at, **found, same_tokens=same, layers=model.config.num_hidden_layers)
-        except ImportError as missing:
-            emit(**at, missing=reason(missing))
-        except Exception as problem:  # no memory, or a press that fails here: the others still count
-            emit(**at, failed=reason(problem))
-        release(model.device.type)
+            run(rows, 1)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    with opened(name, capture)(bench.model):
+        row_bytes = cache_bytes(prefill(bench, context))
+    release(bench.device)
+    free = torch.cuda.mem_get_info()[0] if bench.device != "cpu" else row_bytes
+    rows, failed_at = largest(fits, free // row_bytes, bench.plan.most_rows)
+    if not rows:
+        return {"rows": 0, "failed_at": failed_at}
+    seconds = statistics.fmean(run(rows, BATCH_TOKENS))
+    return {"rows": rows, "failed_at": failed_at, "ms": 1e3 * seconds, "tokens_per_s": rows / seconds}
+
+
+def profile_step(bench: Bench, context: int, name: str, capture: bool) -> Row:
+    """Return the kernels of one decode step, by the time that they take on the device."""
+    activities = [ProfilerActivity.CPU] if bench.device == "cpu" else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with opened(name, capture)(bench.model):
+        cache = prefill(bench, context)
+        decode(bench, cache, 1, UNTIMED)
+        with profile(activities=activities) as profiler:
+            wall = decode(bench, cache, 1, 1)[0]
+    kind = "self_cpu_time_total" if bench.device == "cpu" else "self_device_time_total"
+    events = [event for event in profiler.key_averages() if getattr(event, kind) > 0]
+    events.sort(key=lambda event: getattr(event, kind), reverse=True)
+    return {
+        "wall_ms": 1e3 * wall,
+        "device_ms": sum(getattr(event, kind) for event in events) / 1e3,
+        "kernels": [[event.key[:80], event.count, getattr(event, kind)] for event in events[:SHOWN]],
+    }
+
+
+def tasks(bench: Bench) -> list[Task]:
+    """Return all rows, the most important ones first."""
+    capture = bench.device != "cpu"
+    first, *longer = bench.plan.contexts
+    rows = [Task({"part": "compression", "context": first}, lambda: time_compression(bench, first))]
+
+    def add(context: int, name: str, run: Callable[[], Row], part: str = PART) -> None:
+        rows.append(Task({"part": part, "context": context, "batch": 1, "name": name}, run))
+
+    def captured(context: int, name: str) -> None:
+        add(context, f"{name}, captured", lambda: measure(bench, context, opened(name, capture)))
+
+    for name in SHORT[:3]:
+        captured(first, name)
+    add(first, STATIC, lambda: measure(bench, first, no_press, static=True))
+    add(first, EAGER, lambda: measure(bench, first, no_press))
+    for name in SHORT[3:]:
+        captured(first, name)
+    for context in longer:
+        for name in LONG:
+            captured(context, name)
+    for name in BATCHED:
+        add(first, f"{name}, captured", lambda n=name: measure_batch(bench, first, n, capture), "largest batch")
+    for name in PROFILED:
+        add(first, f"{name}, captured", lambda n=name: profile_step(bench, first, n, capture), "profile")
+    for name in STEPPED:
+        add(first, name, lambda n=name: measure(bench, first, opened(n, False)))
+    for context in longer:
+        add(context, STATIC, lambda c=context: measure(bench, c, no_press, static=True))
+    return rows
+
+
+def contexts_of(text: str) -> tuple[int, ...]:
+    """Parse lengths joined by commas."""
+    try:
+        return tuple(int(length) for length in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"contexts are like 32768,131072, got {text}") from error
 
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--shapes", type=shapes, default=shapes("32768x1x32,32768x8x8"))
-    parser.add_argument("--tokens", type=int, default=24)
-    args = parser.parse_args()
-    if args.device == "cpu":
+    parser.add_argument("--contexts", type=contexts_of, help="the first has all measurements, later ones a few")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--skip", type=lambda names: names.split(","), default=[], help="presses that are not measured")
+    options = parser.parse_args()
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    budget = Budget(args.seconds)
+    plan = SMALL if options.small else FULL
+    plan = Plan(options.contexts or plan.contexts, options.tokens or plan.tokens, plan.layers, plan.most_rows)
     with torch.no_grad():
-        if "compression" not in args.skip:
-            time_compression(args.device, args.shapes[0][0], args.small)
-        for context, batch, layers in args.shapes:
-            model = build_model(args.device, shape_of(layers, context, args.small))
-            run(model, context, batch, args.tokens, budget)
-            del model
-            release(args.device)
+        wanted = tasks(Bench(options.device, plan, options.small))
+        serve([task for task in wanted if str(task.where.get("name")).split(",")[0] not in options.skip], options)
 
 
 if __name__ == "__main__":

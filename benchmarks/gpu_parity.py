@@ -1,39 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator on a device against its float32 reference, on ragged streams; one finding per case, and one per check.
+"""Every operator on a device against its float32 reference, on ragged streams; one row per case.
 
     python -m benchmarks.gpu_parity [--checks dense,int4] [--device cuda] [--small]
 
 Rows that no stream uses, and memory that a kernel should write, hold NaN. An error is the largest difference, relative to the
-largest entry of the reference.
+largest entry of the reference. The first case of every kernel and type comes first, then the second of each, and so on.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import kvpress
-from benchmarks.gpu_parts import Budget, emit, part_arguments, reason
-from benchmarks.problems import Corrected, Coupled, Dense, Partial, Streams, Uniform, generator
+from benchmarks.gpu_parts import Row, Task, part_arguments, serve
+from benchmarks.problems import Corrected, Coupled, Dense, Rotated, Streams, Uniform, generator
 from kvpress import kernels
 from kvpress.kernels import BITS, CODE_BITS
+from kvpress.kernels.attention import reference as attention_reference
 from kvpress.kernels.mass import reference as mass_reference
 from kvpress.kernels.prefill import reference as prefill_reference
 from kvpress.kernels.quantisation import reference as quantise_reference
 from kvpress.kernels.scores import reference as scores_reference
+from kvpress.kernels.selection import reference as selection_reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Four roundings of a weight, which is what products of 16 bits cost; float32 sums in another order."""
+"""Largest errors: four roundings of a weight for products of 16 bits, sums in another order for float32."""
 
 CODED_LIMIT = LIMITS[torch.float16]
-"""Kernels on codes multiply in float16 whatever the queries are."""
+"""Kernels on codes multiply in float16, also for other queries."""
+
+Results = Sequence[Tensor]
+Call = Callable[[], Results]
 
 
 @dataclass(frozen=True)
@@ -43,47 +47,63 @@ class Sizes:
     dims: tuple[int, ...]
     lengths: list[int]
     queries: tuple[int, ...]
-    new_tokens: int
 
 
-FULL = Sizes((128, 64, 96, 256), [0, 1, 17, 129, 1000, 4101], (1, 8, 80), 30)
-SMALL = Sizes((128, 64), [0, 1, 17, 129], (1,), 4)
+FULL = Sizes((128, 64, 96, 256), [0, 1, 17, 129, 1000, 4101], (1, 8, 80))
+SMALL = Sizes((128, 64), [0, 1, 17, 129], (1,))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: `run` returns what the operator found and what it should have found."""
+    """One problem of a kernel and a type, its `kind`; `build` returns a call of the operator and one of its reference."""
 
+    kind: str
     name: str
     limit: float
-    run: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
+    build: Callable[[], tuple[Call, Call]]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """Relative error; infinite where minus infinities stand elsewhere, NaN where anything is NaN."""
-    found, expected = found.float(), expected.float()
+def error(results: Tensor, expected: Tensor) -> float:
+    """Return the relative error; infinite where minus infinities stand elsewhere, NaN where anything is NaN."""
+    results, expected = results.float(), expected.float()
     nothing = expected.isneginf()
-    if found.shape != expected.shape or not torch.equal(found.isneginf(), nothing):
+    if results.shape != expected.shape or not torch.equal(results.isneginf(), nothing):
         return float("inf")
-    found, expected = found.masked_fill(nothing, 0.0), expected.masked_fill(nothing, 0.0)
-    if not found.numel():
+    results, expected = results.masked_fill(nothing, 0.0), expected.masked_fill(nothing, 0.0)
+    if not results.numel():
         return 0.0
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    return float((results - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def attention_case(name: str, limit: float, build: Callable[[], Any], **options: Any) -> Case:
-    """Compare `attend` of a cache with its reference; tensors among the options are made from the cache's rows."""
+def worst_error(results: Results, expected: Results) -> float:
+    """Return the largest error of several results; NaN counts as the largest."""
+    errors = [error(ours, theirs) for ours, theirs in zip(results, expected, strict=True)]
+    return max(errors, key=lambda value: float("inf") if value != value else value)
 
-    def run() -> tuple[Partial, Partial]:
+
+def in_turn(cases: Iterator[Case]) -> list[Case]:
+    """Sort cases: the first of every kind, then the second of every kind, and so on."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for case in cases:
+        ranked.append((seen[case.kind], case))
+        seen[case.kind] += 1
+    return [case for _, case in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def attention_case(kind: str, name: str, limit: float, build: Callable[[], Any], **options: Any) -> Case:
+    """Compare `attend` of a cache with its reference; options that are functions are called with the cache."""
+
+    def calls() -> tuple[Call, Call]:
         cache = build()
-        given = {key: value(cache) if callable(value) else value for key, value in options.items()}
-        return cache.attend(**given), cache.reference(**given)
+        arguments = {key: value(cache) if callable(value) else value for key, value in options.items()}
+        return lambda: cache.attend(**arguments), lambda: cache.reference(**arguments)
 
-    return Case(name, limit, run)
+    return Case(kind, name, limit, calls)
 
 
 def random_log_weight(cache: Any) -> Tensor:
-    """A log-weight per stored row."""
+    """Return a log-weight per stored row."""
     device = cache.streams.q.device
     return torch.randn(cache.streams.rows, generator=generator(device), device=device)
 
@@ -106,15 +126,9 @@ def fenced(streams: Streams) -> Dense:
     return cache
 
 
-def listed_case(name: str, limit: float, build: Callable[[], Any]) -> Case:
+def listed_case(kind: str, name: str, limit: float, build: Callable[[], Any]) -> Case:
     """Compare attention to sampled rows with the reference of the cache."""
-
-    def run() -> tuple[Partial, Partial]:
-        cache = build()
-        where = cache.streams.sample(3)
-        return cache.attend(where), cache.reference(where)
-
-    return Case(name, limit, run)
+    return attention_case(f"{kind}, listed", name, limit, build, where=lambda cache: cache.streams.sample(3))
 
 
 def dense_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -122,18 +136,18 @@ def dense_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         return lambda: fenced(Streams.random(sizes.lengths, queries, dim, dtype, device, gap=5))
 
     for dtype in FLOATS:
-        label = named(dtype)
+        label, limit = named(dtype), LIMITS[dtype]
         for dim in sizes.dims:
-            yield attention_case(f"decode {label} D{dim}", LIMITS[dtype], build(dtype, dim, 4))
-            yield listed_case(f"select {label} D{dim}", LIMITS[dtype], build(dtype, dim, 4))
+            yield attention_case(label, f"decode {label} D{dim}", limit, build(dtype, dim, 4))
+            yield listed_case(label, f"select {label} D{dim}", limit, build(dtype, dim, 4))
         for queries in sizes.queries:
-            yield attention_case(f"decode {label} M{queries}", LIMITS[dtype], build(dtype, 128, queries))
-        for option, given in OPTIONS.items():
-            yield attention_case(f"decode {label} {option}", LIMITS[dtype], build(dtype, 128, 12), **given)
+            yield attention_case(label, f"decode {label} M{queries}", limit, build(dtype, 128, queries))
+        for option, arguments in OPTIONS.items():
+            yield attention_case(label, f"decode {label} {option}", limit, build(dtype, 128, 12), **arguments)
 
 
 def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
-    """Cases of one bit width: its unpacking is code of its own."""
+    """Return the cases of one bit width: its unpacking is code of its own."""
 
     def cases(sizes: Sizes, device: str) -> Iterator[Case]:
         def build(dim: int = 128, queries: int = 4, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -151,14 +165,28 @@ def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
             "4 bit values": build(value_bits=4),
         }
         for name, make in built.items():
-            yield attention_case(f"decode {name}", CODED_LIMIT, make)
+            kind = name if name in ("keys per token", "one scale per row") else "decode"
+            yield attention_case(kind, f"decode {name}", CODED_LIMIT, make)
         for name in ("D64", "D128", "keys per token", "blocks"):
-            yield listed_case(f"select {name}", CODED_LIMIT, built[name])
-        for option, given in OPTIONS.items():
-            yield attention_case(f"decode {option}", CODED_LIMIT, build(queries=12), **given)
-        yield attention_case("decode after evictions", CODED_LIMIT, build(evicted=True))
+            yield listed_case("decode", f"select {name}", CODED_LIMIT, built[name])
+        for option, arguments in OPTIONS.items():
+            yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **arguments)
+        yield attention_case("decode", "decode after evictions", CODED_LIMIT, build(evicted=True))
 
     return cases
+
+
+def rotated_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Rows in a Hadamard basis with one step each, as `rotated` and `frontier` store them."""
+    for bits in (2, 3, 4, 8):
+        for dim in sizes.dims:
+            streams = Streams.random(sizes.lengths, 4, dim, torch.bfloat16, device, gap=5)
+            yield attention_case(
+                f"{bits} bit", f"decode {bits} bit D{dim}", CODED_LIMIT, lambda s=streams, b=bits: Rotated(s, b)
+            )
+        yield listed_case(
+            f"{bits} bit", f"select {bits} bit D{dim}", CODED_LIMIT, lambda s=streams, b=bits: Rotated(s, b)
+        )
 
 
 def correction_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -169,11 +197,13 @@ def correction_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             def build(s: Streams = streams, bits: int = bits, **settings: Any) -> Corrected:
                 return Corrected(s, bits, value_group=(1, 16), **settings)
 
-            yield attention_case(f"decode {bits} bit D{dim}", CODED_LIMIT, build)
-            yield listed_case(f"select {bits} bit D{dim}", CODED_LIMIT, build)
+            yield attention_case(f"{bits} bit", f"decode {bits} bit D{dim}", CODED_LIMIT, build)
+            yield listed_case(f"{bits} bit", f"select {bits} bit D{dim}", CODED_LIMIT, build)
     for rank in (1, 3, 16):
         streams = Streams.random(sizes.lengths, 4, 128, torch.bfloat16, device, gap=5)
-        yield attention_case(f"rank {rank}", CODED_LIMIT, lambda s=streams, r=rank: Corrected(s, 2, rank=r, chunk=50))
+        yield attention_case(
+            "rank", f"rank {rank}", CODED_LIMIT, lambda s=streams, r=rank: Corrected(s, 2, rank=r, chunk=50)
+        )
 
 
 def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -186,19 +216,20 @@ def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         settings |= {f"M{queries}": {"queries": queries} for queries in sizes.queries}
         # As many channels per code as keep the books small and the codes of a row whole bytes.
         settings |= {f"{bits} bit": {"bits": bits, "coupled": 4 if bits > 8 else 2} for bits in CODE_BITS}
-        for name, given in settings.items():
-            make = build(**given, rotary=rotary)
+        for name, arguments in settings.items():
+            make = build(**arguments, rotary=rotary)
             turned = ", keys before rotary" if rotary else ""
-            yield attention_case(f"decode {name}{turned}", CODED_LIMIT, make)
+            kind = f"{name if 'bit' in name else 'decode'}{turned}"
+            yield attention_case(kind, f"decode {name}{turned}", CODED_LIMIT, make)
             if name in ("D128", "4 bit", "10 bit"):
-                yield listed_case(f"select {name}{turned}", CODED_LIMIT, make)
-    yield attention_case("decode float32 books", CODED_LIMIT, build(books_dtype=torch.float32))
+                yield listed_case(f"decode{turned}", f"select {name}{turned}", CODED_LIMIT, make)
+    yield attention_case("float32 books", "decode float32 books", CODED_LIMIT, build(books_dtype=torch.float32))
     for dtype in (torch.float16, torch.float32):
-        make = build(bits=4, coupled=1, shared=True, books_dtype=dtype)
-        yield attention_case(f"decode row scales and one {named(dtype)} book", CODED_LIMIT, make)
-        yield listed_case(f"select row scales and one {named(dtype)} book", CODED_LIMIT, make)
-    for option, given in OPTIONS.items():
-        yield attention_case(f"decode {option}", CODED_LIMIT, build(queries=12), **given)
+        make, name = build(bits=4, coupled=1, shared=True, books_dtype=dtype), f"row scales and one {named(dtype)} book"
+        yield attention_case("row scales", f"decode {name}", CODED_LIMIT, make)
+        yield listed_case("row scales", f"select {name}", CODED_LIMIT, make)
+    for option, arguments in OPTIONS.items():
+        yield attention_case("decode", f"decode {option}", CODED_LIMIT, build(queries=12), **arguments)
 
 
 def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -208,25 +239,27 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         "max": kernels.column_max,
     }
 
-    def case(name: str, dtype: torch.dtype, dim: int, statistic: Any, causal: int, given: bool) -> Case:
-        def run() -> tuple[list[Tensor], list[Tensor]]:
+    def case(name: str, dtype: torch.dtype, dim: int, statistic: Any, causal: int, has_sums: bool) -> Case:
+        def calls() -> tuple[Call, Call]:
             cache = fenced(Streams.random(sizes.lengths, 4 * max(1, causal), dim, dtype, device, gap=5))
             s = cache.streams
             rows = replace(cache.rows, log_weight=random_log_weight(cache))
             where = (s.q, rows, s.where, s.options(causal=causal))
-            lse = cache.reference(log_weight=rows.log_weight, causal=causal)[1] if given else None
-            found = statistics[statistic](*where, lse=lse)
-            return [found], [mass_reference.receive(*where, statistic, lse)]
+            lse = cache.reference(log_weight=rows.log_weight, causal=causal)[1] if has_sums else None
+            return (
+                lambda: [statistics[statistic](*where, lse=lse)],
+                lambda: [mass_reference.receive(*where, statistic, lse)],
+            )
 
-        return Case(name, LIMITS[dtype], run)
+        return Case(f"{statistic} {named(dtype)}", name, LIMITS[dtype], calls)
 
     for dtype in FLOATS:
         for dim in sizes.dims:
             yield case(f"sum {named(dtype)} D{dim}", dtype, dim, "sum", 16, True)
         for statistic in statistics:
-            for given in (False, True):
-                name = f"{statistic} {named(dtype)}{' of given sums' if given else ''}"
-                yield case(name, dtype, 128, statistic, 0, given)
+            for has_sums in (False, True):
+                name = f"{statistic} {named(dtype)}{' of given sums' if has_sums else ''}"
+                yield case(name, dtype, 128, statistic, 0, has_sums)
 
 
 def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
@@ -235,7 +268,7 @@ def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     queries, pads = total - total // 3, total // 5
 
     def case(name: str, dtype: torch.dtype, dim: int, block: int, columns: bool, softcap: float | None) -> Case:
-        def run() -> tuple[Partial, Partial]:
+        def calls() -> tuple[Call, Call]:
             seeded = generator(device)
 
             def random(*shape: int) -> Tensor:
@@ -247,11 +280,13 @@ def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             chosen = random(2, 8, -(-queries // block), -(-total // block)) > 1
             tiles = kernels.Tiles(chosen, block, random(2, 8, total) > 2 if columns else None)
             real = torch.arange(total, device=device) >= torch.tensor([[0], [pads]], device=device)
-            found = kernels.block_prefill(q, keys, values, tiles, scale=0.1, softcap=softcap, real=real)
             lists = tiles.lists(queries, total)
-            return found, prefill_reference.attend(q, keys, values, lists, real, 0.1, softcap)
+            return (
+                lambda: kernels.block_prefill(q, keys, values, tiles, scale=0.1, softcap=softcap, real=real),
+                lambda: prefill_reference.attend(q, keys, values, lists, real, 0.1, softcap),
+            )
 
-        return Case(name, LIMITS[dtype], run)
+        return Case(f"{named(dtype)}{' columns' if columns else ''}", name, LIMITS[dtype], calls)
 
     for dtype in FLOATS:
         for dim in sizes.dims:
@@ -262,46 +297,103 @@ def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
 
 
 def page_cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    def bounds(dtype: torch.dtype, dim: int) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
-        def run() -> tuple[list[Tensor], list[Tensor]]:
-            cache = Dense(Streams.random(sizes.lengths, 4, dim, dtype, device, gap=5))
-            s, low, high = cache.streams, torch.minimum(*cache.tensors()), torch.maximum(*cache.tensors())
-            found = kernels.page_bounds(s.q, low, high, s.where)
-            sides = kernels.Dense(low), kernels.Dense(high)
-            return [found], [scores_reference.score(s.q, *sides, s.where, "max", s.longest)]
+    def bounds(dtype: torch.dtype, dim: int) -> tuple[Call, Call]:
+        cache = Dense(Streams.random(sizes.lengths, 4, dim, dtype, device, gap=5))
+        s, low, high = cache.streams, torch.minimum(*cache.tensors()), torch.maximum(*cache.tensors())
+        sides = kernels.Dense(low), kernels.Dense(high)
+        return (
+            lambda: [kernels.page_bounds(s.q, low, high, s.where)],
+            lambda: [scores_reference.score(s.q, *sides, s.where, "max", s.longest)],
+        )
 
-        return run
-
-    def labels(dtype: torch.dtype, width: int, reduce: str) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
-        def run() -> tuple[list[Tensor], list[Tensor]]:
-            cache = fenced(Streams.random(sizes.lengths, 4, width, dtype, device, gap=5))
-            s, keys = cache.streams, cache.rows.keys
-            found = kernels.label_scores(s.q, keys, s.where, reduce=reduce)
-            return [found], [scores_reference.score(s.q, None, keys, s.where, reduce, s.longest)]
-
-        return run
+    def labels(dtype: torch.dtype, width: int, reduce: str, bits: int | None = None) -> tuple[Call, Call]:
+        cache = fenced(Streams.random(sizes.lengths, 4, width, dtype, device, gap=5))
+        s, keys = cache.streams, cache.rows.keys
+        if bits is not None:
+            keys = kernels.quantise(Dense(s).tensors()[0], bits, (1, width))
+        return (
+            lambda: [kernels.label_scores(s.q, keys, s.where, reduce=reduce)],
+            lambda: [scores_reference.score(s.q, None, keys, s.where, reduce, s.longest)],
+        )
 
     for dtype in FLOATS:
         for dim in sizes.dims:
-            yield Case(f"bounds {named(dtype)} D{dim}", LIMITS[dtype], bounds(dtype, dim))
+            yield Case(
+                f"bounds {named(dtype)}",
+                f"bounds {named(dtype)} D{dim}",
+                LIMITS[dtype],
+                lambda t=dtype, d=dim: bounds(t, d),
+            )
         for width in (8, 16, 32):
             for reduce in ("max", "sum"):
-                yield Case(f"labels {named(dtype)} {width} {reduce}", LIMITS[dtype], labels(dtype, width, reduce))
+                yield Case(
+                    f"labels {named(dtype)}", f"labels {named(dtype)} {width} {reduce}", LIMITS[dtype],
+                    lambda t=dtype, w=width, r=reduce: labels(t, w, r),
+                )  # fmt: skip
+    for bits in (4, 8):
+        for reduce in ("max", "sum"):
+            yield Case(
+                f"labels {bits} bit", f"labels {bits} bit 32 {reduce}", CODED_LIMIT,
+                lambda b=bits, r=reduce: labels(torch.bfloat16, 32, r, b),
+            )  # fmt: skip
+
+
+def selection_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """The best rows of ragged streams; a stream's rows are listed in order, so that the lists are equal."""
+    streams = Streams.random(sizes.lengths, 1, 16, torch.float32, device)
+    capacity = streams.longest
+    scores = torch.randn(len(sizes.lengths), capacity, generator=generator(device), device=device)
+    scores[torch.arange(capacity, device=device) >= streams.lengths[:, None]] = float("-inf")
+
+    def calls(k: int, first: int, last: int) -> tuple[Call, Call]:
+        return (
+            lambda: kernels.top_rows(scores, streams.where, k, first=first, last=last),
+            lambda: selection_reference.choose(scores, streams.where, k, first, last),
+        )
+
+    for k in sorted({1, 16, capacity // 4, capacity}):
+        yield Case("best rows", f"best {k} rows", 0.0, lambda k=k: calls(k, 0, 0))
+        if k > 5:
+            yield Case("best rows", f"best {k} rows, 2 first and 3 last among them", 0.0, lambda k=k: calls(k, 2, 3))
+
+
+def merge_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Attention over several parts as one, among them parts that a query reads nothing of."""
+
+    def calls(parts: int, queries: int, dim: int) -> tuple[Call, Call]:
+        random = generator(device)
+        outs = torch.randn(parts, 6, queries, dim, generator=random, device=device)
+        sums = 3 * torch.randn(parts, 6, queries, generator=random, device=device)
+        sums[0, 1], sums[:, 2] = float("-inf"), float("-inf")
+        outs = outs.masked_fill(sums.isneginf()[..., None], 0.0)
+        pairs = list(zip(outs, sums, strict=True))
+        return lambda: kernels.merge(pairs), lambda: attention_reference.merge(pairs)
+
+    for dim in sizes.dims:
+        yield Case("merge", f"2 parts D{dim}", LIMITS[torch.float32], lambda d=dim: calls(2, 4, d))
+    for parts, queries in ((3, 1), (5, 80)):
+        yield Case(
+            "merge", f"{parts} parts M{queries}", LIMITS[torch.float32], lambda p=parts, m=queries: calls(p, m, 128)
+        )
 
 
 def quantise_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     """Codes, scales and zeros must equal those of the reference bit by bit."""
 
     def case(dtype: torch.dtype, dim: int, bits: int, group: tuple[int, int]) -> Case:
-        def run() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        def calls() -> tuple[Call, Call]:
             x = torch.randn(1003, dim, generator=generator(device), device=device).to(dtype)
             x[:40] = 1.5  # groups of equal values
             scales = torch.float32 if dtype == torch.float32 else torch.float16
-            both = kernels.quantise(x, bits, group), quantise_reference.encode(x, bits, group, scales)[0]
-            ours, expected = ([side.codes, side.scale, side.zero] for side in both)
-            return ours, expected
+            return (
+                lambda: parts(kernels.quantise(x, bits, group)),
+                lambda: parts(quantise_reference.encode(x, bits, group, scales)[0]),
+            )
 
-        return Case(f"{bits} bit {named(dtype)} D{dim} {group[0]}x{group[1]}", 0.0, run)
+        return Case(f"{bits} bit", f"{bits} bit {named(dtype)} D{dim} {group[0]}x{group[1]}", 0.0, calls)
+
+    def parts(packed: kernels.Packed) -> Results:
+        return [packed.codes, packed.scale, packed.zero]
 
     for bits in BITS:
         for group in ((32, 1), (1, 32)):
@@ -312,83 +404,51 @@ def quantise_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         yield case(dtype, 128, 4, (64, 1))
 
 
-def generation_cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    """A random Llama, left padding included, must say the same inside presses that read every pair as it was."""
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    ids = torch.randint(3, 128, (3, 200), device=device)
-    mask = torch.ones_like(ids)
-    mask[1, :60], mask[2, :150] = 0, 0
-    settings = {"attention_mask": mask, "max_new_tokens": sizes.new_tokens, "do_sample": False}
-    plain = model.generate(ids, **settings)
-
-    def case(spec: str, **options: Any) -> Case:
-        def run() -> tuple[list[Tensor], list[Tensor]]:
-            with kvpress.get_press(spec)(model, **options):
-                return [model.generate(ids, **settings)], [plain]
-
-        return Case(f"{spec}{', captured' if options else ''}", 0.0, run)
-
-    for spec in ("none", "snapkv:0", "kivi:bits=2,residual_length=512", "quest:budget=4096"):
-        yield case(spec)
-    if device != "cpu":
-        yield case("snapkv:0", capture=True)
-
-
 def named(dtype: torch.dtype) -> str:
+    """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 CHECKS: dict[str, Callable[[Sizes, str], Iterator[Case]]] = {
     "dense": dense_cases,
     **{f"int{bits}": uniform_cases(bits) for bits in BITS},
+    "rotated": rotated_cases,
     "corrections": correction_cases,
     "lookup": lookup_cases,
     "columns": column_cases,
     "prefill": prefill_cases,
     "pages": page_cases,
+    "selection": selection_cases,
+    "merge": merge_cases,
     "quantise": quantise_cases,
-    "generation": generation_cases,
 }
-"""What is checked, and by its name here stops the timing of what depends on it."""
+"""Checks by name; a format whose check fails is not timed."""
 
 
-def check(name: str, sizes: Sizes, device: str, budget: Budget) -> None:
-    """Run the cases of one check and report each; the last finding says whether time was left for all."""
-    for case in CHECKS[name](sizes, device):
-        if not budget.left:
-            emit(check=name, complete=False)
-            return
-        finding: dict[str, Any] = {"check": name, "case": case.name, "limit": case.limit}
-        try:
-            found, expected = case.run()
-            errors = [error(f, e) for f, e in zip(found, expected, strict=True)]
-            worst = max(errors, key=lambda value: float("inf") if value != value else value)
-            finding |= {"error": worst, "passed": worst <= case.limit}
-        except Exception as problem:  # whatever a compiler or a driver raises is a finding, not the end
-            finding |= {"error": reason(problem), "passed": False}
-        emit(**finding)
-    emit(check=name, complete=True)
+def compare(case: Case) -> Row:
+    """Return the error of a case and whether it is within its limit."""
+    ours, reference = case.build()
+    worst = worst_error(ours(), reference())
+    return {"limit": case.limit, "error": worst, "passed": worst <= case.limit}
+
+
+def tasks(names: Sequence[str], sizes: Sizes, device: str) -> list[Task]:
+    """Return the cases of several checks, those that matter most first."""
+    cases = [(name, case) for name in names for case in in_turn(CHECKS[name](sizes, device))]
+    return [Task({"check": name, "case": case.name}, lambda c=case: compare(c)) for name, case in cases]
 
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--checks", default=",".join(CHECKS))
-    args = parser.parse_args()
-    if args.device == "cpu":
+    parser.add_argument("--checks", type=lambda names: names.split(","), default=list(CHECKS))
+    options = parser.parse_args()
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    # With deterministic algorithms, torch fills what it allocates with NaN: a kernel that leaves a gap shows it.
+    # With deterministic algorithms, torch fills new memory with NaN: a kernel that leaves a gap shows it.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore")
-    budget = Budget(args.seconds)
     with torch.no_grad():
-        for name in args.checks.split(","):
-            check(name, SMALL if args.small else FULL, args.device, budget)
+        serve(tasks(options.checks, SMALL if options.small else FULL, options.device), options)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other implementations of decode attention, called as their documentation says, each in the layout that it wants.
+"""Other implementations of decode attention, called as documented, each in its own layout.
 
-Every entry takes q [B, Hq, 1, D], keys and values [B, H, T, D] of bfloat16 and returns a call that attends once. What is not
-installed raises ImportError.
+Every entry takes q [B, Hq, 1, D], keys and values [B, H, T, D] of bfloat16 and returns a call that attends once. A package that
+is not installed raises ImportError.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ PEERS: dict[str, Callable[[Tensor, Tensor, Tensor], Call]] = {
 """By name; the slowest to compile comes last."""
 
 COMPILED = ("torch flex attention",)
-"""Those that torch compiles first, which takes a CPU too long to be worth it."""
+"""Implementations that torch compiles first, which takes a CPU too long to be worth it."""
 
 FULL_PRECISION = tuple(name for name in PEERS if not name.startswith("kivi"))
-"""Those that read the same bytes as our dense decode."""
+"""Implementations that read the same bytes as our dense decode."""

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of the decode operators on a GPU: one layer of Llama-3.1-8B (32 query and 8 key-value heads, D 128), bfloat16.
 
-    python -m benchmarks.gpu_speed [--shapes 32768x1,131072x8] [--skip int4] [--peers] [--device cuda] [--small]
+    python -m benchmarks.gpu_speed [--shapes 131072x8,32768x1] [--skip int4] [--device cuda] [--small]
 
 A call reads another copy of its cache each time, more copies than the L2 cache holds. All calls of a round are queued behind
-a pause, so that events time the device and not the host; `launch_us` is what the host takes to queue one. With `--peers`,
-what else there is runs on the same shapes instead.
+a pause, so that events time the device and not the host; `launch_us` is the time of the host to queue one. Other
+implementations run in the same process on the same shapes. `bandwidth` is the share of the read bandwidth that is measured
+first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,23 +21,33 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import Budget, emit, part_arguments, reason
+from benchmarks.gpu_parts import Row, Task, part_arguments, serve
 from benchmarks.gpu_peers import COMPILED, PEERS
-from benchmarks.problems import Cache, Coupled, Dense, Selected, Streams, Uniform, generator
+from benchmarks.problems import Cache, Coupled, Dense, Rotated, Selected, Streams, Uniform, generator
 
 H, G, D = 8, 4, 128
 
 READ_BYTES = 4 * 2**30
 MOST_COPIES = 32
 ROUNDS = 15
+PART = "kernels"
 CACHES: dict[str, Callable[[Streams, int], Cache]] = {
     "dense": lambda s, seed: Dense(s, seed),
     "int4": lambda s, seed: Uniform(s, 4, seed=seed),
     "int2": lambda s, seed: Uniform(s, 2, seed=seed),
+    "rotated 2 bit": lambda s, seed: Rotated(s, 2, seed=seed),
     "cq 8c8b": lambda s, seed: Coupled(s, seed=seed),
     "cq 8c8b before rotary": lambda s, seed: Coupled(s, rotary=True, seed=seed),
-    "select 1/16": lambda s, seed: Selected(Dense(s, seed)),
 }
+SELECT = "select 1/16"
+STEPS: dict[str, Callable[[Selected], Callable[[], object]]] = {
+    "": lambda copy: copy.attend,
+    ": label scores": lambda copy: copy.score,
+    ": top-k": lambda copy: functools.partial(copy.select, copy.score()),
+    ": gather": lambda copy: functools.partial(copy.gather, copy.select(copy.score())),
+}
+"""Selection as a whole, and the three steps that it is made of."""
+
 Call = Callable[[], object]
 
 
@@ -47,7 +59,7 @@ class Timer:
     rounds: int = ROUNDS
 
     def __call__(self, calls: list[Call]) -> dict[str, float]:
-        """Median and minimum over the rounds of the mean time of a call; the first round is not counted."""
+        """Return median and minimum over the rounds of the mean time of a call; the first round is not counted."""
         for call in calls:
             call()
         launch = self._on_clock(calls)
@@ -56,6 +68,7 @@ class Timer:
         return {"median_ms": statistics.median(times), "min_ms": min(times), "launch_us": launch / len(calls) * 1e6}
 
     def _on_clock(self, calls: list[Call]) -> float:
+        self._wait()
         begin = time.perf_counter()
         for call in calls:
             call()
@@ -78,113 +91,124 @@ class Timer:
             torch.cuda.synchronize()
 
 
-def read_bandwidth(timer: Timer, size: int) -> float:
-    """Bytes per millisecond of the fastest plain reduction over `size` bytes."""
-    buffer = torch.ones(size // 4, device=timer.device)
-    best = min(timer([call])["min_ms"] for call in (buffer.sum, buffer.amax, lambda: torch.linalg.vector_norm(buffer)))
-    return buffer.numel() * 4 / best
+@dataclass
+class Bandwidth:
+    """Bytes per millisecond that the device reads, and copies, which counts a byte twice; measured once."""
+
+    timer: Timer
+    size: int
+
+    @functools.cached_property
+    def read(self) -> float:
+        """Rate of the fastest plain reduction."""
+        buffer = torch.ones(self.size // 4, device=self.timer.device)
+        reductions = (buffer.sum, buffer.amax, lambda: torch.linalg.vector_norm(buffer))
+        return buffer.numel() * 4 / min(self.timer([call])["min_ms"] for call in reductions)
+
+    @functools.cached_property
+    def copy(self) -> float:
+        """Rate of a copy from one half of the memory to the other."""
+        source = torch.ones(self.size // 8, device=self.timer.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() * 4 / self.timer([lambda: target.copy_(source)])["min_ms"]
+
+    def row(self) -> Row:
+        """Return both in GB per second."""
+        return {"read_gb_per_s": self.read / 1e6, "copy_gb_per_s": self.copy / 1e6}
 
 
 def copies_of(cache: Cache, device: str) -> int:
-    """How many copies of a cache do not fit into the L2 cache together, four times over."""
+    """Return how many copies of a cache do not fit into the L2 cache together, four times over."""
     if device == "cpu":
         return 2
     fast = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(MOST_COPIES, -(-4 * fast // cache.read_bytes())))
 
 
-def time_caches(context: int, batch: int, skip: list[str], timer: Timer, bandwidth: float, budget: Budget) -> None:
-    """Report every format at one shape, as far as time and memory go."""
-    streams = Streams.random([context] * (H * batch), G, D, torch.bfloat16, timer.device)
-    for name in CACHES:
-        if name in skip or not budget.left:
-            continue
-        at = {"part": "speed", "context": context, "batch": batch, "name": name}
-        try:
-            time_cache(at, streams, timer, bandwidth)
-        except Exception as problem:  # no memory, or a kernel that fails: the others still count
-            emit(**at, failed=reason(problem))
-        release(timer.device)
+@dataclass(frozen=True)
+class Shape:
+    """Tokens and rows of a batch; every row has 8 streams."""
+
+    context: int
+    batch: int
+
+    def where(self, name: str) -> Row:
+        """Return the name of a row at this shape."""
+        return {"part": PART, "context": self.context, "batch": self.batch, "name": name}
+
+    def streams(self, device: str) -> Streams:
+        """Return random queries of the streams."""
+        return Streams.random([self.context] * (H * self.batch), G, D, torch.bfloat16, device)
 
 
-def time_cache(at: dict[str, Any], streams: Streams, timer: Timer, bandwidth: float) -> None:
-    """Report one format."""
-    build = CACHES[at["name"]]
+def copies(build: Callable[[Streams, int], Any], streams: Streams) -> list[Any]:
+    """Return caches of one kind, so many that the L2 cache does not hold them."""
     first = build(streams, 0)
-    copies = [first, *(build(streams, seed) for seed in range(1, copies_of(first, timer.device)))]
-    found, read = timer([copy.attend for copy in copies]), first.read_bytes()
-    emit(**at, **found, read_bytes=read, copies=len(copies), bandwidth=read / found["min_ms"] / bandwidth)
-    if isinstance(first, Selected):
-        time_steps(at, copies, timer)
+    return [first, *(build(streams, seed) for seed in range(1, copies_of(first, streams.q.device.type)))]
 
 
-def time_steps(at: dict[str, Any], copies: list[Selected], timer: Timer) -> None:
-    """Report what selection spends its time on."""
-    scores = [copy.score() for copy in copies]
-    rows = [copy.select(score) for copy, score in zip(copies, scores, strict=True)]
-    steps: dict[str, list[Call]] = {
-        "label scores": [copy.score for copy in copies],
-        "top-k": [lambda c=copy, s=score: c.select(s) for copy, score in zip(copies, scores, strict=True)],
-        "gather": [lambda c=copy, r=listed: c.gather(r) for copy, listed in zip(copies, rows, strict=True)],
-    }
-    for step, calls in steps.items():
-        emit(**{**at, "name": f"{at['name']}: {step}"}, **timer(calls))
+def time_cache(shape: Shape, build: Callable[[Streams, int], Cache], timer: Timer, bandwidth: Bandwidth) -> Row:
+    """Return the time of one format."""
+    caches = copies(build, shape.streams(timer.device))
+    times, read = timer([cache.attend for cache in caches]), caches[0].read_bytes()
+    share = read / times["min_ms"] / bandwidth.read
+    return {**times, "read_bytes": read, "copies": len(caches), "bandwidth": share}
 
 
-def time_peers(context: int, batch: int, timer: Timer, budget: Budget) -> None:
-    """Report what else there is, each in the layout it wants; those that are not installed are named."""
-    device = timer.device
-    random = generator(device)
-    q = torch.randn(batch, H * G, 1, D, generator=random, device=device).bfloat16()
-    shape = (batch, H, context, D)
+def time_step(shape: Shape, step: Callable[[Selected], Call], timer: Timer) -> Row:
+    """Return the time of selection, or of one of its steps."""
+    caches = copies(lambda streams, seed: Selected(Dense(streams, seed)), shape.streams(timer.device))
+    return timer([step(cache) for cache in caches])
+
+
+def time_peer(shape: Shape, prepare: Callable[..., Call], timer: Timer, bandwidth: Bandwidth) -> Row:
+    """Return the time of another implementation, in the layout that it reads; the share of bandwidth is that of dense pairs."""
+    random, device = generator(timer.device), timer.device
+    q = torch.randn(shape.batch, H * G, 1, D, generator=random, device=device).bfloat16()
+    sizes = (shape.batch, H, shape.context, D)
     pairs = [
-        [torch.randn(shape, generator=random, device=device, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)
+        [torch.randn(sizes, generator=random, device=device, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)
     ]
-    for name, prepare in PEERS.items():
-        if not budget.left:
-            return
-        if device == "cpu" and name in COMPILED:
-            continue
-        at = {"part": "speed", "context": context, "batch": batch, "name": name}
-        try:
-            emit(**at, **timer([prepare(q, keys, values) for keys, values in pairs]))
-        except ImportError as missing:
-            emit(**at, missing=reason(missing))
-        except Exception as problem:  # a peer that does not run here is a finding
-            emit(**at, failed=reason(problem))
-        release(device)
+    calls = [prepare(q, keys, values) for keys, values in pairs]
+    read = sum(side.numel() * side.element_size() for side in pairs[0])
+    del pairs
+    times = timer(calls)
+    return {**times, "bandwidth_dense": read / times["min_ms"] / bandwidth.read}
 
 
-def release(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.empty_cache()
+def tasks(shapes: list[Shape], skip: list[str], timer: Timer, size: int) -> list[Task]:
+    """Return all rows: the bandwidth, then at every shape our formats, selection, and other implementations."""
+    bandwidth = Bandwidth(timer, size)
+    rows = [Task({"part": PART, "bandwidth": "read and copy"}, bandwidth.row)]
+    for shape in shapes:
+        for name, build in CACHES.items():
+            rows.append(Task(shape.where(name), lambda s=shape, b=build: time_cache(s, b, timer, bandwidth)))
+        for step, call in STEPS.items():
+            rows.append(Task(shape.where(SELECT + step), lambda s=shape, c=call: time_step(s, c, timer)))
+        for name, prepare in PEERS.items():
+            if timer.device != "cpu" or name not in COMPILED:
+                rows.append(Task(shape.where(name), lambda s=shape, p=prepare: time_peer(s, p, timer, bandwidth)))
+    return [task for task in rows if not any(str(task.where.get("name")).split(":")[0] == name for name in skip)]
 
 
-def shapes(text: str) -> list[tuple[int, ...]]:
-    """Sizes joined by x, shapes by commas: `32768x1,131072x8`."""
+def shapes_of(text: str) -> list[Shape]:
+    """Parse shapes joined by commas, each context and batch joined by x: `32768x1,131072x8`."""
     try:
-        return [tuple(int(size) for size in shape.split("x")) for shape in text.split(",")]
-    except ValueError as error:
+        return [Shape(*(int(size) for size in shape.split("x"))) for shape in text.split(",") if text]
+    except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"shapes are like 32768x1,131072x8, got {text}") from error
 
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--shapes", type=shapes, default=shapes("32768x1,32768x8,32768x32,131072x1,131072x8,131072x32"))
-    parser.add_argument("--peers", action="store_true")
-    args = parser.parse_args()
-    if args.device == "cpu":
+    parser.add_argument("--shapes", type=shapes_of, default=shapes_of("131072x8,131072x1,32768x8,32768x1"))
+    parser.add_argument("--skip", type=lambda names: names.split(","), default=[], help="formats that are not timed")
+    options = parser.parse_args()
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    budget = Budget(args.seconds)
-    timer = Timer(args.device, 2 if args.small else ROUNDS)
+    timer = Timer(options.device, 2 if options.small else ROUNDS)
     with torch.no_grad():
-        bandwidth = read_bandwidth(timer, 2**20 if args.small else READ_BYTES)
-        emit(part="machine", read_gb_per_s=bandwidth / 1e6)
-        for context, batch in args.shapes:
-            if args.peers:
-                time_peers(context, batch, timer, budget)
-            else:
-                time_caches(context, batch, args.skip, timer, bandwidth, budget)
+        serve(tasks(options.shapes, options.skip, timer, 2**20 if options.small else READ_BYTES), options)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +25,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from benchmarks.cubin import disassemble, resource_usage  # noqa: E402
 from kvpress.kernels.attention.triton import coded, dense, merge, packed  # noqa: E402
 from kvpress.kernels.formats.packed import NARROW as NARROW_SCALES  # noqa: E402
 from kvpress.kernels.mass import triton as mass  # noqa: E402
@@ -41,7 +39,6 @@ CHIPS = (80, 90, 100, 120)
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Shared memory that one program may use, in bytes."""
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NARROW = {
     "int1 K32x1 V1x32 D128 M4": "32 rows of 16 bytes are 8 bytes for each of 64 threads",
     "int4 K1x16 V1x16 D256 M4 levels float8_e4m3fn": "32 rows in columns of 16 bytes are 8 bytes for each of 64 threads",
@@ -408,20 +405,14 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
     if variant.registers:
         options["maxnreg"] = variant.registers
     compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = os.path.join(folder, "kernel.cubin")
-        Path(cubin).write_bytes(compiled.asm["cubin"])
-        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
-        code = _run("nvdisasm", "-c", cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump reports no resource usage:\n{usage}")
+    registers, spills = resource_usage(compiled.asm["cubin"])
+    code = disassemble(compiled.asm["cubin"])
     body = main_loop(code) or instructions(code)
     loads = [line for line in body if re.match(r"(@\S+ )?(LDGSTS|LDG)\b", line)]
     kinds = [("LDGSTS" in line, ".128" in line) for line in loads]
     return Figures(
-        int(found[1]),
-        int(found[2]),
+        registers,
+        spills,
         compiled.metadata.shared,
         len(body),
         round(len(body) * variant.warps / variant.read_bytes, 3),
@@ -451,10 +442,6 @@ def main_loop(code: str) -> list[str]:
             if any("MUFU.EX2" in x for x in body):
                 loops.append(body)
     return min(loops, key=len, default=[])
-
-
-def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout  # noqa: S603
 
 
 def main() -> None:

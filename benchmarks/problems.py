@@ -17,6 +17,8 @@ from kvpress import kernels
 from kvpress.cache import memory
 from kvpress.kernels import STEP, Coded, Correction, Listed, Options, Packed, Ranges, Rotary, Rows, Where
 from kvpress.kernels.attention import reference as plain
+from kvpress.quant.hadamard import hadamard
+from kvpress.quant.rotated import SteppedRows
 
 Partial = tuple[Tensor, Tensor]
 KEY_GROUP, VALUE_GROUP = (32, 1), (1, 32)
@@ -249,6 +251,28 @@ def random_packed(
     scale = step * (0.75 + 0.5 * torch.rand(groups, generator=random, device=device))
     zero = -1.7 + 0.2 * torch.randn(groups, generator=random, device=device)
     return Packed(codes, scale.to(scales), zero.to(scales), bits, group)
+
+
+class Rotated(Stored):
+    """Codes drawn at random with one step per row, in a Hadamard basis, as `rotated` and `frontier` store pairs."""
+
+    def __init__(self, streams: Streams, bits: int, seed: int = 0) -> None:
+        super().__init__(streams)
+        device, random = streams.q.device, generator(streams.q.device, seed)
+        self.basis = kernels.Basis(rotation=hadamard(streams.dim, device))
+        shape, size = (streams.rows, streams.dim * bits // 8), 3.4 / (2**bits - 1)
+
+        def side() -> Packed:
+            codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random, device=device)
+            step = size * (0.75 + 0.5 * torch.rand(streams.rows, generator=random, device=device))
+            return SteppedRows(codes, step.half(), bits).operand()
+
+        self.rows = as_cached(Rows(side(), side(), key_basis=self.basis, value_basis=self.basis))
+
+    def reference(self, where: Where | None = None, log_weight: Tensor | None = None, **options: Any) -> Partial:
+        s, rows = self.streams, Rows(self.rows.keys, self.rows.values, log_weight)
+        out, lse = plain.decode(self.basis.enter(s.q, None), rows, where or s.where, s.options(**options))
+        return self.basis.leave(out, None), lse
 
 
 class Corrected(Uniform):

@@ -24,9 +24,7 @@ from benchmarks import (
     decode,
     frontier,
     gpu_parity,
-    gpu_parts,
     kernels_cpu,
-    kernels_gpu,
     openvino_prefill,
     overhead,
     prefill,
@@ -34,44 +32,23 @@ from benchmarks import (
     selection,
     tiers,
 )
-from benchmarks.gpu_parts import Budget
-from benchmarks.gpu_speed import CACHES
 from benchmarks.levels import levels_of, torch_held_to
 from benchmarks.machine import streamed_bytes
-from benchmarks.problems import Corrected, Coupled, Dense, Selected, Stored, Streams, Uniform, random_correction
+from benchmarks.problems import (
+    Corrected,
+    Coupled,
+    Dense,
+    Rotated,
+    Selected,
+    Stored,
+    Streams,
+    Uniform,
+    random_correction,
+)
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
 from tests.eval.engines import bundled_model
 from tests.kernels.compiler import NATIVE, needs_compiler
-
-
-@pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> kernels_gpu.Report:
-    report = kernels_gpu.Report(tmp_path_factory.mktemp("gpu") / "gpu.json", Budget(480))
-    assert kernels_gpu.run(kernels_gpu.DRY, report)
-    return report
-
-
-def test_dry_run_finds_everything(dry_run: kernels_gpu.Report) -> None:
-    record = dry_run.record
-    assert not record["ended early"]
-    assert all(check["passed"] and check["complete"] for check in record["parity"].values())
-    timed = {row["name"]: row for row in record["speed"] if "name" in row}
-    assert set(CACHES) <= set(timed)
-    assert not [row for row in timed.values() if "failed" in row]
-    generated = {row["name"]: row for row in record["generate"] if "median_ms" in row}
-    assert {"no press", "off", "kivi 4", "kivi 2", "snapkv", "quest"} <= set(generated)
-    assert generated["off"]["same_tokens"]
-    assert {name for name, _, _ in record["ratios"]} >= set(kernels_gpu.GOALS)
-    assert dry_run.out is not None
-    assert json.loads(dry_run.out.read_text()) == json.loads(json.dumps(record))
-
-
-def test_dry_run_prints_a_table(dry_run: kernels_gpu.Report, capsys: pytest.CaptureFixture[str]) -> None:
-    kernels_gpu.print_table(dry_run.record)
-    printed = capsys.readouterr().out
-    for name in [*CACHES, *kernels_gpu.GOALS, *gpu_parity.CHECKS]:
-        assert f"  {name}" in printed
 
 
 def test_host_time_is_shared_out_between_parts_that_ran() -> None:
@@ -81,105 +58,21 @@ def test_host_time_is_shared_out_between_parts_that_ran() -> None:
         assert min(found[name][part] for part in overhead.PARTS) > 0
 
 
-def finding(check: str, passed: bool = True) -> dict[str, Any]:
-    return {
-        "check": check,
-        "case": "one",
-        "error": 0.1 if passed else "RuntimeError: no",
-        "limit": 0.2,
-        "passed": passed,
-    }
-
-
-def test_a_check_that_fails_or_dies_stops_the_timing_of_what_needs_it() -> None:
-    assert {*CACHES, "compression"} == set(kernels_gpu.NEEDS)
-    findings = [finding(name) for name in gpu_parity.CHECKS if name != "pages"]
-    findings += [
-        {"check": name, "complete": True} for name in gpu_parity.CHECKS if name not in ("pages", "int2", "lookup")
-    ]
-    findings += [
-        finding("int4", passed=False),
-        finding("quantise", passed=False),
-        {"check": "lookup", "complete": False},
-    ]
-    parity = kernels_gpu.parity_of(findings)
-    assert [name for name, found in parity.items() if not found["passed"]] == ["int2", "int4", "pages", "quantise"]
-    assert not parity["lookup"]["complete"]
-    assert parity["int4"]["failures"] == {"one": "RuntimeError: no"}
-    assert kernels_gpu.untimed(parity) == ["int4", "int2", "select 1/16", "compression"]
-
-
-def test_ratios_compare_minima_at_one_shape() -> None:
-    def row(name: str, ms: float, context: int = 8, **more: float) -> dict[str, Any]:
-        return {"part": "speed", "context": context, "batch": 1, "name": name, "min_ms": ms, **more}
-
-    findings = [
-        row("dense", 2.0, bandwidth=0.5), row("int4", 1.0), row("torch sdpa", 3.0), row("flash-attn", 1.5),
-        row("kivi 4 bit", 0.1), row("int4", 1.0, context=16),
-        {"part": "speed", "context": 8, "batch": 1, "name": "int2", "failed": "no memory"},
-        {"part": "compression", "context": 8, "prefill_ms": 100.0, "score_ms": 1.0, "quantise_ms": 2.0},
-        {"part": "compression", "context": 9, "failed": "no memory"},
-        {"part": "machine", "read_gb_per_s": 1.0},
-    ]  # fmt: skip
-    assert list(kernels_gpu.ratios(findings)) == [
-        ("dense: share of read bandwidth", "8 x 1", 0.5),
-        ("dense vs best full-precision peer", "8 x 1", 0.75),
-        ("int4 vs dense", "8 x 1", 2.0),
-        ("score and quantise, share of prefill", "8 x 1", 0.03),
-    ]
-
-
-def test_a_part_that_dies_or_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_parts, "GRACE", 0.0)
-    findings, ended = gpu_parts.run_parts([("gpu_parity", ["--checks", "unknown"])], 60)
-    assert findings == []
-    assert ended == {"gpu_parity --checks unknown": "exit code 1: KeyError: 'unknown'"}
-    _, ended = gpu_parts.run_parts([("gpu_speed", ["--small"])], 0)
-    assert ended["gpu_speed --small"].startswith("took too long")
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "error"),
-    [
-        ([1.0, 2.0], [1.0, 4.0], 0.5),
-        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
-        ([1.0, 0.0], [1.0, -torch.inf], torch.inf),
-        ([1.0], [1.0, 2.0], torch.inf),
-        ([torch.nan, 1.0], [1.0, 1.0], None),
-        ([], [], 0.0),
-    ],
-)
-def test_error(found: list[float], expected: list[float], error: float | None) -> None:
-    got = gpu_parity.error(torch.tensor(found), torch.tensor(expected))
-    assert got == error if error is not None else got != got
-
-
-def test_a_case_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> Any:
-        raise RuntimeError("does not compile\nbecause")
-
-    def unwritten() -> Any:
-        return [torch.tensor([torch.nan])], [torch.zeros(1)]
-
-    cases = [gpu_parity.Case("first", 1.0, fail), gpu_parity.Case("second", 1.0, unwritten)]
-    monkeypatch.setitem(gpu_parity.CHECKS, "dense", lambda sizes, device: iter(cases))
-    gpu_parity.check("dense", gpu_parity.SMALL, "cpu", Budget(60))
-    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row["case"], row["passed"]) for row in findings[:-1]] == [("first", False), ("second", False)]
-    assert findings[0]["error"] == "RuntimeError: does not compile"
-    assert findings[-1] == {"check": "dense", "complete": True}
-    gpu_parity.check("dense", gpu_parity.SMALL, "cpu", Budget(0))
-    assert json.loads(capsys.readouterr().out) == {"check": "dense", "complete": False}
-
-
 STREAMS = Streams.random([33, 0, 200], 4, 64, torch.bfloat16, gap=5)
 SCALED = Coupled(STREAMS, bits=4, coupled=1, shared=True)
 
 
 @pytest.mark.parametrize(
     "cache",
-    [Dense(STREAMS), Uniform(STREAMS, 3, 4), Corrected(STREAMS, 2, chunk=50), Coupled(STREAMS, rotary=True), SCALED],
-    ids=["dense", "uniform", "corrected", "coupled", "row scales"],
+    [
+        Dense(STREAMS),
+        Uniform(STREAMS, 3, 4),
+        Corrected(STREAMS, 2, chunk=50),
+        Coupled(STREAMS, rotary=True),
+        SCALED,
+        Rotated(STREAMS, 2),
+    ],
+    ids=["dense", "uniform", "corrected", "coupled", "row scales", "rotated"],
 )
 def test_caches_meet_their_reference(cache: Stored) -> None:
     some = STREAMS.sample(4)

@@ -28,6 +28,9 @@ TILE_BYTES = 16 * 1024
 
 WARPS, STAGES = 4, 1
 
+MOST_QUERIES = 16
+"""Query rows of a tile: with more, sums for so many rows of labels leave the registers."""
+
 
 @triton.jit(do_not_specialize=["M", "width"])
 def _kernel(
@@ -107,11 +110,11 @@ def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, red
             D,
             0 if packed is None else packed.bits,
             padded(row_width),
-            min(64, padded(queries)),
+            min(MOST_QUERIES, padded(queries)),
             block,
             num_warps=WARPS,
             num_stages=STAGES,
-            maxnreg=registers(D),
+            maxnreg=registers(D, 0 if packed is None else packed.bits),
         )
     return out
 
@@ -121,6 +124,9 @@ def block_rows(row_width: int, element_bytes: int) -> int:
     return min(256, max(16, TILE_BYTES // (padded(row_width) * element_bytes)))
 
 
-def registers(channels: int) -> int | None:
-    """Registers per thread for so many channels: ptxas would spill from small tiles to run more of them."""
-    return 128 if channels <= 128 else None
+def registers(channels: int, bits: int = 0) -> int | None:
+    """Return the limit of registers per thread: ptxas would spill from small tiles to run more of them.
+
+    Many channels of dense rows, and fewer of codes that are unpacked into several tiles, need more than the limit.
+    """
+    return 128 if channels <= (32 if bits > 1 else 128) else None
