@@ -206,7 +206,8 @@ class Window:
         cursor = self.cursor_at(pads)
         if cursor.part is not None:
             return cursor.part
-        part = kernels.Part(self.rows(), kernels.Ranges(cursor.starts, cursor.lengths))
+        ranges = kernels.Ranges(cursor.starts, cursor.lengths, longest=self.capacity)  # lengths grow on the device
+        part = kernels.Part(self.rows(), ranges)
         if self.keys.is_contiguous() and self.values.is_contiguous():
             cursor.part = part
         return part

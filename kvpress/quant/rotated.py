@@ -113,7 +113,7 @@ class SteppedRows(Held):
             codes.append(kernels.pack((z + most / 2).to(torch.uint8), bits))
             steps.append(step[:, 0])
         step = torch.cat(steps)
-        limit = torch.finfo(torch.float16).max / max(1.0, most / 2)  # of steps, and of the zeros that they make
+        limit = torch.finfo(torch.float16).max / max(1.0, most / 2)  # decoded values are float16 on a GPU
         if len(step) and (found := float(step.detach().amax())) > limit:
             raise ValueError(
                 f"rotated holds the step of a row in float16, at most {limit:.0f} with {bits} bits, and keys or values here "
@@ -127,10 +127,9 @@ class SteppedRows(Held):
         return self.codes.shape[1] * 8 // self.bits
 
     def operand(self) -> kernels.Packed:
-        """As the operators take it."""
-        step = self.step[:, None]
-        zero = (step.float() * -((2**self.bits - 1) / 2)).half()
-        return kernels.Packed(self.codes, step, zero, self.bits, (1, self.channels))
+        """Return the rows as operators take them: they need no zeros, since m is the same for every row."""
+        middle = (2**self.bits - 1) / 2
+        return kernels.Packed(self.codes, self.step[:, None], None, self.bits, (1, self.channels), zero_point=middle)
 
 
 @dataclass(eq=False, repr=False)
