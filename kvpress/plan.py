@@ -43,7 +43,8 @@ class Plan:
 
     `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
     chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
-    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none.
+    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none. Generated pairs are counted
+    as a CPU encodes them; a GPU encodes them 256 at a time, and holds up to as many more of them dense.
     """
 
     total_bytes: int

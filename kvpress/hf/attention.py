@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.window import RealTokens
 from kvpress.hf.models import CACHE
-from kvpress.hf.requests import here
+from kvpress.hf.requests import Request, generated_behind, here
 from kvpress.observe.call import LayerCall, rotary_parts
 
 NAME = "kvpress"
@@ -84,10 +84,12 @@ class PressMask:
     stored: tuple[int, int] | None = None
     later: bool | None = None
 
-    def real(self, seen: int) -> RealTokens | None:
+    def real(self, call: LayerCall, request: Request | None) -> RealTokens | None:
         """Return which of the tokens seen are real, one object for all layers; None where nothing is padded."""
         if self.real_tokens is None and self.mask is not None:
-            self.real_tokens = RealTokens(self.mask[:, :seen])
+            seen = self.mask[:, : call.store.seen]
+            later = call.phase == "decode"
+            self.real_tokens = generated_behind(seen, request, call.cache) if later else RealTokens(seen)
         return self.real_tokens
 
     def native(self, keys: int) -> Any:
@@ -207,7 +209,7 @@ def attention(
     if static is not None:
         real = static.real_tokens
     else:
-        real = None if attention_mask is None else attention_mask.real(store.seen)
+        real = None if attention_mask is None else attention_mask.real(call, forward.request)
     call.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
     own = (

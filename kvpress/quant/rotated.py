@@ -37,7 +37,7 @@ class RotatedPress(QuantisingPress):
     a vector begins with the best one for Gaussian channels; then codes and step are fitted to each other by least squares. A
     pair takes 2 (bits D + 16) bits: every pair has a scale of its own, so that a prompt is encoded to its last pair. Where D
     is no power of two, H is made of blocks. The newest `residual_length` and the first `sinks` stay dense; while tokens are
-    generated, up to 31 more do.
+    generated, up to 31 more do, 255 on a GPU.
 
     Paper: none; of the kind of `TurboQuantPress`.
     Differs from the paper: from TurboQuant, a mean is subtracted; the matrix is that of Hadamard and the same everywhere, so
