@@ -112,10 +112,12 @@ def packed_variant(
     weighted: bool = False,
     floats: torch.dtype | None = None,
     row_scaled: bool = False,
+    centred: bool = False,
 ) -> Variant:
     """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels.
 
-    With `floats`, codes stand for levels and meet scales of that dtype without zeros; with `row_scaled`, keys have a factor.
+    With `floats`, codes stand for levels and meet scales of that dtype without zeros; with `row_scaled`, keys have a factor;
+    with `centred`, the middle code stands for zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
     most = packed.limits(2 * D, rank > 0 or outliers, floats is not None)
@@ -124,7 +126,7 @@ def packed_variant(
     value = packed.byte_chunks(D, bits, vg[1])
     narrow = 0 if floats is None else NARROW_SCALES.get(floats, 0)
     dtype = "u8" if narrow else dtype
-    parts = ("SCALE", "ZERO") if floats is None else ("SCALE",)
+    parts = ("SCALE", "ZERO") if floats is None and not centred else ("SCALE",)
     sides = {f"{side}{part}": dtype for side in ("KEY_", "VALUE_") for part in parts}
     pointers = {"Q": "bf16", "KEYS": "u8", "VALUES": "u8", "LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32", **sides}
     pointers["LISTED" if listed else "STARTS"] = "i64"
@@ -136,6 +138,7 @@ def packed_variant(
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
         "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
+        "K_POINT": (2**bits - 1) / 2 * centred, "V_POINT": (2**bits - 1) / 2 * centred,
     }  # fmt: skip
     for side in "KV":
         constants |= {f"{side}_RANK": rank, f"{side}_RP": packed.padded_rank(rank)}
@@ -146,6 +149,7 @@ def packed_variant(
     corrected += " weighted" if weighted else ""
     corrected += "" if floats is None else f" levels {str(floats).removeprefix('torch.')}"
     corrected += " rows scaled" if row_scaled else ""
+    corrected += " centred" if centred else ""
     scales = sum(len(parts) * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
@@ -254,9 +258,12 @@ def prefill_variant(dtype: str, D: int, block: int, *, columns: bool = False) ->
 
 def other_variants() -> Iterator[Variant]:
     """Merging, statistics of weights, and quantise-and-pack."""
-    floats = {"PARTS": "fp32", "PART_LSE": "fp32", "OUT": "fp32", "LSE": "fp32"}
-    constants: dict[str, Any] = {"DV": 128, "DVP": 128, "BLOCK": 16}
-    yield Variant("merge D128", merge._kernel, floats, constants, 16 * 129 * 4, streams=False)
+    for name, count, block in (("merge D128", 1, merge.SPLIT_BLOCK), ("merge 3 results D128", 3, 1)):
+        constants: dict[str, Any] = {"COUNT": count, "DV": 128, "DVP": 128, "BLOCK": block}
+        tuples: dict[str, tuple[str | None, ...]] = dict.fromkeys(("PARTS", "PART_LSES"), ("*fp32",) * count)
+        floats = {"OUT": "fp32", "LSE": "fp32"}
+        read_bytes = count * block * 129 * 4
+        yield Variant(name, merge._kernel, floats, constants, read_bytes, tuples=tuples, streams=False)
     for dtype, weighted in (("bf16", False), ("fp16", False), ("bf16", True)):
         pointers = {"Q": dtype, "KEYS": dtype, "QUERY_LSE": "fp32", "STARTS": "i64", "LENGTHS": "i64", "OUT": "fp32"}
         pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
@@ -314,6 +321,7 @@ def variants() -> Iterator[Variant]:
     for bits in (2, 4):
         yield packed_variant(bits, 128, 4, 64)
         yield packed_variant(bits, 128, 4, 128, key_group=(1, 128))
+        yield packed_variant(bits, 128, 4, 128, key_group=(1, 128), centred=True)
         yield packed_variant(bits, 128, 4, listed=True)
     yield packed_variant(4, 128, 16)
     yield packed_variant(4, 128, 4, weighted=True)

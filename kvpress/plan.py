@@ -40,21 +40,25 @@ class Geometry(ModelFacts):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and what was generated since.
+    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows and the tokens generated since.
 
-    `peak_bytes` are the most that the cache holds while the prompt is read at once, `chunked_peak_bytes` while it comes in
-    chunks: without `bounded(x)`, nothing is evicted before the last of them. `tail_bytes` are what pairs that fill
-    no tile of a codec take more than if they were encoded: a few pairs more, or fewer, leave none. `window_bytes` are those of
-    layers with a sliding window, which stay as they are.
+    Generated pairs are counted as a CPU encodes them; a GPU encodes 256 at a time, and holds up to as many more of them dense.
     """
 
     total_bytes: int
+    """Held bytes."""
     uncompressed_bytes: int
+    """Bytes of the full cache."""
     pairs_per_head: int
+    """Pairs that a head holds on average."""
     peak_bytes: int = 0
+    """Peak bytes while the prompt is read in one pass."""
     chunked_peak_bytes: int = 0
+    """Peak bytes while it is read in chunks; only `bounded(x)` evicts before the last chunk."""
     tail_bytes: int = 0
+    """Bytes saved if pairs that fill no tile of a codec were encoded too."""
     window_bytes: int = 0
+    """Bytes of layers with a sliding window, which stay as they are."""
 
     @property
     def shrinking(self) -> float:

@@ -39,8 +39,16 @@ def test_presses_that_watch_every_token_are_refused(spec: str) -> None:
     refused(model_of("llama"), kvpress.get_press(spec), "watches every generated token.*capture=False")
 
 
-def test_positions_that_change_on_the_host_are_refused() -> None:
-    settings = {**COMMON, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+LONGROPE = {
+    "short_factor": [1.0] * (COMMON["head_dim"] // 2),
+    "long_factor": [2.0] * (COMMON["head_dim"] // 2),
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("kind", "rest"), [("dynamic", {}), ("longrope", LONGROPE)])
+def test_positions_that_change_on_the_host_are_refused(kind: str, rest: dict[str, Any]) -> None:
+    settings = {**COMMON, "rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **rest}}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).eval()
     refused(model, kvpress.get_press("none"), "rotary embedding.*capture=False")
 

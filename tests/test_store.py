@@ -14,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kvpress.cache.attention import Logits
-from kvpress.cache.codec import Sealing
+from kvpress.cache.codec import DenseCodec, Sealing
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import KVStore
 from tests.codecs import CODECS, STEP
 
@@ -214,3 +216,30 @@ def test_sealed_pairs_stay_when_the_window_is_written_again(count: int) -> None:
     store.append(torch.full((1, 1, 3, DIM), -1.0), torch.full((1, 1, 3, DIM), -1.0))
     assert torch.equal(store.dense.keys, keys[0, 0])
     assert torch.equal(store.dense.values, keys[0, 0])
+
+
+def test_hidden_pairs_are_marked_where_the_layer_is() -> None:
+    """Where layers are spread over devices, the mask stays on that of the inputs; meta stands for another device."""
+    sealed = DenseSegment(torch.randn(6, 8), torch.randn(6, 8), Layout([3, 3]))
+    store = KVStore(*torch.empty(2, 1, 2, 0, 8, device="meta"))
+    assert store._hidden(sealed, torch.ones(1, 3, dtype=torch.bool)).device.type == "meta"
+
+
+@pytest.mark.parametrize(("group", "interval"), [(32, 256), (96, 288), (512, 512)])
+def test_a_gpu_seals_generated_tokens_in_larger_blocks(group: int, interval: int) -> None:
+    codec = DenseCodec(group, 0)
+    assert codec.interval(torch.device("cuda", 1)) == interval
+    assert codec.interval(torch.device("cpu")) == group
+
+
+def test_full_tiles_wait_for_the_end_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DenseCodec, "interval", lambda self, device: 3 * self.group)
+    store, codec, sealing = KVStore(*torch.empty(2, 1, 2, 0, 8)), DenseCodec(4, 2), Sealing(2)
+    store.append(*torch.randn(2, 1, 2, 10, 8))
+    store.settle(codec, sealing)
+    sealed = []
+    for _ in range(26):
+        store.append(*torch.randn(2, 1, 2, 1, 8))
+        store.settle(codec, sealing, wait=True)
+        sealed.append(sum(segment.layout.lengths[0] for segment in store.segments))
+    assert sealed == [8] * 11 + [20] * 12 + [32] * 3

@@ -56,3 +56,15 @@ def test_a_decode_step_waits_for_no_layer(spec: str, padded: bool, monkeypatch: 
                 model(tokens(2, 1, t), attention_mask=real, position_ids=at, past_key_values=cache)
     assert len(found) == len(set(found)), "read once per layer"
     assert padded or not found
+
+
+@pytest.mark.parametrize("spec", ["kivi:residual_length=0", "snapkv:0.5"])
+def test_in_generate_only_the_first_token_waits_for_the_mask(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([40, 26])
+    counts = []
+    for new in (3, 9):
+        with kvpress.get_press(spec)(model), waits(monkeypatch) as found:
+            model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        counts.append(sum("cache/window.py" in place for place in found))
+    assert counts[0] == counts[1]

@@ -193,7 +193,7 @@ class Attended(ABC):
         return received
 
     def _ranges(self, beside: Tensor) -> kernels.Ranges:
-        return kernels.Ranges(*self.layout.on(beside.device))
+        return kernels.Ranges(*self.layout.on(beside.device), longest=self.layout.longest)
 
 
 def options_of(logits: Logits) -> kernels.Options:

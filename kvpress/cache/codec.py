@@ -14,6 +14,9 @@ from torch import Tensor
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
+GPU_INTERVAL = 256
+"""Generated tokens between two sealings on a GPU at least: each one stalls it, and recorded steps are recorded anew."""
+
 WIDTH = "width"
 """Name of the per-pair array that says in how many bits a pair that waits to be encoded is to be held, 0 where nothing does."""
 
@@ -94,6 +97,10 @@ class Codec(ABC):
     def tile_size(self, first: bool) -> int:
         """Of how many pairs of a row the number is a multiple that is encoded, `first` of all or later."""
         return 1 if first and self.whole else self.group
+
+    def interval(self, device: torch.device) -> int:
+        """Return after how many generated tokens full tiles are looked for: `group`, and a multiple of it on a GPU."""
+        return -(-GPU_INTERVAL // self.group) * self.group if device.type == "cuda" else self.group
 
     def at(self, tokens: int) -> Codec:
         """Return the codec of a row whose prompt has so many tokens; another one where its format follows from that."""

@@ -74,6 +74,11 @@ class KVStore(Rollback):
         self.journal: list[Savepoint] | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where new pairs come, and are attended to."""
+        return self.window.keys.device
+
+    @property
     def settled_at(self) -> int | None:
         """Tokens seen when `settle` last looked for full tiles without waiting, None where it never did."""
         return self.settled[-1] if self.settled else None
@@ -195,7 +200,8 @@ class KVStore(Rollback):
 
     def _hidden(self, segment: Segment, mask: Tensor) -> Tensor:
         row = (segment.layout.stream_of_row // self.heads).to(mask.device)
-        return ~mask[row, segment.slots().to(mask.device).long()]
+        # The mask may lie where the model's inputs do, which is another device where layers are spread over several.
+        return ~mask[row, segment.slots().to(mask.device).long()].to(self.device)
 
     # -- sealing ---------------------------------------------------------------------------------------------
 
@@ -297,10 +303,10 @@ class KVStore(Rollback):
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
-        With `wait`, only every `codec.group` tokens: ragged streams would otherwise take turns at every token, and at such
+        With `wait`, only every `codec.interval` tokens: ragged streams would otherwise take turns at every token, and at such
         times all rows are looked at. What is encoded of a row, and when, depends on its own pairs alone.
         """
-        if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.group:
+        if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.interval(self.device):
             return
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)

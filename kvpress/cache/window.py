@@ -21,23 +21,46 @@ GROWTH = 16
 class RealTokens:
     """Which of the tokens seen are real, `real [B, seen]`.
 
-    Layers ask the same questions and each answer waits for the device, so answers are kept: a forward pass shares one
-    of these.
+    The number of pads in front of each row is read from the device once, and from `before` without waiting for it: real tokens
+    of an earlier pass that these continue, with nothing but real tokens behind. It answers every question where all other
+    tokens are real. Elsewhere each question waits, so answers are kept: all layers of a forward pass share one of these.
     """
 
-    def __init__(self, real: Tensor) -> None:
+    def __init__(self, real: Tensor, before: RealTokens | None = None) -> None:
         self.real = real
         self._counts: dict[int, list[int]] = {}
         self._pads: dict[tuple[int, int], list[int] | None] = {}
+        self._front: list[int] | None = None
+        self._has_holes = False
+        if before is not None and before.real.shape[0] == real.shape[0]:
+            self._front, self._has_holes = before._front, before._has_holes
+
+    def _in_front(self) -> list[int] | None:
+        """Return the pads in front of each row; None where tokens behind a real one are pads."""
+        if self._front is None and not self._has_holes:
+            pads, contiguous = _padding(self.real)
+            *counts, exact = torch.cat([pads, contiguous[None].to(pads.dtype)]).tolist()
+            self._front, self._has_holes = counts if exact else None, not exact
+        return self._front
+
+    @property
+    def unpadded(self) -> bool:
+        """Whether all tokens are real."""
+        pads = self._in_front()
+        return pads is not None and not any(pads)
 
     def counts(self, end: int) -> list[int]:
         """Real tokens of each row among the first `end`."""
+        if (pads := self._in_front()) is not None:
+            return [max(0, min(end, self.real.shape[1]) - pad) for pad in pads]
         if end not in self._counts:
             self._counts[end] = self.real[:, :end].sum(dim=1).tolist()
         return self._counts[end]
 
     def left_padding(self, first: int, length: int) -> list[int] | None:
         """Pads in front of each row of the `length` mask from `first`; None if there are holes elsewhere."""
+        if (in_front := self._in_front()) is not None:
+            return [min(max(0, pad - first), length) for pad in in_front]
         key = (first, length)
         if key not in self._pads:
             pads = left_padding(self.real[:, first : first + length])
@@ -206,7 +229,8 @@ class Window:
         cursor = self.cursor_at(pads)
         if cursor.part is not None:
             return cursor.part
-        part = kernels.Part(self.rows(), kernels.Ranges(cursor.starts, cursor.lengths))
+        ranges = kernels.Ranges(cursor.starts, cursor.lengths, longest=self.capacity)  # lengths grow on the device
+        part = kernels.Part(self.rows(), ranges)
         if self.keys.is_contiguous() and self.values.is_contiguous():
             cursor.part = part
         return part
@@ -295,9 +319,15 @@ def _empty(like: Tensor, capacity: int) -> Tensor:
 
 def left_padding(real: Tensor) -> Tensor | None:
     """Padding tokens `[B]` in front of each row of a mask `[B, n]`; None if there are holes elsewhere."""
+    pads, contiguous = _padding(real)
+    return pads if bool(contiguous) else None
+
+
+def _padding(real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pads `[B]` of each row of a mask `[B, n]`, and whether all stand in front, a bool on its device."""
     pads = (~real).sum(dim=1)
-    contiguous = torch.arange(real.shape[1], device=real.device) >= pads[:, None]
-    return pads if torch.equal(contiguous, real) else None
+    in_front = torch.arange(real.shape[1], device=real.device) >= pads[:, None]
+    return pads, (in_front == real).all()
 
 
 def owns_storage(tensor: Tensor) -> bool:

@@ -115,7 +115,8 @@ class Executor:
         found = [max(1, (step.schedule.every or 1) - store.since_eviction) for step in steps]
         if codec is not None:
             at = store.settled_at
-            found.append(1 if at is None else codec.group - (store.seen - at) % codec.group)
+            interval = codec.interval(store.device)
+            found.append(1 if at is None else interval - (store.seen - at) % interval)
         return min(found, default=None)
 
     def after_pass(self, done: Pass) -> None:

@@ -21,7 +21,7 @@ from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.readout import dense_pairs, why_unreadable
 from kvpress.cache.window import RealTokens
 from kvpress.hf.models import CACHE
-from kvpress.hf.requests import here
+from kvpress.hf.requests import Request, generated_behind, here
 from kvpress.observe.call import LayerCall, rotary_parts
 
 NAME = "kvpress"
@@ -85,13 +85,16 @@ class PressMask:
     stored: tuple[int, int] | None = None
     later: bool | None = None
 
-    def real(self, seen: int) -> RealTokens | None:
-        """Return the real ones of `seen` tokens, one object for all layers; None where nothing is padded."""
+    def real(self, call: LayerCall, request: Request | None) -> RealTokens | None:
+        """Return the real ones of the tokens seen, one object for all layers; None where nothing is padded."""
         if self.real_tokens is None and self.mask is not None:
-            if bool(self.mask.all()):
+            seen = self.mask[:, : call.store.seen]
+            later = call.phase == "decode"
+            real = generated_behind(seen, request, call.cache) if later else RealTokens(seen)
+            if real.unpadded:
                 self.mask = None
             else:
-                self.real_tokens = RealTokens(self.mask[:, :seen])
+                self.real_tokens = real
         return self.real_tokens
 
     def native(self, keys: int) -> Any:
@@ -211,7 +214,7 @@ def attention(
     if static is not None:
         real = static.real_tokens
     else:
-        real = None if attention_mask is None else attention_mask.real(store.seen)
+        real = None if attention_mask is None else attention_mask.real(call, forward.request)
     call.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
     own = (

@@ -22,7 +22,7 @@ from kvpress.hf.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
 from kvpress.hf.checks import setting, takes_back
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import CACHE, arguments_of
-from kvpress.hf.requests import Forward, Request, as_pass, here, leave_inference_mode
+from kvpress.hf.requests import Forward, Request, as_pass, generated_behind, here, leave_inference_mode
 from kvpress.hf.running import Running
 from kvpress.observe.call import LayerCall
 
@@ -76,7 +76,11 @@ class CapturedForward(threading.local):
         """Read one token per row, by a recorded step where there is one."""
         self._admit(arguments[CACHE])
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
-        real = None if mask is None else RealTokens(mask.to(ids.device, torch.bool))
+        real = (
+            None
+            if mask is None
+            else generated_behind(mask.to(ids.device, torch.bool), self._request(), arguments[CACHE])
+        )
         cursors = self._cursors(stores, real)
         if cursors is None:
             return self.forward(**arguments, attention_mask=mask)
@@ -139,7 +143,7 @@ class CapturedForward(threading.local):
         """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""
         cursors = []
         for plan, store in zip(self.session.layers.values(), stores, strict=True):
-            cursor = store.ready(real, SPARE if plan.codec is None else min(SPARE, plan.codec.group))
+            cursor = store.ready(real, SPARE if plan.codec is None else min(SPARE, plan.codec.interval(store.device)))
             if cursor is None:
                 return None
             cursors.append(cursor)
@@ -165,7 +169,8 @@ def check_capture(session: Running) -> None:
         raise ValueError(f"{press} watches every generated token, which a replayed step cannot show; use capture=False")
     if session.executor.follows("decode"):
         raise ValueError(f"{press} acts on whole passes while tokens are generated; use capture=False")
-    if "dynamic" in str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", "")):
+    kind = str(getattr(getattr(session.decoder, "rotary_emb", None), "rope_type", ""))
+    if "dynamic" in kind or "longrope" in kind:
         raise ValueError(f"the rotary embedding of {name} changes with the length on the host; use capture=False")
     if "position_ids" not in inspect.signature(session.model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so its positions are set on the host; use capture=False")

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from kvpress.cache.guard import lock_of
 from kvpress.cache.held import moved
+from kvpress.cache.window import RealTokens
 from kvpress.hf.checks import wants_weights
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import cache_place
@@ -39,7 +40,8 @@ class Request:
     seen before. Without a `session` it is none of a press, and without `owns_cache` no block can say that the cache is its own.
     With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it.
     `grids` are the arguments that tell those of the prompt's pictures, which `generate` does not hand to the model. So
-    many rows in a row as `copies` says are the same prompt, for beams and for several answers to one prompt.
+    many rows in a row as `copies` says are the same prompt, for beams and for several answers to one prompt. `real_tokens` are
+    those that a pass over generated tokens has seen, which later passes continue.
     """
 
     model: Any
@@ -52,10 +54,22 @@ class Request:
     prompt: Tensor | None = None
     grids: dict[str, Any] = field(default_factory=dict)
     copies: int = 1
+    real_tokens: RealTokens | None = None
 
     def is_of(self, cache: Any) -> bool:
         """Whether a cache is the one that the call is about."""
         return self.cache is None or self.cache is cache
+
+
+def generated_behind(mask: Tensor, request: Request | None, cache: Any) -> RealTokens:
+    """Return the real tokens of `mask [B, seen]` in a pass over generated tokens, which are all real.
+
+    Passes of one call of `generate` continue each other's, so that only the first one waits for the device.
+    """
+    if request is None or not request.is_of(cache):
+        return RealTokens(mask)
+    request.real_tokens = RealTokens(mask, request.real_tokens)
+    return request.real_tokens
 
 
 @dataclass(eq=False)

@@ -143,6 +143,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out, _ = parts[0]
     if launch.available(out):
         return attention_cpu.merge(parts)
+    if device.available(out):
+        from kvpress.kernels.attention.triton.merge import merge_results
+
+        return merge_results(parts)
     return attention_reference.merge(parts)
 
 

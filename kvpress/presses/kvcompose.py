@@ -126,7 +126,7 @@ class _Received:
         count = torch.tensor(lengths, device=keys.device)
         rows, where = (
             kernels.Rows(kernels.Dense(keys), kernels.Dense(values)),
-            kernels.Ranges(count.cumsum(0) - count, count),
+            kernels.Ranges(count.cumsum(0) - count, count, longest=max(lengths)),
         )
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
         queries = group_queries(call.queries, store.heads).unflatten(1, (-1, new))

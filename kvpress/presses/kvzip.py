@@ -257,7 +257,7 @@ class _Scores:
             sinks = call.sinks.float().view(store.heads, groups, 1).expand(-1, -1, new).reshape(store.heads, -1)
             sinks = sinks.repeat(store.batch, 1)
         rows = kernels.Rows(kernels.Dense(keys), kernels.Dense(values))
-        where = kernels.Ranges(count.cumsum(0) - count, count)
+        where = kernels.Ranges(count.cumsum(0) - count, count, longest=max(lengths))
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
         with_sinks = replace(options, sinks=sinks)
         if not self.plus:

@@ -60,8 +60,8 @@ class BlockGTQPress(CalibratedPress):
 
     `calibration` is a file made by `kvpress calibrate --method block_gtq`, which serves all bits; the bundled reference
     model's is found without it. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
-    file of them. The newest `residual_length` pairs, up to 31 more, and the first `sinks` stay dense; `skip_layers` are left
-    dense.
+    file of them. The newest `residual_length` pairs, up to 31 more (255 on a GPU), and the first `sinks` stay dense;
+    `skip_layers` are left dense.
 
     Paper: Liang et al., RoPE-Aware Bit Allocation for KV-Cache Quantization (Block-GTQ), 2026, arXiv:2606.24033.
     Differs from the paper: steps of a channel are even, so that digits can be read one by one, where its levels are those of

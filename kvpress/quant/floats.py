@@ -62,7 +62,7 @@ class FP8Press(FloatPress):
 
     Every code has three bits of mantissa whatever its magnitude, so that small channels beside a loud one keep their relative
     precision. The newest `residual_length` pairs of every head and its first `sinks` stay as they are, and while tokens are
-    generated up to 31 more do; `skip_layers` are left dense.
+    generated up to 31 more do, 255 on a GPU; `skip_layers` are left dense.
 
     Paper: Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433, which defines the numbers.
     Differs from the paper: it stores weights and activations with one scale for a tensor; here every token of a head has
@@ -86,7 +86,7 @@ class NVFP4Press(FloatPress):
 
     That is 4.5 bits per value. t is chosen for the pairs of a head that are encoded first, such that later ones may be 16 times
     larger before they are cut off. The newest `residual_length` pairs of every head and its first `sinks` stay as they are,
-    and while tokens are generated up to 31 more do; `skip_layers` are left dense.
+    and while tokens are generated up to 31 more do, 255 on a GPU; `skip_layers` are left dense.
 
     Paper: none; the format of the name, as accelerators define it.
     Differs from the paper: t belongs to a head of a sequence, not to a tensor of a calibrated model.
@@ -109,7 +109,7 @@ class MXFP4Press(FloatPress):
 
     That is 4.25 bits per value. What exceeds 6 s, at most a quarter of the largest value, is cut off, as the format says. The
     newest `residual_length` pairs of every head and its first `sinks` stay as they are, and while tokens are generated up to
-    31 more do; `skip_layers` are left dense.
+    31 more do, 255 on a GPU; `skip_layers` are left dense.
 
     Paper: Rouhani et al., Microscaling Data Formats for Deep Learning, 2023, arXiv:2310.10537.
     Differs from the paper: halves between two codes go to the smaller one, not to the even one.

@@ -30,7 +30,7 @@ class SAWInt4Press(QuantisingPress):
     head. `group_size` neighbouring channels share a scale and a zero, those of a whole head by default. No pair needs
     another one to be read, so pages of a serving engine can hold them as they are. `bits` is one number, a pair (keys,
     values), a list with either for every layer, or a file of them. The newest `residual_length` pairs of every head and its
-    first `sinks` stay as they are, and while tokens are generated up to 31 more do. `skip_layers` are left dense.
+    first `sinks` stay as they are, and while tokens are generated up to 31 more do, 255 on a GPU. `skip_layers` are left dense.
 
     Paper: SAW-INT4, 2026, arXiv:2604.19157; after a summary of it.
     Differs from the paper: how it cuts a head into blocks and groups was not read, so both are settings; other widths

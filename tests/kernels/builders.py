@@ -85,6 +85,18 @@ def quantise(x: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype = 
     return side, values
 
 
+def quantise_centred(
+    x: Tensor, bits: int, width: int | None = None, dtype: torch.dtype = torch.float16
+) -> tuple[Packed, Tensor]:
+    """Round to even steps around zero with one step for `width` channels of a row; else as `quantise`."""
+    blocks, middle = x.unflatten(1, (-1, width or x.shape[1])), (2**bits - 1) / 2
+    scale = (blocks.abs().amax(2, keepdim=True) / middle).to(dtype)
+    codes = (blocks / scale.float().clamp_min(1e-8) + middle).round().clamp(0, 2 * middle)
+    values = ((codes - middle) * scale.float()).flatten(1)
+    packed = pack(codes.flatten(1).to(torch.uint8), bits)
+    return Packed(packed, scale[..., 0].contiguous(), None, bits, (1, blocks.shape[2]), zero_point=middle), values
+
+
 def correction(
     rows: int, dim: int, rank: int, density: float, chunk_rows: int = 37, dtype: torch.dtype = torch.float16
 ) -> tuple[Correction, Tensor]:

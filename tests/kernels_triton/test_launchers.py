@@ -21,8 +21,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.jit import KernelInterface
 
+from kvpress.kernels.attention.triton import coded as coded_kernel
+from kvpress.kernels.attention.triton import dense as dense_kernel
 from kvpress.kernels.attention.triton import merge
+from kvpress.kernels.attention.triton import packed as packed_kernel
 from kvpress.kernels.quantisation import triton as quantisation
+from kvpress.kernels.triton.grid import WITHOUT_DEVICE
 
 R, N, M, D = 4096, 8, 4, 64
 
@@ -92,6 +96,12 @@ def coded() -> Rows:
     return Rows(replace(side, rotary=angles), side, torch.empty(R), **bases())
 
 
+def flat() -> Rows:
+    """Rows of codes in one book, without options."""
+    side = Coded(torch.empty(R, D // 4, dtype=torch.uint8), torch.empty(1, D // 4, 256, 4), 8)
+    return Rows(side, side)
+
+
 def attend(rows: Rows, where: Where) -> None:
     kernels.decode(queries(), rows, where, Options(0.1, softcap=3.0, sinks=torch.empty(N, M)))
 
@@ -118,6 +128,70 @@ def test_operators_do_not_read_tensors(name: str, grids: list[tuple[Any, ...]]) 
     OPERATORS[name]()
     assert grids
     assert all(isinstance(size, int) and size > 0 for grid in grids for size in grid)
+
+
+MOST_X, MOST_Y = 2**31 - 1, 65535
+"""Programs that a CUDA grid has at most in its first dimension and in the two others."""
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 32, 131072), (16, 8, 32768), (64, 8, 16384)])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_grids_of_large_caches_fit(
+    batch: int, heads: int, tokens: int, bounded: bool, grids: list[tuple[Any, ...]]
+) -> None:
+    streams, stored = batch * heads, batch * heads * tokens
+    q, rows = torch.empty(streams, M, D, dtype=torch.bfloat16), torch.empty(stored, D, dtype=torch.bfloat16)
+    where = Ranges(*torch.empty(2, streams, dtype=torch.int64), longest=tokens if bounded else None)
+    kernels.column_mass(q, Rows(Dense(rows), Dense(rows)), where, Options(0.1))
+    kernels.label_scores(q, Dense(rows), where, capacity=tokens)
+    assert grids
+    for x, *others in grids:
+        assert x <= MOST_X
+        assert all(size <= MOST_Y for size in others)
+    if bounded:
+        assert (tokens // 64, streams) in grids  # a program for each block of keys, none past the longest stream
+
+
+def launched(rows: Rows, streams: int, longest: int | None, grids: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Grids of one decode over streams of at most so many rows."""
+    where = Ranges(*torch.empty(2, streams, dtype=torch.int64), longest=longest)
+    kernels.decode(torch.empty(streams, M, D, dtype=torch.bfloat16), rows, where, Options(0.1))
+    return grids
+
+
+def test_a_short_window_is_not_split_and_not_merged(grids: list[tuple[Any, ...]]) -> None:
+    assert launched(Rows(Dense(data()), Dense(data())), N, 64, grids) == [(N, 1, 1)]
+
+
+def test_splits_are_no_more_than_the_longest_stream_can_use(grids: list[tuple[Any, ...]]) -> None:
+    assert launched(Rows(Dense(data()), Dense(data())), 1, 512, grids) == [(1, 4, 1), (M,)]
+
+
+def stepped() -> Rows:
+    return Rows(packed((1, D)), packed((1, D)))
+
+
+RESIDENT = {
+    "dense": (dense_kernel.RESIDENT, lambda: Rows(Dense(data()), Dense(data()))),
+    "packed": (packed_kernel.RESIDENT, stepped),
+    "coded": (coded_kernel.RESIDENT, flat),
+}
+
+
+@pytest.mark.parametrize("kind", RESIDENT)
+@pytest.mark.parametrize("streams", [2, 3])
+def test_all_splits_run_at_once(kind: str, streams: int, grids: list[tuple[Any, ...]]) -> None:
+    resident, make = RESIDENT[kind]
+    (_, splits, _), merged = launched(make(), streams, None, grids)
+    assert splits == resident * WITHOUT_DEVICE // streams
+    assert merged == (streams * M,)
+
+
+def test_results_of_parts_are_merged_in_one_launch(grids: list[tuple[Any, ...]]) -> None:
+    rows = Rows(Dense(data()), Dense(data()))
+    parts = [kernels.Part(rows, replace(ranges(), longest=64)) for _ in range(3)]
+    kernels.decode_parts(queries(), parts, Options(0.1))
+    assert grids == [(N, 1, 1)] * 3 + [(N * M,)]
 
 
 def test_scores_are_of_the_width_that_is_given_and_need_no_value_for_it(grids: list[tuple[Any, ...]]) -> None:

@@ -12,7 +12,7 @@ from kvpress.cache.attention import Logits, attend
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.kernels import unpack
+from kvpress.kernels import Packed, unpack
 from kvpress.kernels.cpu import build, launch
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.rotated import CentredCodec, RotatedSegment, SteppedRows
@@ -55,8 +55,7 @@ def test_what_is_read_is_the_formula(bits: int, dim: int) -> None:
             torch.testing.assert_close(step, (y * own).sum(1, True) / own.square().sum(1, True), atol=0, rtol=1e-3)
             nearest = (y / step + most / 2).round().clamp(0, most) - most / 2
             assert (nearest != own).double().mean() < (0.2 if bits == 8 else 0.06)
-            zero = (-step * most / 2).half().double()  # held as such, so that kernels fold it like a scale
-            expected = (step * (own + most / 2) + zero) @ matrix + centre
+            expected = (step * own) @ matrix + centre
             torch.testing.assert_close(decoded[rows].double(), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -180,3 +179,16 @@ def test_rows_whose_step_does_not_fit_are_refused(bits: int) -> None:
     assert bool(encode(0.99 * unit * rows).operand().read(torch.arange(40)).isfinite().all())
     with pytest.raises(ValueError, match=f"at most {limit:.0f} with {bits} bits, and keys or values .* use kivi"):
         encode(1.02 * unit * rows)
+
+
+def test_an_operand_holds_no_tensor_of_its_own_and_is_kept_for_the_next_token() -> None:
+    segment = CentredCodec((2, 4), 0).encode(pairs([40, 70]), Sealing(2))
+    assert isinstance(segment, RotatedSegment)
+    first = segment.as_rows()
+    assert first is not None
+    assert segment.as_rows() is first
+    for side, stored in ((first.keys, segment.keys), (first.values, segment.values)):
+        assert isinstance(side, Packed)
+        assert side.zero is None
+        assert side.scale.data_ptr() == stored.step.data_ptr()
+        assert side.codes.data_ptr() == stored.codes.data_ptr()

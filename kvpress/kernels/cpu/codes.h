@@ -38,6 +38,9 @@ struct Planes {
   int count = 1;
 };
 
+// Whether decoded values differ from code times scale by a zero of the group or by the zero point.
+inline bool has_zeros(const Rows& side) { return side.zero || side.zero_point != 0; }
+
 // Rows of one side; knows which row of scale and zero belongs to which row of codes.
 class PackedRows {
  public:
@@ -159,9 +162,10 @@ class PackedRows {
     const S* scale = static_cast<const S*>(side_.scale) + group * scales_per_row();
     const int channels = int(side_.channels), width = int(side_.group_channels);
     if (!side_.zero) {
+      const float point = float(side_.zero_point);
       for (int g = 0; g * width < channels; ++g) {
         const float s = to_float(scale[g]);
-        for (int c = g * width; c < (g + 1) * width; ++c) out[c] *= s;
+        for (int c = g * width; c < (g + 1) * width; ++c) out[c] = (out[c] - point) * s;
       }
       return;
     }

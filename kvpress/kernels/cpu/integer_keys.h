@@ -15,7 +15,7 @@ class IntegerKeys {
 
  public:
   static bool fits(const Rows& side) {
-    const bool numbers = side.dtype == kFloat16 && side.zero && !side.levels;
+    const bool numbers = side.dtype == kFloat16 && !side.levels && (side.zero || by_row(side));
     if (kWholeFactors && WholeCodes::plane_of(side).bytes % 2) return false;  // pairs of factors begin at even channels
     return numbers && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
   }
@@ -35,6 +35,7 @@ class IntegerKeys {
         sums_(queries * kLanes),
         ones_(round_up(rows.side().channels, 2 * kLanes)),
         by_row_(by_row(rows.side())),
+        zero_point_(float(rows.side().zero_point)),
         // So that no sum of products leaves 32 bits.
         range_(std::min(kIntRange, float(INT32_MAX / widest(rows.side().channels, codes_.plane().bits)))) {}
 
@@ -80,12 +81,13 @@ class IntegerKeys {
       });
       F unit = set1(unit_), offset = set1(1.f);
       if (by_row_) {
-        float scale[kLanes], zero[kLanes];
+        const f16* const zero = zeros();
+        float scale[kLanes], offsets[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const int64_t row = rows[std::min(first + i, count - 1)];
-          scale[i] = to_float(scales()[row]), zero[i] = to_float(zeros()[row]);
+          scale[i] = to_float(scales()[row]), offsets[i] = zero ? to_float(zero[row]) : scale[i] * -zero_point_;
         }
-        unit = mul(unit, load(scale)), offset = load(zero);
+        unit = mul(unit, load(scale)), offset = load(offsets);
       }
       for (int m = 0; m < queries_; ++m) {
         const F product = (F)__builtin_convertvector(load_words(sums_ + kLanes * m), Floats);
@@ -189,7 +191,7 @@ class IntegerKeys {
   Buffer<int32_t> sums_;
   Buffer<f16> ones_;
   const bool by_row_;
-  const float range_;
+  const float zero_point_, range_;
 };
 
 }  // namespace kvpress

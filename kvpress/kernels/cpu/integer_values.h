@@ -75,7 +75,7 @@ class IntegerValues {
  public:
   // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
   static bool fits(const Rows& side) {
-    if (side.dtype != kFloat16 || !side.zero || side.levels || side.group_rows != 1) return false;
+    if (side.dtype != kFloat16 || side.levels || side.group_rows != 1) return false;
     const Plane plane = WholeCodes::plane_of(side);
     for (int first = 0; first < side.channels; first += plane.bytes)
       for (int at = 0; at < plane.bytes; at += 16) {
@@ -93,7 +93,7 @@ class IntegerValues {
         columns_(groups_),
         halves_(kChunk * groups_ + 64),
         scale_(groups_ * kChunk),
-        zero_(groups_ * kChunk),
+        zero_(rows.side().zero ? groups_ * kChunk : 0),
         zero_sum_(queries * groups_),
         unit_(queries * groups_),
         bytes_(queries * 2 * groups_ * kChunk),
@@ -104,7 +104,7 @@ class IntegerValues {
     const int padded = round_up(chunk.count, 32);
     whole_.locate(chunk.rows, chunk.count, padded, codes_);
     transpose_scales(rows_.side().scale, chunk, padded, scale_);
-    transpose_scales(rows_.side().zero, chunk, padded, zero_);
+    if (rows_.side().zero) transpose_scales(rows_.side().zero, chunk, padded, zero_);
     for_query_tiles(queries_, [&](auto tile, int m) {
       for (int g = 0; g < groups_; ++g) fold<tile>(m, g, weights + m * kScoreStride, padded);
     });
@@ -157,9 +157,12 @@ class IntegerValues {
 
   // Weights times the scales of a group as factors of two bytes per row, and the weighted sum of its zeros. Factors count the
   // largest of these products: the largest weight may belong to a row of small scale, such as that of an attention sink.
+  // Zeros that are not stored are -zero_point * scale.
   template <int kQueries>
   void fold(int m, int g, const float* weights, int padded) {
-    const f16 *scale = scale_ + g * kChunk, *zero = zero_ + g * kChunk;
+    const bool stored = rows_.side().zero;
+    const f16 *scale = scale_ + g * kChunk, *zero = stored ? zero_ + g * kChunk : scale;
+    const float zero_factor = stored ? 1.f : -float(rows_.side().zero_point);
     F largest[4], zeros[4];
     unrolled<4>([&](auto i) KVPRESS_INLINE_LAMBDA { largest[i] = zeros[i] = set1(0.f); });
     for (int t = 0; t < padded; t += kLanes) {
@@ -177,7 +180,7 @@ class IntegerValues {
       const float top = std::max(max_lane(largest[i]), kSmallest);
       to_int[i] = set1(kIntRange / top);
       unit(g, m)[i] = top / kIntRange;
-      zero_sum_[(m + i) * groups_ + g] = sums[i];
+      zero_sum_[(m + i) * groups_ + g] = sums[i] * zero_factor;
     }
     const Factors to_factors;
     int8_t* const byte = bytes(g, m);

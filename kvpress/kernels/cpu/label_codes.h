@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with quantised labels, one scale and zero per label, straight from the packed codes.
+// Products of queries with quantised labels, one scale each and one zero or a common zero point, straight from the packed codes.
 #pragma once
 
 #include "products.h"
@@ -64,11 +64,9 @@ class CodedLabels {
         transpose(codes, size);
     }
     prefetch_row(codes + kAheadLabels * p_.stride, size * p_.stride);
-    for (const auto [from, to] : {std::pair(p_.scale, &scale_), std::pair(p_.zero, &zero_)}) {
-      const Elements numbers(from, p_.dtype);
-      numbers.prefetch(row + kAheadLabels, size);
-      numbers.read(row, size, *to);
-    }
+    read(p_.scale, row, size, scale_);
+    if (p_.zero) return read(p_.zero, row, size, zero_);
+    for (int t = 0; t < size; ++t) zero_[t] = scale_[t] * -float(p_.zero_point);
   }
 
   // Of the tile that begins with row t.
@@ -106,6 +104,13 @@ class CodedLabels {
   }
 
  private:
+  // One number of each label.
+  void read(const void* from, int64_t row, int size, float* to) const {
+    const Elements numbers(from, p_.dtype);
+    numbers.prefetch(row + kAheadLabels, size);
+    numbers.read(row, size, to);
+  }
+
   template <class Step>
   static KVPRESS_INLINE void for_vectors(Step&& step) {
     unrolled<kTileVectors>(step);

@@ -16,7 +16,7 @@ inline bool by_channel(const Rows& side) { return side.group_channels == 1 && si
 template <class Levels>
 inline bool levels_fit(const Rows& side) {
   constexpr bool kNumbers = std::is_same_v<Levels, Numbers>;
-  if (kNumbers != !side.levels || kNumbers != (side.zero != nullptr)) return false;
+  if (kNumbers != !side.levels || (!kNumbers && side.zero)) return false;
   return LevelKeys<Levels>::fits(side.bits, side.channels) && side.group_channels % 4 == 0;
 }
 
@@ -71,7 +71,7 @@ class PackedLevelKeys {
     group_ = -1;
     if (by_channel_) return;
     keys_.take(quads_, tiles());
-    if (!rows_.side().zero) return;
+    if (!has_zeros(rows_.side())) return;
     for (int i = 0; i < tiles() * groups_; ++i) {
       const Quad* const q = quads_ + i * width_;
       sums_[i] = sum([&](int c) { return q[c]; }, width_);
@@ -95,7 +95,7 @@ class PackedLevelKeys {
       fold(rows_.group(rows[0]));
     } else {
       scales_.read(rows, count, scale_, kRows);
-      if (rows_.side().zero) zeros_.read(rows, count, zero_, kRows);
+      if (has_zeros(rows_.side())) zeros_.read(rows, count, zero_, kRows);
     }
     for_query_tiles(queries_, [&](auto tile, int m) {
       float* out = scores + m * kScoreStride;
@@ -147,7 +147,7 @@ class PackedLevelKeys {
   void add_zeros(const Quad* sums, int i, float* out) const {
     for (int t = 0; t < kRows; t += kLanes) {
       F total = set1(0.f);
-      for (int g = 0; rows_.side().zero && g < groups_; ++g)
+      for (int g = 0; has_zeros(rows_.side()) && g < groups_; ++g)
         total = fma(set1(sums[g][i]), load(zero_ + g * kRows + t), total);
       store(out + t, total);
     }
@@ -191,14 +191,14 @@ class PackedLevelValues {
     rows_.locate(chunk.rows, count, round_up(count, kLanes), codes);
     values_.load(codes, count);
     scales_.read(chunk.rows, count, scale_, kChunk);
-    if (rows_.side().zero) zeros_.read(chunk.rows, count, zero_, kChunk);
+    if (has_zeros(rows_.side())) zeros_.read(chunk.rows, count, zero_, kChunk);
     for_query_tiles(queries_, [&](auto tile, int m) {
       for (int c = 0; c < channels; c += width) {
         for (int i = 0; i < tile; ++i) {
           const float* const weight = weights + (m + i) * kScoreStride;
           float* const out = acc + (m + i) * acc_stride + c;
           scale_weights(weight, scale_ + c / width * kChunk, count, weights_ + i * kScoreStride);
-          if (rows_.side().zero) add_zeros(weight, zero_ + c / width * kChunk, count, out);
+          if (has_zeros(rows_.side())) add_zeros(weight, zero_ + c / width * kChunk, count, out);
         }
         values_.template mix<tile>(weights_, count, c, c + width, acc + m * acc_stride, acc_stride, ahead);
       }

@@ -28,7 +28,7 @@ struct Correction {
 struct Rows {
   const void* data;          // dense [R, channels], or codes uint8 [R, channels * bits / 8]
   const void* scale;         // [R / group_rows, channels / group_channels]
-  const void* zero;          // same shape as scale, or null for zeros
+  const void* zero;          // same shape as scale, or null
   const int32_t* lengths;    // [groups]: rows of each group where these are not group_rows, or null
   int64_t channels;
   int64_t stride;            // elements (dense) or bytes (codes) between two rows
@@ -40,6 +40,7 @@ struct Rows {
   const void* levels;        // float16 [2^bits]: what each code stands for, or null where it is its number
   const void* row_scale;     // [R]: factor of the product of each key with a query, or null
   int64_t row_dtype;         // of row_scale
+  double zero_point;         // code that stands for 0 where there are neither `zero` nor `levels`
   Correction correction;
 };
 

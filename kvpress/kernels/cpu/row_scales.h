@@ -7,13 +7,23 @@
 
 namespace kvpress {
 
-// Scales of rows, or their zeros, as float32 by group: [groups, stride].
+// Scales of rows, or their zeros, as float32 by group: [groups, stride]. Zeros that are not stored are -zero_point * scale.
 class RowScales {
  public:
   explicit RowScales(const PackedRows& rows, bool zeros = false)
-      : rows_(rows), base_(zeros ? rows.side().zero : rows.side().scale), groups_(int(rows.scales_per_row())) {}
+      : rows_(rows),
+        base_(zeros && rows.side().zero ? rows.side().zero : rows.side().scale),
+        groups_(int(rows.scales_per_row())),
+        factor_(zeros && !rows.side().zero ? -float(rows.side().zero_point) : 1.f) {}
 
   void read(const int64_t* rows, int count, float* out, int stride) const {
+    read_stored(rows, count, out, stride);
+    for (int g = 0; factor_ != 1.f && g < groups_; ++g)
+      for (int t = 0; t < count; ++t) out[g * stride + t] *= factor_;
+  }
+
+ private:
+  void read_stored(const int64_t* rows, int count, float* out, int stride) const {
     switch (rows_.side().dtype) {
       case kFloat16:
         return read(static_cast<const f16*>(base_), rows, count, out, stride);
@@ -26,7 +36,6 @@ class RowScales {
     }
   }
 
- private:
   template <class S>
   void read(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
     if (rows_.side().group_rows == 1 && groups_ <= 4) {
@@ -93,6 +102,7 @@ class RowScales {
   const PackedRows& rows_;
   const void* const base_;
   const int groups_;
+  const float factor_;  // of what is stored
 };
 
 }  // namespace kvpress

@@ -11,7 +11,8 @@ struct Scores {
   const void* low;        // [R, D], or null for labels
   const void* high;       // [R, D], or codes of labels uint8 [R, D * bits / 8]
   const void* scale;      // [R] of codes, or null
-  const void* zero;       // [R]
+  const void* zero;       // [R], or null
+  double zero_point;      // code that stands for 0 where there are no zeros
   const int64_t* starts;  // [N]
   const int64_t* counts;  // [N]
   float* out;             // [N, most]

@@ -52,4 +52,4 @@ class Dense:
         return (data, None, None, None, data.shape[1], data.stride(0), DTYPES[data.dtype], *_UNUSED)
 
 
-_UNUSED = (0,) * 18
+_UNUSED = (0,) * 19

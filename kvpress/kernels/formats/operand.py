@@ -151,11 +151,14 @@ class Ranges:
         starts: int64 [N].
         lengths: int64 [N].
         stream: which stream's books, scales and shifts each one uses, int64 [N]; its own number by default.
+        longest: upper bound of all lengths, on the host, where it is known: grids on a GPU are no larger than it needs. Only
+            the reference refuses longer streams.
     """
 
     starts: Tensor
     lengths: Tensor
     stream: Tensor | None = None
+    longest: int | None = None
 
     def check(self, q: Tensor) -> None:
         """Refuse other shapes and devices than those of queries [N, M, D]."""
@@ -164,11 +167,18 @@ class Ranges:
         _check_index(self.stream, q)
         checks.same_device(q, self.starts, self.lengths)
 
+    def most_rows(self, stored: int) -> int:
+        """Rows of a stream at most, of so many that are stored; nothing waits for the device."""
+        return stored if self.longest is None else min(stored, self.longest)
+
     def check_stored(self, rows: int) -> None:
-        """Refuse streams that leave the storage."""
+        """Refuse streams that leave the storage, or are longer than `longest`."""
+        most = self.most_rows(rows)
         for n, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
             if start < 0 or length < 0 or start + length > rows:
                 raise ValueError(f"stream {n} must lie in the {rows} stored rows, got {start} .. {start + length}")
+            if length > most:
+                raise ValueError(f"stream {n} must have at most longest={most} rows, got {length}")
 
     def numbers(self) -> list[Tensor]:
         """Row numbers of each stream, int64."""
@@ -194,6 +204,11 @@ class Listed:
     def lengths(self) -> Tensor:
         """How many rows each stream attends to, int64 [N]."""
         return self.counts
+
+    def most_rows(self, stored: int) -> int:
+        """Rows of a stream at most: the entries of its list, whatever is stored."""
+        del stored
+        return self.rows.shape[1]
 
     def check(self, q: Tensor) -> None:
         """Refuse other shapes and devices than those of queries [N, M, D]."""

@@ -7,8 +7,10 @@ usually (32, 1) for keys and (1, 32) for values:
     value[r, c] = code[r, c] * scale[r // gr, c // gc] + zero[r // gr, c // gc]      scale, zero [ceil(R / gr), D / gc]
 
 With ``group_lengths`` group g has so many rows instead of gr: rows that survived an eviction keep the group they were coded
-with. With ``levels`` a code stands for its level instead of its number, without ``zero`` nothing is added, and a key times
-its ``row_scale`` is what it decodes to.
+with. With ``levels`` a code stands for its level instead of its number, and a key times its ``row_scale`` is what it decodes
+to. Without ``zero``, values are even steps around one code, so that kernels read a scale only:
+
+    value[r, c] = (code[r, c] - zero_point) * scale[r // gr, c // gc]
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ class Packed:
         codes: uint8 [R, D * bits / 8].
         scale: float16 or float32 [ceil(R / gr), D / gc] for ``group = (gr, gc)``; without `zero` also float8_e4m3fn or
             float8_e8m0fnu, finite.
-        zero: as scale; None for zeros.
+        zero: as scale; None where no group has its own.
         bits: bits per code: 1, 2, 3, 4 or 8.
         group: rows and channels that share a scale.
         group_lengths: rows of each group where these are not gr, in order, int32 [groups]; their sum is R.
         correction: terms added to the decoded rows; none beside `row_scale`.
         levels: what each code stands for, float16 [2 ** bits].
         row_scale: factor of each row, float32, bfloat16 or float16 [R]; of keys only.
+        zero_point: code, whole or half, that stands for 0; 0 with `zero` or `levels`.
     """
 
     codes: Tensor
@@ -54,6 +57,7 @@ class Packed:
     correction: Correction | None = None
     levels: Tensor | None = None
     row_scale: Tensor | None = None
+    zero_point: float = 0.0
 
     name: ClassVar[str] = "packed"
 
@@ -75,7 +79,7 @@ class Packed:
             group = torch.searchsorted(self.group_lengths.cumsum(0), rows, right=True)
         codes = unpack(self.codes[rows], self.bits)
         values = codes.float() if self.levels is None else self.levels.float()[codes.long()]
-        values = values * self._spread(self.scale, group)
+        values = (values - self.zero_point) * self._spread(self.scale, group)
         if self.zero is not None:
             values = values + self._spread(self.zero, group)
         if self.row_scale is not None:
@@ -118,6 +122,7 @@ class Packed:
         checks.shape(f"{name}.scale", self.scale, (groups, channels // group_channels), *scales)
         checks.contiguous(f"{name}.codes", self.codes)
         checks.contiguous(f"{name}.scale", self.scale)
+        self._check_zero_point(name)
         if self.zero is not None:
             checks.shape(f"{name}.zero", self.zero, tuple(self.scale.shape), self.scale.dtype)
             checks.contiguous(f"{name}.zero", self.zero)
@@ -131,6 +136,14 @@ class Packed:
             if self.row_scale is not None:
                 raise ValueError(f"{name} must have a correction or a row_scale, not both")
             self.correction.check(f"{name}.correction", rows, channels)
+
+    def _check_zero_point(self, name: str) -> None:
+        """Refuse a code that is none, and one that zeros or levels contradict."""
+        point, most = self.zero_point, 2**self.bits - 1
+        if not (0 <= point <= most and float(2 * point).is_integer()):
+            raise ValueError(f"{name}.zero_point must be a whole or half number in [0, {most}], got {point}")
+        if point and (self.zero is not None or self.levels is not None):
+            raise ValueError(f"{name}.zero_point must be 0 with zeros or levels, got {point}")
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
         """Refuse streams whose rows name groups or corrections that are not stored."""
@@ -149,4 +162,5 @@ class Packed:
         correction = NOTHING if self.correction is None else self.correction.fields()
         where = (self.codes, scale, self.zero, self.group_lengths)
         groups = (group_rows, group_channels, scale.shape[0])
-        return (*where, *shape, *groups, self.levels, self.row_scale, row_dtype, *correction)
+        rest = (self.levels, self.row_scale, row_dtype, float(self.zero_point))
+        return (*where, *shape, *groups, *rest, *correction)

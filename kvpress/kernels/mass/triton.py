@@ -30,9 +30,10 @@ def _kernel(
     Q, KEYS, QUERY_LSE, STARTS, LENGTHS, LOG_WEIGHT, OUT, key_stride, M, causal, scale, softcap,
     STATISTIC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    n = tl.program_id(1).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
     length = tl.load(LENGTHS + n).to(tl.int32)
-    i = tl.program_id(1) * BN + tl.arange(0, BN)
+    first_key = tl.program_id(0) * BN
+    i = first_key + tl.arange(0, BN)
     d = tl.arange(0, DP)
     live, live_d = i < length, d < D
     row = tl.load(STARTS + n) + i
@@ -40,7 +41,7 @@ def _kernel(
     out = tl.zeros([BN], tl.float32)
     if LOG_WEIGHT is not None:
         log_weight = tl.load(LOG_WEIGHT + row, mask=live, other=0.0) * online.LOG2E
-    queries = tl.where(tl.program_id(1) * BN < length, M, 0)  # blocks past the end of the stream have nothing to do
+    queries = tl.where(first_key < length, M, 0)  # blocks past the end of the stream have nothing to do
     for first in tl.range(0, queries, BM):
         m = first + tl.arange(0, BM)
         live_m = m < M
@@ -82,8 +83,9 @@ def receive(
         lse = (lse - query_weight.log()).masked_fill(query_weight == 0, float("-inf"))
     streams, queries, D = q.shape
     out = q.new_zeros(rows.count, dtype=torch.float32)
-    if streams and rows.count:
-        _kernel[(streams, -(-rows.count // BLOCK))](
+    blocks = -(-where.most_rows(rows.count) // BLOCK)
+    if streams and blocks:
+        _kernel[(blocks, streams)](
             q.contiguous(),
             keys,
             lse.contiguous(),

@@ -6,7 +6,8 @@ Scores are neither scaled nor capped, which changes no order.
     bounds[n, p] = max over m of sum over d of max(q[m, d] * low[p, d], q[m, d] * high[p, d])
     scores[n, r] = max or sum over m of q[m] . labels[r]
 
-Labels are stored as they are, or quantised with one scale and zero each, ``label[d] = code[d] * scale + zero``.
+Labels are stored as they are, or quantised with one scale each, and one zero or a zero point for all:
+``label[d] = code[d] * scale + zero``, or ``(code[d] - zero_point) * scale``.
 
 Both are float32 [N, capacity], where stream n has entries for its own pages or rows and -inf past them.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from kvpress.kernels import checks
 from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.operand import Ranges
-from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.formats.packed import NARROW, Packed
 
 LABEL_BITS = (1, 2, 4, 8)
 """Bits per channel of a quantised label."""
@@ -50,8 +51,10 @@ def check_labels(q: Tensor, labels: Dense | Packed, where: Ranges, reduce: str) 
         if tuple(labels.group) != (1, q.shape[2]):
             wanted = f"(1, {q.shape[2]}), one scale for each label"
             raise ValueError(f"labels.group must be {wanted}, got {tuple(labels.group)}")
-        if labels.zero is None or labels.levels is not None or labels.row_scale is not None:
-            raise ValueError("labels must have a scale and a zero, and neither levels nor a row_scale")
+        if labels.levels is not None or labels.row_scale is not None:
+            raise ValueError("labels must have neither levels nor a row_scale")
+        if labels.scale.dtype in NARROW:
+            raise ValueError(f"labels.scale must be float16 or float32, got {labels.scale.dtype}")
     labels.check("labels", labels.storage.shape[0], q.shape[2])
     where.check(q)
     checks.same_device(q, *labels.tensors())

@@ -37,9 +37,9 @@ def fields(
     """What `scores_problem.h` lists."""
     if reduce == "sum":  # of products: the product of the sum
         q = q.float().sum(1, keepdim=True)
-    stored, (scale, zero, bits) = high.storage, (None, None, 0)
+    stored, (scale, zero, zero_point, bits) = high.storage, (None, None, 0.0, 0)
     if isinstance(high, Packed):
-        scale, zero, bits = high.scale, high.zero, high.bits
+        scale, zero, zero_point, bits = high.scale, high.zero, float(high.zero_point), high.bits
     streams, queries, channels = q.shape
     return [
         q.contiguous(),
@@ -47,6 +47,7 @@ def fields(
         stored,
         scale,
         zero,
+        zero_point,
         where.starts.contiguous(),
         where.lengths.contiguous(),
         out,

@@ -4,7 +4,7 @@
 One program holds a block of rows and meets all queries of its stream, so rows are read once and the result needs no merge.
 There is no loop over rows to prefetch in: a block is small, and many programs in flight hide its latency. Products of
 16-bit rows run on tensor cores with float32 sums, with queries rounded to the dtype of the rows, as `dense` does; codes are
-float16, and their scale and zero enter the sum:  q . (c * s + z) = s * (q . c) + z * sum(q).
+float16, and their scale and zero enter the sum:  q . (c * s + z) = s * (q . c) + z * sum(q), without zeros with z = -s * point.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -36,12 +36,14 @@ MOST_QUERIES = 16
 def _kernel(
     Q, LOW, HIGH, SCALE, ZERO, STARTS, COUNTS, OUT, stride, M, width,
     REDUCE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POINT: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Elements of HIGH are channels, or with BITS the bytes of codes, of 8 // BITS parts each."""
     PARTS: tl.constexpr = 8 // BITS if BITS > 0 else 1
-    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
+    n = tl.program_id(1).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
     count = tl.load(COUNTS + n).to(tl.int32)
-    i = tl.program_id(1) * BN + tl.arange(0, BN)
+    first_row = tl.program_id(0) * BN
+    i = first_row + tl.arange(0, BN)
     d = tl.arange(0, DP)
     live, live_d = i < count, d < D // PARTS
     row = tl.load(STARTS + n) + i
@@ -51,9 +53,11 @@ def _kernel(
         low = tl.load(LOW + at, mask=live[None, :] & live_d[:, None], other=0)
     if BITS > 0:
         scale = tl.load(SCALE + row, mask=live, other=0.0).to(tl.float32)
-        zero = tl.load(ZERO + row, mask=live, other=0.0).to(tl.float32)
+        zero = -POINT * scale
+        if ZERO is not None:
+            zero = tl.load(ZERO + row, mask=live, other=0.0).to(tl.float32)
     out = tl.full([BN], -float("inf") if REDUCE == "max" else 0.0, tl.float32)
-    queries = tl.where(tl.program_id(1) * BN < count, M, 0)  # blocks past the end of the stream have nothing to do
+    queries = tl.where(first_row < count, M, 0)  # blocks past the end of the stream have nothing to do
     for first in tl.range(0, queries, BM):
         m = first + tl.arange(0, BM)
         live_m = m < M
@@ -94,7 +98,7 @@ def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, red
     block = block_rows(row_width, rows.element_size() * (1 if low is None else 2))
     out = q.new_empty(streams, capacity, dtype=torch.float32)
     if out.numel():
-        _kernel[(streams, -(-capacity // block))](
+        _kernel[(-(-capacity // block), streams)](
             q.contiguous(),
             None if low is None else low.data,
             rows,
@@ -112,6 +116,7 @@ def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, red
             padded(row_width),
             min(MOST_QUERIES, padded(queries)),
             block,
+            0.0 if packed is None else float(packed.zero_point),
             num_warps=WARPS,
             num_stages=STAGES,
             maxnreg=registers(D, 0 if packed is None else packed.bits),

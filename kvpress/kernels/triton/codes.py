@@ -98,16 +98,25 @@ def stand_for(code, LEVELS):
 
 
 @triton.jit
-def load_group(SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr, NARROW: tl.constexpr = 0):
-    """Scale and zero of groups of GC channels at (row group, channel); `NARROW` names the dtype of scales in eight bits."""
+def load_group(
+    SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr, NARROW: tl.constexpr, POINT: tl.constexpr
+):
+    """Scale and zero of groups of GC channels at (row group, channel); without zeros, those of the zero point."""
     at = group * (D // GC) + channel // GC
+    scale = load_scale(SCALE, at, live, NARROW)
+    if ZERO is None:
+        return scale, (scale * -POINT).to(scale.dtype)
+    else:
+        return scale, tl.load(ZERO + at, mask=live, other=0.0)
+
+
+@triton.jit
+def load_scale(SCALE, at, live, NARROW: tl.constexpr):
+    """The scales there; `NARROW` names the dtype of those in eight bits."""
     scale = tl.load(SCALE + at, mask=live, other=0)
     if NARROW != 0:
         scale = _from_byte(scale.to(tl.int32), NARROW)
-    if ZERO is None:
-        return scale, tl.zeros_like(scale)
-    else:
-        return scale, tl.load(ZERO + at, mask=live, other=0.0)
+    return scale
 
 
 @triton.jit

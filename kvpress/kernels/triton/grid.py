@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-WAVES = 4
-"""Programs per multiprocessor that a launch aims at; more than fit at once, because lengths are ragged."""
-
 MOST_SPLITS = 128
 TILE_BYTES = 32 * 1024
 """Key and value bytes of one pipeline stage: three stages fit into the shared memory of every supported chip."""
@@ -33,14 +30,24 @@ class Grid:
         return self.streams, self.splits, self.tiles
 
 
-def plan(q: torch.Tensor, capacity: int, block: int, least: int = 16, most: int = 64) -> Grid:
-    """Grid for queries [N, M, D] over streams of at most ``capacity`` rows that are read ``block`` rows at a time."""
+def plan(q: torch.Tensor, capacity: int, block: int, resident: int, least: int = 16, most: int = 64) -> Grid:
+    """Return the grid for queries [N, M, D] over streams of at most ``capacity`` rows.
+
+    Args:
+        q: the queries.
+        capacity: rows of the longest stream.
+        block: rows that a program reads at a time; a split reads at least two blocks.
+        resident: programs that fit on a multiprocessor at once. All splits run at once where streams do, so that none
+            begins when the others end.
+        least: query rows of a tile at least.
+        most: query rows of a tile at most.
+    """
     streams, queries = q.shape[:2]
     rows = min(most, padded(queries, least))
     tiles = -(-queries // rows)
-    wanted = -(-WAVES * _multiprocessors(q.device) // max(1, streams * tiles))
-    useful = -(-capacity // (2 * block))
-    return Grid(streams, max(1, min(wanted, useful, MOST_SPLITS)), tiles, rows)
+    fitting = resident * _multiprocessors(q.device) // max(1, streams * tiles)
+    useful = capacity // (2 * block)
+    return Grid(streams, max(1, min(fitting, useful, MOST_SPLITS)), tiles, rows)
 
 
 def padded(size: int, least: int = 16) -> int:

@@ -56,7 +56,7 @@ def update(logits, largest, total):
 @triton.jit
 def store_lse(LSE, at, live, largest, total):
     """Store the natural log-sum-exp, minus infinity where nothing was seen; return the factor that normalises outputs."""
-    seen = total > 0
+    seen = total != 0  # NaN is not nothing: it stays NaN
     safe = tl.where(seen, total, 1.0)
     lse = (largest + tl.log2(safe) - LIFT) * LN2
     tl.store(LSE + at, tl.where(seen, lse, -float("inf")), mask=live)

@@ -11,7 +11,15 @@ import torch
 
 from kvpress.kernels import Listed, Options, Packed, Ranges, Rows, counters, decode, reset_counters
 from kvpress.kernels.attention import cpu, reference
-from tests.kernels.builders import assert_same_lse, dense, pack, quantise, relative_error, streams
+from tests.kernels.builders import (
+    assert_same_lse,
+    dense,
+    pack,
+    quantise,
+    quantise_centred,
+    relative_error,
+    streams,
+)
 from tests.kernels.compiler import LEVELS, needs_compiler
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
@@ -80,6 +88,48 @@ def test_every_level_reads_rows_of_every_width(level: str, bits: int, dim: int, 
             expected, expected_lse = reference.decode(*args)
             assert relative_error(out, expected) < LIMIT
             assert_same_lse(lse, expected_lse, LIMIT)
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("width", "scales"), [(None, torch.float16), (16, torch.float16), (None, torch.float32), (5, torch.float32)]
+)
+def test_a_zero_point_needs_no_zeros(level: str, bits: int, width: int | None, scales: torch.dtype) -> None:
+    s = streams([0, 5, 1100], 6, 80)
+    keys, _ = quantise_centred(outliers(s.rows, 80), bits, width, scales)
+    values, _ = quantise_centred(torch.randn(s.rows, 160), bits, width and 2 * width, scales)
+    for where, causal in ((s.where, 3), (s.listed(), 0)):
+        args = (s.q, Rows(keys, values, torch.randn(s.rows)), where, Options(0.1, softcap=4.0, causal=causal))
+        out, lse = cpu.decode(*args, level=level)
+        expected, expected_lse = reference.decode(*args)
+        assert relative_error(out, expected) < LIMIT
+        assert_same_lse(lse, expected_lse, LIMIT)
+
+
+def test_the_reference_reads_a_zero_point() -> None:
+    for bits, width in ((1, None), (3, 8), (8, None)):
+        side, exact = quantise_centred(torch.randn(70, 24), bits, width)
+        assert torch.equal(side.read(torch.arange(70)), exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_point": 16.0}, r"keys.zero_point must be a whole or half number in \[0, 15\], got 16.0"),
+        ({"zero_point": -0.5}, r"keys.zero_point must be .* got -0.5"),
+        ({"zero_point": 7.25}, r"keys.zero_point must be .* got 7.25"),
+        ({"zero": torch.zeros(8, 1).half()}, "keys.zero_point must be 0 with zeros or levels, got 7.5"),
+        ({"levels": torch.zeros(16).half()}, "keys.zero_point must be 0 with zeros or levels, got 7.5"),
+    ],
+)
+def test_zero_points_that_are_no_codes_are_refused(change: dict[str, Any], message: str) -> None:
+    side, _ = quantise_centred(torch.randn(8, 64), 4)
+    nothing = torch.zeros(1, dtype=torch.int64)
+    rows = Rows(replace(side, **change), side)
+    with pytest.raises(ValueError, match=message):
+        decode(torch.zeros(1, 1, 64), rows, Ranges(nothing, nothing), Options(0.1))
 
 
 @needs_compiler

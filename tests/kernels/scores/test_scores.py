@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpress.kernels import Dense, Packed, Ranges, counters, label_scores, page_bounds, reset_counters
 from kvpress.kernels.scores import cpu, reference
 from kvpress.kernels.scores.contract import LABEL_BITS
-from tests.kernels.builders import Streams, quantise, relative_error, streams
+from tests.kernels.builders import Streams, quantise, quantise_centred, relative_error, streams
 from tests.kernels.compiler import LEVELS, needs_compiler
 from tests.pairwise import every_pair
 
@@ -88,6 +88,18 @@ def test_quantised_labels_keep_their_error_bound(
     exact, allowed = exact_scores(s, labels, values, reduce)
     assert torch.equal(ours.isneginf(), exact.isneginf())
     assert ((ours - exact).abs().nan_to_num(nan=0.0) <= allowed).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", LABEL_BITS)
+def test_labels_with_a_zero_point_need_no_zeros(level: str, bits: int) -> None:
+    s = streams([*LENGTHS, 1000], 4, 16)
+    labels, values = quantise_centred(torch.randn(s.rows, 16), bits)
+    ours = cpu.score(s.q, None, labels, s.where, "max", 1000, level)
+    expected = reference.score(s.q, None, Dense(values), s.where, "max", 1000)
+    assert torch.equal(ours.isneginf(), expected.isneginf())
+    assert relative_error(ours.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)) < 2**-12
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ import torch
 from kvpress.kernels import Listed, Options, Ranges
 from kvpress.kernels.attention import reference
 from kvpress.kernels.attention.triton import decode
-from kvpress.kernels.triton import grid
+from kvpress.kernels.attention.triton import dense as launcher
 from tests.kernels.builders import dense, relative_error, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision, poison
 
@@ -74,11 +74,11 @@ def test_strided_rows() -> None:
     assert_close(decode(*args), expected, expected[0])
 
 
-@pytest.mark.parametrize("waves", [1, 4, 64])
-def test_result_does_not_depend_on_the_number_of_splits(waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resident", [1, 4, 64])
+def test_result_does_not_depend_on_the_number_of_splits(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
     s = streams([1, 0, 500], 4, 64)
     keys, values = torch.randn(s.rows, 64), torch.randn(s.rows, 64)
-    monkeypatch.setattr(grid, "WAVES", waves)
+    monkeypatch.setattr(launcher, "RESIDENT", resident)
     args = (s.q, dense(keys, values), s.where, Options(0.1))
     expected = reference.decode(*args)
     assert_close(decode(*args), expected, expected[0])

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpress.kernels.attention.triton.merge import merge, reference
+from kvpress.kernels.attention import reference as attention_reference
+from kvpress.kernels.attention.triton.merge import merge, merge_results, reference
 from tests.kernels.builders import assert_same_lse, relative_error
 
 
@@ -29,6 +30,28 @@ def test_outputs_of_empty_parts_are_not_read() -> None:
     out, _ = merge(parts, part_lse)
     expected, _ = merge(parts[:, ::2], part_lse[:, ::2])
     assert relative_error(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_results_of_several_parts_are_merged_where_they_are(count: int) -> None:
+    results = [(torch.randn(3, 4, 80), 10 * torch.randn(3, 4)) for _ in range(count)]
+    results[1] = (torch.zeros(3, 4, 80), torch.full((3, 4), float("-inf")))
+    results[0] = (results[0][0].transpose(0, 1).contiguous().transpose(0, 1), results[0][1])  # strided
+    for out, lse in results:
+        out[2], lse[2] = 0, float("-inf")
+    out, lse = merge_results(results)
+    expected, expected_lse = attention_reference.merge(results)
+    assert relative_error(out, expected) < 1e-6
+    assert_same_lse(lse, expected_lse, 1e-6)
+
+
+def test_results_that_are_nan_stay_nan() -> None:
+    results = [(torch.randn(1, 2, 64), torch.zeros(1, 2)) for _ in range(2)]
+    results[1][0][0, 0], results[1][1][0, 0] = float("nan"), float("nan")
+    out, lse = merge_results(results)
+    assert out[0, 0].isnan().all()
+    assert lse[0, 0].isnan()
+    assert out[0, 1].isfinite().all()
 
 
 def test_bad_shapes_are_named() -> None:

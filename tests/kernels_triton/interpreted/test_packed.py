@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpress.kernels import Listed, Options, Packed, Rows, Where
 from kvpress.kernels.attention import reference
 from kvpress.kernels.attention.triton import decode
-from tests.kernels.builders import correction, pack, quantise, streams
+from tests.kernels.builders import correction, pack, quantise, quantise_centred, relative_error, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, assert_close, lowest_precision
 
 FOLDED, SHARED = (32, 1), (1, 32)
@@ -195,6 +195,40 @@ def test_codes_stand_for_levels(
         return Packed(pack(codes, bits), scale, None, bits, group, levels=torch.randn(2**bits).half())
 
     check(s.q, Rows(side(key_group), side(value_group)), s.listed() if listed else s.where)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "queries", "width", "scales"),
+    [
+        (1, 64, 4, None, torch.float16),
+        (2, 128, 4, None, torch.float16),
+        (3, 64, 12, None, torch.float16),
+        (4, 80, 1, None, torch.float32),
+        (8, 64, 4, None, torch.float16),
+        (4, 64, 4, 16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_zero_point_needs_no_zeros(
+    bits: int, dim: int, queries: int, width: int | None, scales: torch.dtype, listed: bool
+) -> None:
+    s = streams(LENGTHS, queries, dim, torch.float16)
+    keys, _ = quantise_centred(torch.randn(s.rows, dim), bits, width, scales)
+    values, _ = quantise_centred(torch.randn(s.rows, dim), bits, width, scales)
+    check(s.q, Rows(keys, values), s.listed() if listed else s.where)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_scales_of_values_of_any_size_neither_overflow_nor_blur(size: float) -> None:
+    s = streams([200], 4, 64)
+    s.q[..., 0] = 4
+    keys, raw = torch.randn(s.rows, 64), size * torch.randn(s.rows, 64)
+    keys[:, 0] = 0
+    keys[s.starts, 0], raw[s.starts] = 18, 1e-3 * raw[s.starts]  # an attention sink with a short value
+    (packed_keys, _), (values, _) = quantise(keys, 8, FOLDED), quantise_centred(raw, 4)
+    args = (s.q, Rows(packed_keys, values), s.where, Options(0.1))
+    expected = reference.decode(*args)
+    assert relative_error(decode(*args)[0], expected[0]) < 1e-3
 
 
 @pytest.mark.parametrize("group", [FOLDED, (1, 64)])

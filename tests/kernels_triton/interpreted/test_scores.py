@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpress.kernels import Dense, Ranges
 from kvpress.kernels.scores import reference
 from kvpress.kernels.scores.triton import score
-from tests.kernels.builders import quantise, relative_error, streams
+from tests.kernels.builders import quantise, quantise_centred, relative_error, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, poison
 
 
@@ -59,6 +59,14 @@ def test_quantised_labels_match_reference(bits: int, width: int, queries: int, r
     labels, _ = quantise(torch.randn(s.rows, width), bits, (1, width))
     poison(s, labels.scale, labels.zero)
     args = (s.q, None, labels, s.where, reduce, 300)
+    assert_close(score(*args), reference.score(*args))
+
+
+@pytest.mark.parametrize(("bits", "width"), [(2, 16), (8, 20)])
+def test_labels_with_a_zero_point_match_reference(bits: int, width: int) -> None:
+    s = streams([*LENGTHS, 300], 4, width, torch.float16)
+    labels, _ = quantise_centred(torch.randn(s.rows, width), bits)
+    args = (s.q, None, labels, s.where, "max", 300)
     assert_close(score(*args), reference.score(*args))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, streams, width
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.operand import Options, Rows, Where
@@ -31,6 +31,9 @@ from kvpress.kernels.triton import codes, online
 from kvpress.kernels.triton.grid import padded, plan
 
 LEAST_ROWS, MOST_ROWS = 4, 16
+RESIDENT = 6
+"""Programs that fit on a multiprocessor at once: 64 threads with some 170 registers."""
+
 WARPS = 2
 STAGES = tl.constexpr(3)
 """Stages of the loop itself, so that codes are prefetched also where centroids are too small for asynchronous copies."""
@@ -261,7 +264,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     value = spans(values.channels, values.book.shape[3], 0)
     scaled = values.row_scale is not None
     block = block_rows(keys.channels + values.channels, half, scaled)
-    grid = plan(q, most_rows(rows, where), block, LEAST_ROWS, MOST_ROWS)
+    grid = plan(q, where.most_rows(rows.count), block, RESIDENT, LEAST_ROWS, MOST_ROWS)
     out, lse = partials(q, grid.splits, values.channels)
     if lse.numel():
         _kernel[grid.programs](

@@ -15,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, streams, width
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.grid import block_rows, padded, plan
+
+RESIDENT = 3
+"""Programs that fit on a multiprocessor at once: three stages of a tile take up to 64 KiB of shared memory."""
 
 
 @triton.jit(do_not_specialize=["M", "width", "causal"])
@@ -74,7 +77,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     D, DV = keys.shape[1], values.shape[1]
     DP, DVP = padded(D), padded(DV)
     block = block_rows(DP + DVP, keys.element_size())
-    grid = plan(q, most_rows(rows, where), block)
+    grid = plan(q, where.most_rows(rows.count), block, RESIDENT)
     out, lse = partials(q, grid.splits, DV)
     if lse.numel():
         _kernel[grid.programs](

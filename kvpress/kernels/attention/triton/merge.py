@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge partial attention over disjoint rows by its log-sum-exps.
+"""Merge partial attention over disjoint rows by its log-sum-exps, in one launch.
 
     parts [N, S, M, Dv]    part_lse [N, S, M]    out [N, M, Dv]    lse [N, M]      float32
 
     lse = log sum_s exp(part_lse[s]),   out = sum_s exp(part_lse[s] - lse) parts[s]
 
-Parts without rows carry ``lse = -inf`` and are ignored; where all do, ``out = 0`` and ``lse = -inf``.
+The parts are the splits of one tensor, or several results [N, M, Dv], which stay where they are. Parts without rows carry
+``lse = -inf`` and are ignored; where all do, ``out = 0`` and ``lse = -inf``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -22,6 +25,9 @@ from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded
 from kvpress.kernels.triton.online import LN2, LOG2E
 
+SPLIT_BLOCK = 16
+"""Splits that are read at once."""
+
 
 def reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Ground truth in float32."""
@@ -31,35 +37,38 @@ def reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["splits", "M"])
-def _kernel(PARTS, PART_LSE, OUT, LSE, splits, M, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    m = tl.program_id(1)
+def _kernel(
+    PARTS, PART_LSES, OUT, LSE, splits, M, COUNT: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Merge the query row of this program over the splits of COUNT results."""
+    row = tl.program_id(0).to(tl.int64)
+    n, m = row // M, row % M
     d = tl.arange(0, DVP)
     live_d = d < DV
     largest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([DVP], tl.float32)
-    for first in tl.range(0, splits, BLOCK):
-        s = first + tl.arange(0, BLOCK)
-        at = (n * splits + s) * M + m
-        lse = tl.load(PART_LSE + at, mask=s < splits, other=-float("inf")) * LOG2E
-        new = tl.maximum(largest, tl.max(lse, 0))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
-        # A part without rows is skipped, not multiplied by zero: its outputs need not be finite.
-        part = tl.load(PARTS + at[:, None] * DV + d[None, :], mask=(weights > 0)[:, None] & live_d[None, :], other=0.0)
-        acc = acc * keep + tl.sum(part * weights[:, None], 0)
-        total = total * keep + tl.sum(weights, 0)
-        largest = new
-    seen = total > 0
+    for i in tl.static_range(COUNT):
+        for first in tl.range(0, splits, BLOCK):
+            s = first + tl.arange(0, BLOCK)
+            at = (n * splits + s) * M + m
+            lse = tl.load(PART_LSES[i] + at, mask=s < splits, other=-float("inf")) * LOG2E
+            new = tl.maximum(largest, tl.max(lse, 0))
+            safe = tl.where(new == -float("inf"), 0.0, new)
+            keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
+            # A part without rows is skipped, not multiplied by zero: its outputs need not be finite.
+            used = (weights > 0)[:, None] & live_d[None, :]
+            part = tl.load(PARTS[i] + at[:, None] * DV + d[None, :], mask=used, other=0.0)
+            acc = acc * keep + tl.sum(part * weights[:, None], 0)
+            total = total * keep + tl.sum(weights, 0)
+            largest = new
+    seen = total != 0  # NaN is not nothing: it stays NaN
     safe_total = tl.where(seen, total, 1.0)
-    row = n * M + m
     tl.store(OUT + row * DV + d, acc / safe_total, mask=live_d)
     one = tl.arange(0, 1)
     tl.store(LSE + row + one, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
 
 
-@on_device
 def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge S partial results per stream; see the module's docstring."""
     checks.shape("parts", parts, ("N", "S", "M", "Dv"), torch.float32)
@@ -67,9 +76,32 @@ def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     checks.same_device(parts, part_lse)
     streams, splits, queries, channels = parts.shape
     out, lse = parts.new_empty(streams, queries, channels), parts.new_empty(streams, queries)
+    return _launch(out, lse, [(parts, part_lse)], splits, SPLIT_BLOCK)
+
+
+def merge_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge checked results, outputs [N, M, Dv] and log-sum-exp [N, M] each: those of `kvpress.kernels.merge`."""
+    out, lse = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in results[0])
+    return _launch(out, lse, results, 1, 1)
+
+
+@on_device
+def _launch(
+    out: Tensor, lse: Tensor, results: Sequence[tuple[Tensor, Tensor]], splits: int, block: int
+) -> tuple[Tensor, Tensor]:
+    streams, queries, channels = out.shape
     if out.numel():
-        _kernel[(streams, queries)](
-            parts.contiguous(), part_lse.contiguous(), out, lse, splits, queries, channels, padded(channels), 16
+        _kernel[(streams * queries,)](
+            tuple(result[0].detach().contiguous() for result in results),
+            tuple(result[1].detach().contiguous() for result in results),
+            out,
+            lse,
+            splits,
+            queries,
+            len(results),
+            channels,
+            padded(channels),
+            block,
         )
     return out, lse
 

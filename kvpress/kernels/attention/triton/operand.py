@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpress.kernels.formats.operand import Listed, Options, Rows, Where
+from kvpress.kernels.formats.operand import Listed, Options, Where
 
 
 def streams(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -18,11 +18,6 @@ def streams(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor]:
 def width(where: Where) -> int:
     """Entries of a list of rows."""
     return where.rows.shape[1] if isinstance(where, Listed) else 0
-
-
-def most_rows(rows: Rows, where: Where) -> int:
-    """Most rows that a stream can have, which bounds the number of splits."""
-    return where.rows.shape[1] if isinstance(where, Listed) else rows.count
 
 
 def causal(options: Options) -> int | None:

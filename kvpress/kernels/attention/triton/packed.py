@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, most_rows, streams, width
+from kvpress.kernels.attention.triton.operand import causal, streams, width
 from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
 from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
@@ -25,6 +25,9 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 LEAST_ROWS = 4
 """Query rows of a tile, padded to a power of two: each costs registers and work on scales, unlike with dense rows."""
+
+RESIDENT = 8
+"""Programs that fit on a multiprocessor at once: 64 threads with up to 128 registers, on sm_80 and later."""
 
 WARPS, STAGES = 2, 3
 """Few warps repeat less of each other's work, and still copy a block of codes in pieces of 128 bits."""
@@ -105,7 +108,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
-    grid = plan(q, most_rows(rows, where), block, LEAST_ROWS, most.queries)
+    grid = plan(q, where.most_rows(rows.count), block, RESIDENT, LEAST_ROWS, most.queries)
     out, lse = partials(q, grid.splits, DV)
     if lse.numel():
         decode_kernel[grid.programs](
@@ -156,6 +159,8 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             outlier_tiles(DV),
             NARROW.get(keys.scale.dtype, 0),
             NARROW.get(values.scale.dtype, 0),
+            float(keys.zero_point),
+            float(values.zero_point),
             num_warps=WARPS,
             num_stages=STAGES,
             maxnreg=most.registers,

@@ -5,11 +5,14 @@ Only stored bytes are read. A row of codes is split into byte columns; each part
 or eighth of the channels, with its own product and its own accumulator, so nothing is shuffled to unpack.
 
     keys     block inside one row group:  q . (c * s + z) = (q * s) . c + q . z    the scale costs one product per query row
+             one scale for all channels:  q . (c * s + z) = s (q . c) + z sum(q)   the scale costs one product per logit
              otherwise                    decoded in registers
-    values   decoded in registers, in columns of one channel group where that leaves at least 16 of them
+    values   one scale for all channels:  sum w (c * s + z) = sum (w s) c + sum w z
+             otherwise                    decoded in registers, in columns of one channel group where that leaves at least 16
 
-Products are float16 with float32 sums. Queries are divided by their largest element and `online` lifts the weights, so
-rounding to float16 neither overflows nor flushes.
+Without zeros, z = -s * point, so that sum w z = -point sum(w s). Products are float16 with float32 sums. Queries are divided by
+their largest element, `online` lifts the weights, and weights that are multiplied by scales are divided by the largest scale so
+far, so rounding to float16 neither overflows nor flushes.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
@@ -19,6 +22,12 @@ import triton.language as tl
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.triton import codes, online
+
+ZEROS = tl.constexpr(16)
+"""Equal columns of what sums of weights are added up in: the least that every triton accepts of a product."""
+
+LEAST_UNIT, MOST_UNIT = tl.constexpr(0x00800000), tl.constexpr(0x7E000000)
+"""Bits of the least and largest float32 that weights times scales are divided by: their inverses are normal numbers, too."""
 
 QUERY_LIFT = tl.constexpr(32.0)
 """Largest element of a scaled query: room for scales from 1e-5 to 2000 in a float16."""
@@ -34,9 +43,12 @@ def decode_kernel(
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
     VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
-    K_NARROW: tl.constexpr = 0, V_NARROW: tl.constexpr = 0,
+    K_NARROW: tl.constexpr = 0, V_NARROW: tl.constexpr = 0, K_POINT: tl.constexpr = 0.0, V_POINT: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Attend from a tile of queries to one share of a stream; sides are described by `packed.ByteChunks`."""
+    K_SCALED: tl.constexpr = K_GC == D and not FOLD
+    value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
+    V_SCALED: tl.constexpr = V_GC == DV and value_factor is None
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     j, jv, i = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, BN)
@@ -55,15 +67,21 @@ def decode_kernel(
 
     q, highest = _queries(Q + n * M * D, m, j, live_m, D, KC, KW, KP, KPARTS)
     factor = scale * highest / QUERY_LIFT
+    if K_SCALED:
+        q_sum = tl.zeros([BM], tl.float32)
+        for k in tl.static_range(KC * KPARTS):
+            q_sum += tl.sum(q[k].to(tl.float16).to(tl.float32), 1)
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = ()
     for _ in tl.static_range(VC * VPARTS):
         acc += (tl.zeros([BM, VP], tl.float32),)
     key_factor, key_basis, key_chunk, key_first, key_channel, key_delta = KEY_TERMS
-    value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
     if value_first is not None:
         outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
+    if V_SCALED:
+        unit = tl.full([], LEAST_UNIT, tl.int32).to(tl.float32, bitcast=True)
+        zeros = tl.zeros([BM, ZEROS], tl.float32)
 
     first, last = online.share(length + skipped, BN)
     # Levels of 16 bits are too small to be copied asynchronously; a loop with stages of its own still fetches codes ahead.
@@ -76,6 +94,7 @@ def decode_kernel(
         else:
             row = tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
 
+        own = _group(KEY_GROUP, row, live, K_GR)
         products = tl.zeros([BM, BN], tl.float32)
         if key_factor is not None:
             products = correction.key_low_rank(
@@ -86,6 +105,8 @@ def decode_kernel(
             products += extra * (1 / highest * QUERY_LIFT)[:, None]
         if FOLD:
             offsets = tl.zeros([BM, KP], tl.float32)
+        if K_SCALED:
+            sums = tl.zeros([BM, BN], tl.float32)
         for c in tl.static_range(KC):
             column = c * KW + j
             live_j = column < D // KPARTS
@@ -96,22 +117,30 @@ def decode_kernel(
                 query = q[c * KPARTS + p]
                 if FOLD:
                     whole = (start + at) // K_GR
-                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC, K_NARROW)
+                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC, K_NARROW, K_POINT)
                     products = tl.dot((query * s[None, :]).to(tl.float16), part, products)
                     offsets += query * z[None, :]
+                elif K_SCALED:
+                    sums = tl.dot(query.to(tl.float16), part, sums)
                 else:
-                    own = _group(KEY_GROUP, row, live, K_GR)
                     if K_GC % KW == 0:
                         channel = p * (D // KPARTS) + c * KW + tl.arange(0, 1)
                         live_s = live[None, :]
                     else:
                         live_s = live[None, :] & live_j[:, None]
                     s, z = codes.load_group(
-                        KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC, K_NARROW
+                        KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC, K_NARROW, K_POINT
                     )
                     products = tl.dot(query.to(tl.float16), codes.decode(part, s, z), products)
         if FOLD:
             products += tl.sum(offsets, 1)[:, None]
+        if K_SCALED:
+            s = codes.load_scale(KEY_SCALE, own, live, K_NARROW).to(tl.float32)
+            if KEY_ZERO is None:
+                products += (sums - K_POINT * q_sum[:, None]) * s[None, :]
+            else:
+                z = tl.load(KEY_ZERO + own, mask=live, other=0.0).to(tl.float32)
+                products += sums * s[None, :] + q_sum[:, None] * z[None, :]
         if KEY_ROW_SCALE is not None:
             products *= tl.load(KEY_ROW_SCALE + row, mask=live, other=0.0).to(tl.float32)[None, :]
         logits = online.to_logits(products, factor[:, None], softcap)
@@ -119,12 +148,26 @@ def decode_kernel(
             logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
+        weights_of_rows = weights
         weights = weights.to(tl.float16)
 
         if value_first is not None:
             outliers = correction.value_outliers(
                 weights, keep, outliers, value_first, value_channel, value_delta, row, live
             )
+
+        own = _group(VALUE_GROUP, row, live, V_GR)
+        if V_SCALED:
+            s = codes.load_scale(VALUE_SCALE, own, live, V_NARROW).to(tl.float32)
+            new_unit = _unit(tl.max(tl.abs(s), 0), unit)
+            if VALUE_ZERO is not None:
+                z = tl.load(VALUE_ZERO + own, mask=live, other=0.0).to(tl.float16)
+                zeros = tl.dot(weights, tl.broadcast_to(z[:, None], [BN, ZEROS]), zeros * keep[:, None])
+            keep *= unit / new_unit
+            unit = new_unit
+            weights = (weights_of_rows * (s / unit)[None, :]).to(tl.float16)
+            if VALUE_ZERO is None and V_POINT != 0.0:
+                zeros = tl.dot(weights, tl.full([BN, ZEROS], 1.0, tl.float16), zeros * keep[:, None])
 
         new = ()
         for c in tl.static_range(VC):
@@ -133,17 +176,18 @@ def decode_kernel(
             low, high = codes.load(VALUES, row[:, None], column[None, :], live[:, None] & live_j[None, :], DV, V_BITS)
             for p in tl.static_range(VPARTS):
                 part = codes.stand_for(codes.unpack(low, high, column[None, :], p, DV, V_BITS), VALUE_LEVELS)
-                own = _group(VALUE_GROUP, row, live, V_GR)
-                if V_GC % VW == 0:
-                    channel = p * (DV // VPARTS) + c * VW + tl.arange(0, 1)
-                    live_s = live[:, None]
-                else:
-                    channel = p * (DV // VPARTS) + column
-                    live_s = live[:, None] & live_j[None, :]
-                s, z = codes.load_group(
-                    VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC, V_NARROW
-                )
-                new += (tl.dot(weights, codes.decode(part, s, z), acc[c * VPARTS + p] * keep[:, None]),)
+                if not V_SCALED:
+                    if V_GC % VW == 0:
+                        channel = p * (DV // VPARTS) + c * VW + tl.arange(0, 1)
+                        live_s = live[:, None]
+                    else:
+                        channel = p * (DV // VPARTS) + column
+                        live_s = live[:, None] & live_j[None, :]
+                    s, z = codes.load_group(
+                        VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC, V_NARROW, V_POINT
+                    )
+                    part = codes.decode(part, s, z)
+                new += (tl.dot(weights, part, acc[c * VPARTS + p] * keep[:, None]),)
         acc = new
         if value_factor is not None:
             acc = correction.value_low_rank(
@@ -152,16 +196,29 @@ def decode_kernel(
 
     out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
+    if V_SCALED:
+        moved = tl.max(zeros, 1)  # columns are equal
+        if VALUE_ZERO is None:
+            moved *= -V_POINT * unit
     for c in tl.static_range(VC):
         for p in tl.static_range(VPARTS):
             column = c * VW + jv
             live_j = column < DV // VPARTS
             channel = p * (DV // VPARTS) + column
             out = acc[c * VPARTS + p]
+            if V_SCALED:
+                out = out * unit + moved[:, None]
             if value_first is not None:
                 out += correction.outlier_outputs(outliers, tl.where(live_j, channel, 0), BM)
             at = out_row[:, None] * DV + channel[None, :]
             tl.store(OUT + at, out * norm[:, None], mask=live_m[:, None] & live_j[None, :])
+
+
+@triton.jit
+def _unit(peak, least):
+    """The power of two above `peak`, at least `least`: dividing by it does not round."""
+    bits = tl.minimum((peak.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000, MOST_UNIT)
+    return tl.maximum(bits.to(tl.float32, bitcast=True), least)
 
 
 @triton.jit
