@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.calibrate import PatternSettings, calibrate
-from kvpress.calibrate.minference import tried
+from kvpress.calibrate.minference import candidates
 from kvpress.core.host import Asked
 from kvpress.core.pattern import Prompt
 from kvpress.hf.attending import attending
@@ -462,7 +462,7 @@ def test_minference_is_calibrated_to_the_attention_of_heads(family: str, tmp_pat
             read = Prompt(attention_call.queries, attention_call.keys, attention_call.values, attention_call.logits)
             kept = [
                 press.tiles_of(HeadPatterns.alike(heads, *pattern), read).pairs(128, 128)[0, :, queries]
-                for pattern in tried(64)
+                for pattern in candidates(64)
             ]
             scaled = replace(read, queries=read.queries * attention_call.logits.scale / 0.25)
             mass = weights(replace(scaled, logits=Logits(0.25)))[0, :, queries]
@@ -478,7 +478,7 @@ def test_minference_is_calibrated_to_the_attention_of_heads(family: str, tmp_pat
         torch.testing.assert_close(calibrated[f"{layer}.share"], mean.amax(dim=0), atol=1e-4, rtol=1e-4)
         kinds, verticals, slashes = (calibrated[f"{layer}.{name}"].tolist() for name in ("kind", "vertical", "slash"))
         for head, (kind, vertical, slash) in enumerate(zip(kinds, verticals, slashes, strict=True)):
-            index = list(tried(64)).index((int(kind), int(vertical), int(slash)))
+            index = list(candidates(64)).index((int(kind), int(vertical), int(slash)))
             assert float(mean[index, head]) > float(mean[:, head].max()) - 1e-4
     spec = f"minference:last=16,block=8,max_density=0.5,calibration='{path}'"
     ids, mask = padded_batch([100, 61])
