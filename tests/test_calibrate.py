@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitting to a model: deterministic, resumable, with its origin on record."""
+"""Calibration: deterministic, resumable, with its provenance in the file."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_the_command_offers_every_method() -> None:
     assert set(get_args(get_type_hints(calibrate_command)["method"])) == set(methods())
 
 
-def watched(model: Any, ids: torch.Tensor, layers: list[int], settings: CoupledSettings) -> dict[int, PairRecorder]:
-    return collect(model, ids, layers, settings, lambda what, done, total: None)  # type: ignore[return-value]
+def observed(model: Any, ids: torch.Tensor, layers: list[int], settings: CoupledSettings) -> dict[int, PairRecorder]:
+    return collect(model, ids, layers, settings, lambda unit, done, total: None)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
-def test_keys_are_those_before_rotation_and_gradients_those_of_the_loss(family: str) -> None:
+def test_recorded_keys_are_unrotated_and_weights_are_squared_gradients(family: str) -> None:
     model, ids = tiny_model(family), tokens(1, 30)
     layers = [1, 2]
-    records = watched(model, ids, layers, CoupledSettings())
+    records = observed(model, ids, layers, CoupledSettings())
     outputs: dict[int, torch.Tensor] = {}
     hooks = []
     for layer in layers:
@@ -60,8 +60,8 @@ def test_keys_are_those_before_rotation_and_gradients_those_of_the_loss(family: 
         gradient = out.grad[0, 4:, -size:].unflatten(-1, (2, -1))
         torch.testing.assert_close(records[layer].values[0], expected.detach())
         torch.testing.assert_close(records[layer].value_weights[0], gradient.square(), rtol=1e-3, atol=1e-12)
-        # Turning keys back makes the same token's key independent of where it stands, in the first layer.
-    first = watched(model, torch.full((1, 20), 7), model_layers(model)[:1], CoupledSettings(fisher=False))
+        # In the first layer, the unrotated key of a token does not depend on its position.
+    first = observed(model, torch.full((1, 20), 7), model_layers(model)[:1], CoupledSettings(fisher=False))
     keys = next(iter(first.values())).keys
     if family != "gemma3_text":
         torch.testing.assert_close(keys[0][3], keys[0][12], atol=1e-4, rtol=1e-4)
@@ -73,36 +73,34 @@ def model_layers(model: Any) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
-def same_books(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Equal up to the last digit of float16: a matrix product may round differently from run to run."""
-    assert found.keys() == expected.keys()
+def assert_same_books(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare up to the last digit of float16: a matrix product may round differently from run to run."""
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(actual[name], tensor, rtol=2e-3, atol=1e-4)
 
 
-def test_a_run_repeats_and_records_where_it_comes_from(tmp_path: Path) -> None:
+def test_a_run_is_reproducible_and_records_its_provenance(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(2, 40)
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     for path in (first, second):
         calibrate(model, ids, SETTINGS, path, source="random")
-    one, two = calibration.read(first), calibration.read(second)
-    assert one.provenance == two.provenance
-    same_books(one.tensors, two.tensors)
+    a, b = calibration.read(first), calibration.read(second)
+    assert a.provenance == b.provenance
+    assert_same_books(a.tensors, b.tensors)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
-    found = calibration.read(first)
-    assert found.provenance["data"]["source"] == "random"
-    assert found.provenance["settings"]["coupled"] == [4, 4]
-    assert found.provenance["model"]["architecture"] == "LlamaForCausalLM"
-    assert found.tensors["2.keys"].shape == (2, 8, 4, 4)
+    result = calibration.read(first)
+    assert result.provenance["data"]["source"] == "random"
+    assert result.provenance["settings"]["coupled"] == [4, 4]
+    assert result.provenance["model"]["architecture"] == "LlamaForCausalLM"
+    assert result.tensors["2.keys"].shape == (2, 8, 4, 4)
     with safe_open(first, framework="pt") as file:
         json.loads(file.metadata()["provenance"])
 
 
-def test_a_stopped_run_goes_on_with_the_layers_that_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_continues_with_the_missing_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, out = tiny_model("llama"), tokens(2, 40), tmp_path / "books.safetensors"
-    whole = calibrate(model, ids, SETTINGS, tmp_path / "whole.safetensors")
+    expected = calibrate(model, ids, SETTINGS, tmp_path / "whole.safetensors")
     fit, fitted = coupled.fit_books, []
 
     def stop_after_one(record: Any, settings: Any) -> Any:
@@ -115,18 +113,18 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_missing(
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, ids, SETTINGS, out)
     assert not out.exists()
-    again: list[int] = []
-    monkeypatch.setattr(coupled, "fit_books", lambda record, settings: again.append(1) or fit(record, settings))
+    fitted_later: list[int] = []
+    monkeypatch.setattr(coupled, "fit_books", lambda record, settings: fitted_later.append(1) or fit(record, settings))
     with pytest.raises(ValueError, match="holds layers of a run with another model, data or settings"):
         calibrate(model, tokens(2, 40, seed=9), SETTINGS, out)
     resumed = calibrate(model, ids, SETTINGS, out)
-    assert len(again) == 2
-    same_books(resumed.tensors, whole.tensors)
+    assert len(fitted_later) == 2
+    assert_same_books(resumed.tensors, expected.tensors)
 
 
-def test_weights_are_cut_and_scaled() -> None:
-    found = balance(torch.cat([torch.ones(1999), torch.tensor([1e9])]))
-    torch.testing.assert_close(found, torch.ones(2000))
+def test_weights_are_clipped_and_scaled() -> None:
+    balanced = balance(torch.cat([torch.ones(1999), torch.tensor([1e9])]))
+    torch.testing.assert_close(balanced, torch.ones(2000))
     torch.testing.assert_close(balance(torch.zeros(1, 5)), torch.ones(1, 5))
 
 
@@ -141,7 +139,7 @@ def test_bad_settings_are_refused_before_any_work(settings: CoupledSettings, mes
     assert not list(tmp_path.iterdir())
 
 
-def test_text_is_cut_joined_and_counted(tmp_path: Path) -> None:
+def test_texts_are_cut_and_joined_into_sequences(tmp_path: Path) -> None:
     def words(text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
@@ -157,7 +155,7 @@ def test_text_is_cut_joined_and_counted(tmp_path: Path) -> None:
         list(documents(str(lines)))
 
 
-def test_a_dataset_is_read_by_its_column(tmp_path: Path) -> None:
+def test_a_dataset_needs_a_text_column(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     assert list(documents(str(tmp_path))) == ["one", "two"]
     assert list(documents(f"{tmp_path}::train")) == ["one", "two"]
@@ -166,7 +164,7 @@ def test_a_dataset_is_read_by_its_column(tmp_path: Path) -> None:
         list(documents(str(tmp_path)))
 
 
-def test_the_command_makes_a_file_that_a_press_can_use(tmp_path: Path) -> None:
+def test_the_command_writes_a_file_that_a_press_reads(tmp_path: Path) -> None:
     out = tmp_path / "books.safetensors"
     data = str(Path(kvpress.reference_path()) / "calibration.jsonl")
     arguments = ["calibrate", "--model", "reference", "--data", data, "--out", str(out), "--sequences", "1", "--tokens", "64",

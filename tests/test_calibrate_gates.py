@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates of heads: what a gated pass computes, that training finds the head that matters, and the tables it writes."""
+"""Gates of heads: the attention of a gated pass, training, and the tables that it writes."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from tests.models import full_layers, tiny_model, tokens
 SINKS, RECENT, LENGTH, START = 2, 5, 30, 22
 
 
-def by_hand(gates: Tensor, growing: list[int]) -> Any:
-    """Attention of a whole sequence by loops over query heads: queries from `START` on are gated, others see everything."""
+def looped_attention(gates: Tensor, growing: list[int]) -> Any:
+    """Return an attention function that loops over query heads; queries from `START` on are gated, others are not."""
 
-    def attend(asked: Asked) -> Tensor:
-        batch, heads, length, _ = asked.queries.shape
-        out = torch.zeros(batch, heads, length, asked.values.shape[3])
-        kv_heads = asked.keys.shape[1]
-        at = torch.arange(length)
+    def attend(call: Asked) -> Tensor:
+        batch, heads, length, _ = call.queries.shape
+        out = torch.zeros(batch, heads, length, call.values.shape[3])
+        kv_heads = call.keys.shape[1]
+        positions = torch.arange(length)
         for head in range(heads):
             kv = head // (heads // kv_heads)
-            logits = asked.logits(asked.queries[:, head], asked.keys[:, kv])
-            seen = at <= at[:, None]
-            if asked.window:
-                seen &= at[:, None] - at < asked.window
-            near = seen & ((at < SINKS) | (at[:, None] - at < RECENT))
-            parts = []
-            for visible in (seen, near):
+            logits = call.logits(call.queries[:, head], call.keys[:, kv])
+            seen = positions <= positions[:, None]
+            if call.window:
+                seen &= positions[:, None] - positions < call.window
+            in_window = seen & ((positions < SINKS) | (positions[:, None] - positions < RECENT))
+            outputs = []
+            for visible in (seen, in_window):
                 scores = logits.masked_fill(~visible, -torch.inf)
-                if asked.sinks is not None:
-                    scores = torch.cat([scores, asked.sinks[head].expand(batch, length, 1)], dim=-1)
-                parts.append(scores.softmax(-1)[..., :length] @ asked.values[:, kv])
+                if call.sinks is not None:
+                    scores = torch.cat([scores, call.sinks[head].expand(batch, length, 1)], dim=-1)
+                outputs.append(scores.softmax(-1)[..., :length] @ call.values[:, kv])
             gate = torch.ones(length, 1)
-            if asked.layer in growing:
-                gate[START:] = gates[asked.layer, kv]
-            out[:, head] = gate * parts[0] + (1 - gate) * parts[1]
+            if call.layer in growing:
+                gate[START:] = gates[call.layer, kv]
+            out[:, head] = gate * outputs[0] + (1 - gate) * outputs[1]
         return out
 
     return attend
@@ -63,16 +63,18 @@ def test_a_gated_answer_is_a_mixture_of_full_and_streaming_attention(family: str
     attention = Gated(gates, set(growing), SINKS, RECENT)
     with torch.no_grad(), host().attending(model, attention):
         attention.read(model, ids)
-        found = attention.follow(model, ids[None, START:], torch.tensor([START])).logits
-        alone = attention.follow(model, ids[None, START:], torch.tensor([START]), gate=1.0).logits
-    with torch.no_grad(), host().attending(model, by_hand(gates, growing)):
+        gated = attention.follow(model, ids[None, START:], torch.tensor([START])).logits
+        full_attention = attention.follow(model, ids[None, START:], torch.tensor([START]), gate=1.0).logits
+    with torch.no_grad(), host().attending(model, looped_attention(gates, growing)):
         expected = model(ids[None], use_cache=False).logits[:, START:]
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(gated, expected, atol=2e-4, rtol=1e-3)
     with torch.no_grad():
-        torch.testing.assert_close(alone, model(ids[None], use_cache=False).logits[:, START:], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            full_attention, model(ids[None], use_cache=False).logits[:, START:], atol=2e-4, rtol=1e-3
+        )
 
 
-def test_rows_follow_different_parts_of_what_was_read() -> None:
+def test_rows_continue_different_lengths_of_the_prompt() -> None:
     model, ids = copy.deepcopy(tiny_model("llama")), tokens(1, LENGTH)[0]
     attention = Gated(torch.full((3, 2), 0.3), {0, 1, 2}, SINKS, RECENT)
     starts = torch.tensor([9, 21, 15])
@@ -86,22 +88,21 @@ def test_rows_follow_different_parts_of_what_was_read() -> None:
             torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_frozen_restores_the_model_after_an_error() -> None:
     model = copy.deepcopy(tiny_model("llama"))
     before = model.config._attn_implementation
-    needed = [p.requires_grad for p in model.parameters()]
+    requires_grad = [p.requires_grad for p in model.parameters()]
 
-    def fails(asked: Asked) -> Tensor:
-        raise KeyError(asked.layer)
+    def fails(call: Asked) -> Tensor:
+        raise KeyError(call.layer)
 
     with pytest.raises(KeyError), frozen(model), host().attending(model, fails):
         model(tokens(1, 5))
     assert model.config._attn_implementation == before
-    assert [p.requires_grad for p in model.parameters()] == needed
+    assert [p.requires_grad for p in model.parameters()] == requires_grad
 
 
-def test_gradients_are_those_of_the_gates() -> None:
-    """Against differences of the loss of two gates; the sampled answers of a policy are the same for the same seed."""
+def test_gradients_of_gates_equal_finite_differences() -> None:
     model, ids = copy.deepcopy(tiny_model("llama")), tokens(1, LENGTH)[0]
     settings = DuoAttentionSettings(SINKS, RECENT, answer=8, price=0.05)
     gates = torch.full((3, 2), 0.6, requires_grad=True)
@@ -127,16 +128,16 @@ def test_gradients_are_those_of_the_gates() -> None:
 
 
 @pytest.mark.parametrize("settings", [DuoAttentionSettings, RLKVSettings], ids=["duo_attention", "rlkv"])
-def test_a_high_price_closes_gates_and_the_table_is_one_that_presses_read(settings: Any, tmp_path: Path) -> None:
+def test_a_high_price_closes_gates_and_presses_read_the_table(settings: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    # What the full model says itself, so that it is right about it.
+    # The model generates these answers, so that it predicts them.
     ids = model.generate(tokens(2, 20), max_new_tokens=12, do_sample=False)
     common = {"sink_size": SINKS, "recent_size": RECENT, "answer": 10, "steps": 12, "lr": 0.2}
     closed = calibrate(model, ids, settings(price=100.0, **common), tmp_path / "closed.tsv").tensors["gates"]
     if settings is DuoAttentionSettings:
         assert float(closed.max()) == 0
-    again = calibrate(model, ids, settings(price=100.0, **common), tmp_path / "again.tsv").tensors["gates"]
-    assert torch.equal(closed, again)
+    repeated = calibrate(model, ids, settings(price=100.0, **common), tmp_path / "again.tsv").tensors["gates"]
+    assert torch.equal(closed, repeated)
     table = read_head_table(str(tmp_path / "closed.tsv"))
     torch.testing.assert_close(table.values, closed.double(), atol=1e-4, rtol=0)
     assert (tmp_path / "closed.json").is_file()
@@ -145,7 +146,7 @@ def test_a_high_price_closes_gates_and_the_table_is_one_that_presses_read(settin
     assert report.kept < report.seen
 
 
-def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_untrainable_settings_and_data_are_refused(tmp_path: Path) -> None:
     model, ids = copy.deepcopy(tiny_model("llama")), torch.full((2, LENGTH), 5)
     with pytest.raises(ValueError, match=r"must end in \.tsv"):
         calibrate(model, ids, DuoAttentionSettings(SINKS, RECENT, answer=8), tmp_path / "gates.safetensors")
@@ -153,31 +154,33 @@ def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path: Path) -> No
         calibrate(model, ids, DuoAttentionSettings(), tmp_path / "gates.tsv")
     with pytest.raises(ValueError, match="answer must be >= 2, got 1"):
         calibrate(model, ids, RLKVSettings(SINKS, RECENT, answer=1), tmp_path / "gates.tsv")
-    with pytest.raises(ValueError, match="needs the full model to be right where one that streams is wrong"):
+    with pytest.raises(
+        ValueError, match="needs tokens that the model predicts with full attention and not with streaming heads"
+    ):
         calibrate(model, ids, RLKVSettings(SINKS, 20, answer=4, steps=2), tmp_path / "gates.tsv")
     assert not list(tmp_path.glob("*.tsv"))
 
 
 @pytest.mark.parametrize("name", ["duo_attention", "rlkv"])
-def test_shipped_tables_keep_the_heads_that_answer(name: str, tmp_path: Path) -> None:
-    """A fact far before the question: half of the heads do, if they are those of the table, and not if they are the others."""
+def test_shipped_tables_keep_the_heads_that_retrieve(name: str, tmp_path: Path) -> None:
+    """The half of the heads with the largest values answers a question about a distant fact; the other half does not."""
     model, tokenizer = kvpress.load_model("reference")
     press = find(name).press
     table = read_head_table(str(Path(model.name_or_path) / press.beside))
-    turned = tmp_path / "turned.tsv"
-    turned.write_text("\n".join("\t".join(map(str, row)) for row in (1 - table.values).tolist()))
+    inverted = tmp_path / "turned.tsv"
+    inverted.write_text("\n".join("\t".join(map(str, row)) for row in (1 - table.values).tolist()))
     filler = " The old river runs near the green hill." * 25
     prompt = f"{filler} The code for tiger is 4837.{filler}\nWhat is the code for tiger?\nThe code for tiger is"
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    said = []
-    for path in (None, str(turned)):
+    answers = []
+    for path in (None, str(inverted)):
         with press(0.5, table=path, sink_size=16, recent_size=64)(model):
-            said.append(tokenizer.decode(model.generate(ids, max_new_tokens=2, do_sample=False)[0, ids.shape[1] :]))
-    assert said[0].strip() == "4837"
-    assert said[1].strip() != "4837"
+            answers.append(tokenizer.decode(model.generate(ids, max_new_tokens=2, do_sample=False)[0, ids.shape[1] :]))
+    assert answers[0].strip() == "4837"
+    assert answers[1].strip() != "4837"
 
 
-def test_the_command_trains(tmp_path: Path) -> None:
+def test_the_command_trains_gates(tmp_path: Path) -> None:
     out = tmp_path / "heads.tsv"
     data = Path(kvpress.__file__).parent / "data" / "reference" / "calibration.jsonl"
     arguments = [
@@ -211,19 +214,19 @@ def test_the_command_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_heads_by_kvzip_are_the_largest_weights_of_a_second_reading(family: str, tmp_path: Path) -> None:
+def test_kvzip_values_of_heads_are_the_largest_weights_of_a_second_reading(family: str, tmp_path: Path) -> None:
     model, ids = tiny_model(family), tokens(2, 24)
-    found = calibrate(model, ids, KVzipHeadSettings(), tmp_path / "heads.tsv").tensors["gates"]
+    values = calibrate(model, ids, KVzipHeadSettings(), tmp_path / "heads.tsv").tensors["gates"]
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         weights = eager(ids.repeat(1, 2), output_attentions=True).attentions
     full = full_layers(model)
-    for layer, row in enumerate(found):
+    for layer, row in enumerate(values):
         if layer not in full:
             assert row.tolist() == [1.0] * len(row)
     expected = (
-        weights[full[0]][:, :, 24:, 4:24].amax(dim=(2, 3)).unflatten(1, (found.shape[1], -1)).amax(dim=2).mean(dim=0)
+        weights[full[0]][:, :, 24:, 4:24].amax(dim=(2, 3)).unflatten(1, (values.shape[1], -1)).amax(dim=2).mean(dim=0)
     )
-    torch.testing.assert_close(found[full[0]], expected.float(), atol=1e-4, rtol=1e-3)
-    assert torch.allclose(read_head_table(str(tmp_path / "heads.tsv")).values, found.double(), atol=1e-4)
+    torch.testing.assert_close(values[full[0]], expected.float(), atol=1e-4, rtol=1e-3)
+    assert torch.allclose(read_head_table(str(tmp_path / "heads.tsv")).values, values.double(), atol=1e-4)

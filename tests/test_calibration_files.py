@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a calibration file is checked: damage, missing tensors, wrong shapes and NaN are refused by name."""
+"""Checks of calibration files: errors name damage, missing tensors, wrong shapes and NaN."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvpress.calibrate import (
 )
 from kvpress.calibrate import file as calibration
 from kvpress.calibrate.file import Calibration, digest_of
-from kvpress.calibrate.run import Parts
+from kvpress.calibrate.run import FinishedLayers
 from kvpress.plan import Geometry, plan
 from tests.models import tiny_model, tokens
 
@@ -79,14 +79,14 @@ each_method = pytest.mark.parametrize("method", SETTINGS)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {method: tmp_path_factory.mktemp(method) / "made.safetensors" for method in SETTINGS}
-    for method, path in made.items():
+    paths = {method: tmp_path_factory.mktemp(method) / "made.safetensors" for method in SETTINGS}
+    for method, path in paths.items():
         calibrate(tiny_model("llama"), tokens(2, 40), SETTINGS[method], path)
-    return made
+    return paths
 
 
 def refused(method: str, path: Path, *words: str) -> None:
-    """A press names the file, what is wrong, and the command, before the model runs."""
+    """Assert that a press raises an error before the model runs, with the file, the `words` and the command."""
     with (
         pytest.raises(ValueError, match=re.escape(str(path))) as raised,
         kvpress.get_press(SPECS[method].format(path))(tiny_model("llama")),
@@ -97,7 +97,7 @@ def refused(method: str, path: Path, *words: str) -> None:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], provenance: Any) -> Path:
-    """Write a file with a digest that is right, whatever it holds."""
+    """Write a file with a correct digest of any contents."""
     text = json.dumps(provenance)
     path.write_bytes(save(tensors, {"format": "2", "provenance": text, "sha256": digest_of(tensors, text)}))
     return path
@@ -111,7 +111,7 @@ def test_an_undamaged_file_works(method: str, files: dict[str, Path]) -> None:
 
 @each_method
 @pytest.mark.parametrize("at", [0.0, 0.5, 0.9, 0.999])
-def test_one_flipped_bit_of_the_tensors_is_noticed(
+def test_one_flipped_bit_of_the_tensors_is_detected(
     method: str, at: float, files: dict[str, Path], tmp_path: Path
 ) -> None:
     content = bytearray(files[method].read_bytes())
@@ -122,24 +122,24 @@ def test_one_flipped_bit_of_the_tensors_is_noticed(
     refused(method, damaged, "is damaged: its contents have the SHA-256")
 
 
-def test_any_byte_of_the_header_can_be_damaged(files: dict[str, Path], tmp_path: Path) -> None:
-    whole, damaged = files["double_sparsity"].read_bytes(), tmp_path / "damaged.safetensors"
-    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
-    same = calibration.read(files["double_sparsity"])
-    for at in range(0, 8 + len(json.dumps(header, separators=(",", ":"))), 7):
-        content = bytearray(whole)
-        content[at] ^= 1
+def test_a_damaged_header_is_detected_or_harmless(files: dict[str, Path], tmp_path: Path) -> None:
+    original, damaged = files["double_sparsity"].read_bytes(), tmp_path / "damaged.safetensors"
+    header = json.loads(original[8 : 8 + int.from_bytes(original[:8], "little")])
+    expected = calibration.read(files["double_sparsity"])
+    for i in range(0, 8 + len(json.dumps(header, separators=(",", ":"))), 7):
+        content = bytearray(original)
+        content[i] ^= 1
         damaged.write_bytes(content)
         calibration._read.cache_clear()
         with contextlib.suppress(ValueError):
-            # White space may change without changing what is read.
-            found = calibration.read(damaged)
-            assert found.provenance == same.provenance
-            assert all(torch.equal(found.tensors[name], tensor) for name, tensor in same.tensors.items())
+            # A change of white space does not change the contents.
+            loaded = calibration.read(damaged)
+            assert loaded.provenance == expected.provenance
+            assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.tensors.items())
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\0" * 8, b"\xff" * 64], ids=["empty", "one byte", "zeros", "ones"])
-def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "books.safetensors"
     path.write_bytes(content)
     refused("cq", path, "is not a readable safetensors file")
@@ -153,24 +153,26 @@ def shorter(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors[name] = tensors[name][:-1].contiguous()
 
 
-def whole_numbers(tensors: dict[str, torch.Tensor], name: str) -> None:
+def integers(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors[name] = tensors[name].long()
 
 
 @each_method
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(without, "is missing"), (shorter, "is float"), (whole_numbers, "is int64")],
+    [(without, "is missing"), (shorter, "is float"), (integers, "is int64")],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_missing_and_misshapen_tensors_are_named(
+def test_errors_name_missing_and_misshapen_tensors(
     method: str, change: Callable[..., None], message: str, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    found = calibration.read(files[method])
-    tensors, name = dict(found.tensors), TENSOR[method]
+    original = calibration.read(files[method])
+    tensors, name = dict(original.tensors), TENSOR[method]
     change(tensors, name)
-    path = write(tmp_path / "made.safetensors", tensors, found.provenance)
-    refused(method, path, f"tensor '{name}' {message}", f"expected numbers of shape {list(found.tensors[name].shape)}")
+    path = write(tmp_path / "made.safetensors", tensors, original.provenance)
+    refused(
+        method, path, f"tensor '{name}' {message}", f"expected numbers of shape {list(original.tensors[name].shape)}"
+    )
 
 
 @each_method
@@ -178,59 +180,65 @@ def test_missing_and_misshapen_tensors_are_named(
 def test_numbers_that_are_not_finite_are_refused(
     method: str, value: float, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    found = calibration.read(files[method])
-    tensors, name = dict(found.tensors), TENSOR[method]
+    original = calibration.read(files[method])
+    tensors, name = dict(original.tensors), TENSOR[method]
     tensors[name] = tensors[name].clone()
     tensors[name].flatten()[-1] = value
-    path = write(tmp_path / "made.safetensors", tensors, found.provenance)
+    path = write(tmp_path / "made.safetensors", tensors, original.provenance)
     refused(method, path, f"holds NaN or infinite numbers in tensor {name!r}")
     with pytest.raises(FloatingPointError, match=f"tensor '{name}' holds NaN or infinite numbers"):
-        Calibration(tensors, found.provenance).write(tmp_path / "again.safetensors")
+        Calibration(tensors, original.provenance).write(tmp_path / "again.safetensors")
     assert not (tmp_path / "again.safetensors").exists()
 
 
 @each_method
-def test_a_file_for_another_method_names_both(method: str, files: dict[str, Path]) -> None:
-    other = next(name for name in SETTINGS if name != method)
-    refused(method, files[other], f"is a calibration for {other!r}, not for {method!r}")
+def test_the_error_for_another_methods_file_names_both_methods(method: str, files: dict[str, Path]) -> None:
+    another = next(name for name in SETTINGS if name != method)
+    refused(method, files[another], f"is a calibration for {another!r}, not for {method!r}")
 
 
-def test_a_file_that_does_not_say_where_it_comes_from_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
-    found = calibration.read(files["cq"])
-    for lacking in ("method", "settings", "model"):
-        partly = {name: value for name, value in found.provenance.items() if name != lacking}
-        refused("cq", write(tmp_path / f"{lacking}.safetensors", found.tensors, partly), f"does not say its {lacking}")
+def test_a_file_without_provenance_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    original = calibration.read(files["cq"])
+    for missing in ("method", "settings", "model"):
+        provenance = {name: value for name, value in original.provenance.items() if name != missing}
+        refused(
+            "cq",
+            write(tmp_path / f"{missing}.safetensors", original.tensors, provenance),
+            f"has no {missing} in its provenance",
+        )
     path = tmp_path / "plain.safetensors"
-    path.write_bytes(save(found.tensors))
+    path.write_bytes(save(original.tensors))
     refused("cq", path, "is not a calibration of this version: format None")
 
 
 def test_a_file_that_changes_is_read_again(files: dict[str, Path], tmp_path: Path) -> None:
-    found, path = calibration.read(files["cq"]), tmp_path / "made.safetensors"
+    original, path = calibration.read(files["cq"]), tmp_path / "made.safetensors"
     for scale in (1.0, 2.0):
-        Calibration({name: scale * tensor for name, tensor in found.tensors.items()}, found.provenance).write(path)
-        assert torch.equal(calibration.read(path).tensors["0.keys"], scale * found.tensors["0.keys"])
+        Calibration({name: scale * tensor for name, tensor in original.tensors.items()}, original.provenance).write(
+            path
+        )
+        assert torch.equal(calibration.read(path).tensors["0.keys"], scale * original.tensors["0.keys"])
 
 
 def test_a_damaged_layer_of_a_stopped_run_is_fitted_again(tmp_path: Path) -> None:
     provenance = {"method": "x", "settings": {}, "model": {}}
-    parts = Parts(tmp_path / "parts", provenance)
+    finished = FinishedLayers(tmp_path / "parts", provenance)
     for layer in (0, 1):
-        parts.write(layer, {"mean": torch.ones(3)})
+        finished.write(layer, {"mean": torch.ones(3)})
     (tmp_path / "parts" / "000.safetensors").write_bytes(b"torn")
-    again = Parts(tmp_path / "parts", provenance)
-    assert [again.has(layer) for layer in (0, 1)] == [False, True]
+    reopened = FinishedLayers(tmp_path / "parts", provenance)
+    assert [reopened.has(layer) for layer in (0, 1)] == [False, True]
 
 
 @pytest.mark.parametrize(
     "name",
     sorted(file.stem for file in calibration.shipped("any").parent.glob("*.safetensors") if file.stem != "model"),
 )
-def test_files_that_ship_carry_their_digest(name: str) -> None:
+def test_shipped_files_are_undamaged(name: str) -> None:
     assert calibration.read(calibration.shipped(name)).provenance["model"]["name"] == "reference"
 
 
-def test_books_of_another_model_are_not_planned_with(files: dict[str, Path]) -> None:
+def test_a_plan_refuses_codebooks_of_another_model(files: dict[str, Path]) -> None:
     press = kvpress.get_press(SPECS["cq"].format(files["cq"]))
     assert plan(press, Geometry.of(tiny_model("llama").config), 400).factor > 2
     config, _ = kvpress.load_model("reference")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits for every layer: as many as its attention needs, so many on average."""
+"""Calibration of bits per layer: an average is shared by the errors of attention outputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.asked import ASKED, logits_of, places, written
-from kvpress.calibrate.run import Observed, Parts, Report
+from kvpress.calibrate.asked import SAMPLED_QUERIES, logits_of, query_positions, written_pairs
+from kvpress.calibrate.run import FinishedLayers, Observed, Report
 from kvpress.core.checks import Positive, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.kernels import BITS
@@ -21,24 +21,24 @@ from kvpress.quant.bits import METHOD, allocate
 from kvpress.quant.uniform import UniformRows
 
 GROUP = 32
-"""Tokens that share the scale of a key channel, and channels that share that of a value."""
+"""Tokens that share the scale of a key channel, and channels that share the scale of a value."""
 
 
 @dataclass(frozen=True)
 class BitsSettings(Observed):
-    """How many bits keys and values of each layer get, of some `widths`, so that they are `average` over all.
+    """Bits of keys and values of each layer, chosen from `widths` so that their mean is `average`.
 
         e[side, width] = sum |o' - o|^2 / sum |o|^2
 
-    o are outputs of a layer's attention and o' those with one side, keys or values, in uniform codes of a width: keys per
-    channel over 32 tokens, values per token over 32 channels. One reading of the texts gives all of them. The widths of all
-    layers and sides are those whose errors have the least sum. A layer gives `errors [2, widths]` and `bits [2]`, float32,
-    for `bits=FILE` of every codec that takes bits per layer.
+    o are the outputs of a layer's attention. o' are those with one side, keys or values, in uniform codes of a width: keys per
+    channel over 32 tokens, values per token over 32 channels. One reading of the texts measures all errors. The chosen widths
+    minimise the sum of errors over all layers and sides. A layer gives `errors [2, widths]` and `bits [2]`, float32, for
+    `bits=FILE` of every codec that takes bits per layer.
 
     Paper: after Li et al., KVTuner: Sensitivity-Aware Layer-Wise Mixed-Precision KV Cache Quantization for Efficient and
     Nearly Lossless LLM Inference, 2025, arXiv:2502.04420.
-    Differs from the paper: the choice follows from errors of attention outputs alone, exactly and in one reading, where the
-    paper groups layers and searches by accuracy.
+    Differs from the paper: the choice minimises errors of attention outputs, exactly and in one reading, where the paper groups
+    layers and searches by accuracy.
     """
 
     average: Positive = 3.0
@@ -48,7 +48,7 @@ class BitsSettings(Observed):
 
     @property
     def shortest(self) -> int:
-        return max(ASKED, 2 * GROUP)
+        return max(SAMPLED_QUERIES, 2 * GROUP)
 
     def check(self, model: ModelFacts) -> None:
         check_fields(self)
@@ -65,18 +65,18 @@ class BitsSettings(Observed):
     def tensors(self, observed: WidthErrors) -> dict[str, Tensor]:
         return {"errors": (observed.errors / observed.size).float()}
 
-    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
-        found = super().fit(model, sequences, parts, report)
-        names = [name.removesuffix(".errors") for name in found]
+    def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
+        tensors = super().fit(model, sequences, finished, report)
+        names = [name.removesuffix(".errors") for name in tensors]
         chosen = allocate(
-            [e.tolist() for name in names for e in found[f"{name}.errors"]], self.observer().widths, self.average
+            [e.tolist() for name in names for e in tensors[f"{name}.errors"]], self.observer().widths, self.average
         )
         bits = torch.tensor(chosen, dtype=torch.float32).view(-1, 2)
-        return found | {f"{name}.bits": bits[n] for n, name in enumerate(names)}
+        return tensors | {f"{name}.bits": bits[n] for n, name in enumerate(names)}
 
 
 class WidthErrors(Observer):
-    """Sums of the squared errors of a layer's outputs, `errors [2, widths]`, and of the outputs themselves, `size`."""
+    """Sums of squared errors of a layer's outputs, `errors [2, widths]`, and the sum of squared outputs, `size`."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = tuple(widths)
@@ -84,26 +84,26 @@ class WidthErrors(Observer):
         self.size = 0.0
 
     def observe(self, call: LayerCall) -> None:
-        keys, values = written(call)
-        at = places(keys.shape[2], keys.device)
-        exact = self._outputs(call, keys, values, at)
+        keys, values = written_pairs(call)
+        positions = query_positions(keys.shape[2], keys.device)
+        exact = self._outputs(call, keys, values, positions)
         self.size += float(exact.double().square().sum())
         for n, bits in enumerate(self.widths):
             rounded = _rounded(keys, bits, (GROUP, 1)), _rounded(values, bits, (1, GROUP))
             for side, pairs in enumerate(((rounded[0], values), (keys, rounded[1]))):
-                moved = self._outputs(call, *pairs, at) - exact
-                self.errors[side, n] += float(moved.double().square().sum())
+                error = self._outputs(call, *pairs, positions) - exact
+                self.errors[side, n] += float(error.double().square().sum())
 
-    def _outputs(self, call: LayerCall, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
-        """Outputs of the queries at some places, float32 `[H, G * n, Dv]`."""
-        weights = call.softmax(logits_of(call, keys, at))
+    def _outputs(self, call: LayerCall, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """Return the outputs of the queries at `positions [n]`, float32 `[H, G * n, Dv]`."""
+        weights = call.softmax(logits_of(call, keys, positions))
         return weights.flatten(1, 2) @ values[0].float()
 
 
 def _rounded(side: Tensor, bits: int, group: tuple[int, int]) -> Tensor:
-    """What `[1, H, T, D]` reads as in codes; tokens behind the last whole group stay as they are."""
-    whole = side.shape[2] // GROUP * GROUP
+    """Return keys or values `[1, H, T, D]` encoded and decoded; tokens after the last full group do not change."""
+    length = side.shape[2] // GROUP * GROUP
     channels = group[1] if side.shape[3] % group[1] == 0 else side.shape[3]
-    rows = side[0, :, :whole].flatten(0, 1)
-    read = UniformRows.encode(rows, bits, (group[0], channels)).read(slice(None))
-    return torch.cat([read.view(1, -1, whole, side.shape[3]).to(side), side[:, :, whole:]], dim=2)
+    rows = side[0, :, :length].flatten(0, 1)
+    decoded = UniformRows.encode(rows, bits, (group[0], channels)).read(slice(None))
+    return torch.cat([decoded.view(1, -1, length, side.shape[3]).to(side), side[:, :, length:]], dim=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of channels matter for logits: mean squares of queries and keys."""
+"""Calibration of `block_gtq`: mean squares of channel pairs of queries and keys."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvpress.quant.calibrated import check_rotates_halves
 class EnergySettings(Observed):
     """Mean square of every pair of channels of queries and keys, for the bits of `block_gtq`.
 
-    The first tokens of each sequence are left out. A layer gives, float32, `queries` and `keys [H, D / 2]`, those of queries
-    over the query heads of a kv head, and how many channels are `rotated [1]`: pairs are the halves of these, then of the
-    others.
+    The first tokens of each sequence are ignored. A layer gives, float32, `keys [H, D / 2]`, `queries [H, D / 2]`, the mean
+    over the query heads of a KV head, and `rotated [1]`, the number of rotated channels. A pair is a channel of the first half
+    of the rotated channels with its partner in the second half; the pairs of the unrotated channels follow.
     """
 
     method: ClassVar[str] = METHOD
@@ -42,12 +42,12 @@ class EnergySettings(Observed):
         return PairEnergies()
 
     def tensors(self, observed: PairEnergies) -> dict[str, Tensor]:
-        found = {name: (total / observed.count).float() for name, total in observed.totals.items()}
-        return found | {"rotated": torch.tensor([float(observed.rotated)])}
+        means = {name: (total / observed.count).float() for name, total in observed.totals.items()}
+        return means | {"rotated": torch.tensor([float(observed.rotated)])}
 
 
 class PairEnergies(Observer):
-    """Sums of squares of pairs of channels over `count` tokens, `totals [H, D / 2]` by name; the first are those `rotated`."""
+    """Sums of squares of channel pairs over `count` tokens: `totals [H, D / 2]` by name, rotated pairs first."""
 
     def __init__(self) -> None:
         self.count = self.rotated = 0

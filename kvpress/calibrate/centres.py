@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the queries of a model lie before rotation, from which logits at any distance are predicted."""
+"""Calibration of `triattention`: mean queries before their rotary embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpress.presses.triattention import METHOD
 
 @dataclass(frozen=True)
 class CentreSettings(Observed):
-    """Means of the queries before their rotary embedding, and of the lengths of their rotary pairs.
+    """Mean queries before their rotary embedding, and mean lengths of their rotary pairs.
 
     A layer gives `mean [Hq, D]` and `size [Hq, D]`, float32, for `triattention`.
     """
@@ -24,7 +24,7 @@ class CentreSettings(Observed):
     method: ClassVar[str] = METHOD
 
     def check(self, model: ModelFacts) -> None:
-        """There is nothing to choose."""
+        """Accept every model."""
 
     def observer(self) -> QueryCentres:
         return QueryCentres()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which channels of keys matter: mean magnitudes per channel."""
+"""Calibration of `double_sparsity`: mean magnitude of every channel."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvpress.sparse.channels import METHOD, write_official
 
 @dataclass(frozen=True)
 class ChannelSettings(Observed):
-    """Mean magnitude of every channel over all tokens, for choosing the channels that tell keys apart.
+    """Mean magnitude of every channel over all tokens, to choose important channels.
 
     A layer gives, float32, `q [Hq, D]` and `k [H, D]`, the mean of |q| and |k| before their rotary embedding, and
-    `qk [Hq, D]`, that of |q * k| after it with each token's own key. A file named `.json` holds channels in descending order
-    instead, in the form of the authors' code.
+    `qk [Hq, D]`, the mean of |q * k| after it, with q and k of the same token. A file named `.json` holds channels in
+    descending order instead, in the format of the authors' code.
     """
 
     method: ClassVar[str] = METHOD
 
     def check(self, model: ModelFacts) -> None:
-        """There is nothing to choose."""
+        """Accept every model."""
 
     def observer(self) -> ChannelMeans:
         return ChannelMeans()
@@ -37,15 +37,15 @@ class ChannelSettings(Observed):
     def tensors(self, observed: ChannelMeans) -> dict[str, Tensor]:
         return {name: total / observed.count for name, total in observed.totals.items()}
 
-    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
+    def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
         if out.suffix == ".json":
-            write_official(found, model, out)
+            write_official(result, model, out)
         else:
-            super().write(found, model, out)
+            super().write(result, model, out)
 
 
 class ChannelMeans(Observer):
-    """Sums of magnitudes over `count` tokens, `totals` by name."""
+    """Sums of magnitudes over `count` tokens: `totals` by name."""
 
     def __init__(self) -> None:
         self.count = 0

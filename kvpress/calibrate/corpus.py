@@ -17,7 +17,7 @@ def documents(source: str) -> Iterator[str]:
 
     Args:
         source: a `.jsonl` file with a `text` field in every line, any other file as one document, or a dataset of the
-            hub as `name`, `name:config` or `name:config:split`, by default its split `train`.
+            hub as `name`, `name:config` or `name:config:split`; the default split is `train`.
 
     Raises:
         ValueError: a line of the file has no text, or the dataset has no column `text`.
@@ -42,7 +42,7 @@ def _dataset(source: str) -> Iterator[str]:
         import datasets
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{source!r} is no file, and reading it as a dataset needs the package `datasets`: pip install datasets"
+            f"{source!r} is not a file, and reading it as a dataset needs the package `datasets`: pip install datasets"
         ) from error
     name, config, split = [*source.split(":"), "", ""][:3]
     rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
@@ -53,22 +53,22 @@ def _dataset(source: str) -> Iterator[str]:
 
 
 def pack(tokenizer: Any, texts: Iterable[str], tokens: int, sequences: int) -> Tensor:
-    """Return `[sequences, tokens]` ids: long texts are cut, short ones joined, what does not fill a sequence is left out.
+    """Return token ids `[sequences, tokens]`. Long texts are cut, short ones joined, and incomplete sequences dropped.
 
     Raises:
         ValueError: there is too little text.
     """
-    found: list[list[int]] = []
+    packed: list[list[int]] = []
     short: list[int] = []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         if len(ids) < tokens:
             short += ids
             ids, short = (short, []) if len(short) >= tokens else ([], short)
-        found += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
-        if len(found) >= sequences:
-            return torch.tensor(found[:sequences])
+        packed += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
+        if len(packed) >= sequences:
+            return torch.tensor(packed[:sequences])
     raise ValueError(
-        f"the data give {len(found)} sequences of {tokens} tokens, not {sequences}; give more text, or fewer or shorter "
+        f"the data give {len(packed)} sequences of {tokens} tokens, not {sequences}; give more text, or fewer or shorter "
         "sequences (--sequences, --tokens)"
     )

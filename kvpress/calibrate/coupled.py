@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books for coupled quantisation: weighted k-means of keys and values."""
+"""Calibration of `cq`: codebooks by weighted k-means of keys and values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from kvpress.quant.kmeans import kmeans
 
 @dataclass(frozen=True)
 class CoupledSettings(FitsPairs):
-    """How books are fitted: channels per code and bits per code of keys and of values, and the rounds of k-means.
+    """Codebooks of keys and values, for `cq`.
 
-    With `fisher`, every vector weighs its squared gradient of the language-modelling loss. All keys and values of a layer are
-    held while its books are fitted, so layers are taken a few at a time.
+    All keys and values of a layer are in memory while its books are fitted, so that a few layers are fitted at a time.
     """
 
     coupled: tuple[int, int] = (4, 4)
+    """Channels in a code, of keys and of values."""
     bits: tuple[int, int] = (8, 8)
+    """Bits of a code, of keys and of values."""
     fisher: bool = True
+    """Whether every vector is weighted by its squared gradient of the language-modelling loss."""
     iterations: Count = 100
+    """Rounds of k-means."""
     seed: int = 0
+    """Random seed."""
 
     method: ClassVar[str] = METHOD
 
@@ -46,7 +50,7 @@ class CoupledSettings(FitsPairs):
 
 
 def fit_books(record: PairRecorder, settings: CoupledSettings) -> dict[str, Tensor]:
-    """Books of one layer, `keys` and `values`, float16 `[H, D / c, 2**b, c]` each."""
+    """Return the codebooks of one layer, `keys` and `values`, float16 `[H, D / c, 2**b, c]` each."""
     sides = {"keys": (record.keys, record.key_weights), "values": (record.values, record.value_weights)}
     books = {}
     for side, (name, (vectors, gradients)) in enumerate(sides.items()):

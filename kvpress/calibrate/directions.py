@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main direction of each head's queries, along which keys are told apart."""
+"""Calibration of `qfilter`: the main direction of each head's queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpress.presses.qfilter import METHOD
 
 @dataclass(frozen=True)
 class FilterSettings(Observed):
-    """Minus the first right singular vector of the rotated queries, as the mean over the query heads of a kv head.
+    """Minus the first right singular vector of the rotated queries, averaged over the query heads of a KV head.
 
     A layer gives `filter [H, D]`, float32, for `qfilter`.
     """
@@ -36,7 +36,7 @@ class FilterSettings(Observed):
 
 
 class QuerySquares(Observer):
-    """Sums over the rotated queries of real tokens: `total [Hq, D]` and `gram [Hq, D, D]`, float64, for `heads` kv heads."""
+    """Sums over the rotated queries of real tokens: `total [Hq, D]` and `gram [Hq, D, D]`, float64, with `heads` KV heads."""
 
     def __init__(self) -> None:
         self.heads = 1
@@ -52,7 +52,11 @@ class QuerySquares(Observer):
         self.gram = gram if self.gram is None else self.gram + gram
 
     def directions(self) -> Tensor:
-        """Return the unit vectors that queries point along, meaned over the query heads of a kv head, `[H, D]`, float32."""
+        """Return unit vectors along the queries, averaged over the query heads of a KV head, `[H, D]`, float32.
+
+        Raises:
+            ValueError: no queries were observed.
+        """
         if self.total is None or self.gram is None:
             raise ValueError("no queries have been observed yet")
         first = torch.linalg.eigh(self.gram.cpu()).eigenvectors[..., -1]

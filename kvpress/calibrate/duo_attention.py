@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads retrieve, by distillation: gates that may close as far as the hidden states of the full model stay."""
+"""Calibration of `duo_attention`: gates of retrieval heads, trained by distillation of the full model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class DuoAttentionSettings(Distilled):
     h and h' are the last hidden states of the `answer` tokens with gates and with full attention.
 
     Paper: Xiao et al., DuoAttention, 2024, arXiv:2410.10819.
-    Differs from the paper: any text will do, where its answers are passkeys; the distance is one relative to the size of
-    the hidden states, so that a price suits models of any scale; only answers are gated, behind a prompt that was read in
-    full.
+    Differs from the paper: any text works, where its answers are passkeys; the distance is relative to the size of the hidden
+    states, so that a price suits models of any scale; only answers are gated, after a prompt that is read with full attention.
     """
 
     method: ClassVar[str] = "duo_attention"

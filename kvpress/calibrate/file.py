@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods learn from data about one model, in a file: tensors, and where they come from.
+"""Calibration files: tensors that a method learned from data about one model, with their provenance.
 
-A file is safetensors with the provenance as JSON in its metadata, and a digest of both, so that damage is noticed. Nothing in
-it is executed when it is read.
+The format is safetensors. Its metadata hold the provenance as JSON and a digest of tensors and provenance, which detects
+damage. Reading a file executes nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from kvpress.core.model import LayerFacts, ModelFacts
 
 FORMAT = 2
-Holds = Callable[[LayerFacts], Mapping[str, tuple[int | None, ...]]]
-"""Shapes of the tensors that a method's file holds of a layer, by name; None is any size."""
+LayerShapes = Callable[[LayerFacts], Mapping[str, tuple[int | None, ...]]]
+"""Returns the shapes of a layer's tensors in a method's file, by name; None in a shape is any size."""
 
 SHAPES = ("layers", "kv_heads", "head_dim")
 IDENTITY = ("architecture", *SHAPES, "weights")
@@ -33,49 +33,57 @@ IDENTITY = ("architecture", *SHAPES, "weights")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Tensors by name, and their `provenance`: method, settings, model, data, versions."""
+    """Contents of a calibration file."""
 
     tensors: dict[str, Tensor]
+    """Tensors by name."""
     provenance: dict[str, Any]
+    """Method, settings, model, data and versions that made them."""
 
-    def check(self, method: str, model: ModelFacts, source: str | Path, holds: Holds) -> None:
-        """Refuse another method or another model than this was made for, and tensors that are missing or misshapen, by name.
+    def check(self, method: str, model: ModelFacts, source: str | Path, shapes_of: LayerShapes) -> None:
+        """Check that this was made for the method and the model, and has all tensors.
 
-        `holds` gives the shapes of what the file must hold of every layer that grows.
+        Args:
+            method: name of the method that reads the file.
+            model: model that the method is applied to.
+            source: path, for messages.
+            shapes_of: returns the shapes of a layer's tensors; checked for every layer whose cache grows.
+
+        Raises:
+            ValueError: the method or the model is another one, or a tensor is missing or has another shape.
         """
-        made_for, again = self.provenance, how_to_make(source, method)
+        made_for, hint = self.provenance, how_to_make(source, method)
         if made_for["method"] != method:
-            raise ValueError(f"{source} is a calibration for {made_for['method']!r}, not for {method!r}; {again}")
-        here = identify(model)
+            raise ValueError(f"{source} is a calibration for {made_for['method']!r}, not for {method!r}; {hint}")
+        actual = identify(model)
         different = [
-            name for name in (IDENTITY if model.loaded else SHAPES) if made_for["model"].get(name) != here[name]
+            name for name in (IDENTITY if model.loaded else SHAPES) if made_for["model"].get(name) != actual[name]
         ]
         if different:
-            detail = ", ".join(f"{name} {made_for['model'].get(name)!r} (here {here[name]!r})" for name in different)
+            detail = ", ".join(f"{name} {made_for['model'].get(name)!r} (here {actual[name]!r})" for name in different)
             raise ValueError(
                 f"{source} was made for {made_for['model'].get('name')}, which differs from this model in {detail}; "
                 f"make one for this model with `kvpress calibrate --method {method} --model ...`"
             )
         for layer in model.growing:
-            for name, shape in holds(layer).items():
-                found = self.tensors.get(f"{layer.index}.{name}")
-                if found is None or not fits(found, shape) or not found.is_floating_point():
-                    held = (
-                        "is missing" if found is None else f"is {found.dtype} {list(found.shape)}".replace("torch.", "")
-                    )
+            for name, shape in shapes_of(layer).items():
+                tensor = self.tensors.get(f"{layer.index}.{name}")
+                if tensor is None or not fits(tensor, shape) or not tensor.is_floating_point():
+                    fault = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
                     raise ValueError(
-                        f"{source}: tensor '{layer.index}.{name}' {held}, expected numbers of shape {sizes(shape)}; {again}"
+                        f"{source}: tensor '{layer.index}.{name}' {fault.replace('torch.', '')}, expected numbers of shape "
+                        f"{sizes(shape)}; {hint}"
                     )
 
     def write(self, path: Path) -> None:
-        """Write the file in one step, so that a crash leaves the old one or none.
+        """Write the file atomically: a crash leaves the old file or none.
 
         Raises:
-            FloatingPointError: a tensor holds NaN or infinite numbers, which no method can use.
+            FloatingPointError: a tensor has NaN or infinite numbers, which no method can use.
         """
         if bad := self.not_finite():
             raise FloatingPointError(
-                f"{path.name}: tensor {bad!r} holds NaN or infinite numbers: the model gives such on these data"
+                f"{path.name}: tensor {bad!r} holds NaN or infinite numbers, which the model computed from these data"
             )
         provenance = json.dumps(self.provenance, sort_keys=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
@@ -85,22 +93,22 @@ class Calibration:
         )
 
     def not_finite(self) -> str | None:
-        """Return the name of a tensor that holds NaN or infinite numbers; None where all are finite."""
+        """Return the name of a tensor with NaN or infinite numbers; None if all are finite."""
         return next((name for name, tensor in self.tensors.items() if not bool(tensor.isfinite().all())), None)
 
 
 def fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    """Whether a tensor has a shape, in which None is any size."""
+    """Return whether a tensor has a shape, in which None is any size."""
     return tensor.dim() == len(shape) and all(a in (b, None) for a, b in zip(shape, tensor.shape, strict=True))
 
 
 def sizes(shape: tuple[int | None, ...]) -> str:
-    """Write a shape, in which None is any size, as messages do."""
+    """Return the text of a shape for messages; None is `any`."""
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 def digest_of(tensors: dict[str, Tensor], provenance: str) -> str:
-    """Return the SHA-256 of names, types, shapes and contents of tensors, and of where they come from."""
+    """Return the SHA-256 of the names, types, shapes and contents of tensors, and of their provenance."""
     digest = hashlib.sha256(provenance.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -109,26 +117,30 @@ def digest_of(tensors: dict[str, Tensor], provenance: str) -> str:
 
 
 def how_to_make(path: str | Path, method: str | None = None) -> str:
-    """Say which command makes a file."""
-    given = f"--method {method} " if method else ""
-    return f"make it with `kvpress calibrate {given}--model ... --data ... --out {path}`"
+    """Return a hint with the command that makes the file."""
+    option = f"--method {method} " if method else ""
+    return f"make it with `kvpress calibrate {option}--model ... --data ... --out {path}`"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that a crash leaves the old one or none."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    """Write a file atomically: a crash leaves the old file or none."""
+    partial_file = path.with_name(path.name + ".part")
+    with partial_file.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    partial_file.replace(path)
 
 
 def read(path: str | Path, method: str | None = None) -> Calibration:
-    """Read a calibration file; `method` is what it should be for, for messages.
+    """Read a calibration file.
+
+    Args:
+        path: the file.
+        method: name of the method that needs it, for messages.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, or not a calibration.
     """
     path = Path(path)
@@ -143,7 +155,7 @@ def read(path: str | Path, method: str | None = None) -> Calibration:
 
 @functools.lru_cache(maxsize=8)
 def _read(path: str, changed: int, size: int) -> Calibration:
-    """Read a file in the state that the time of its last change and its size stand for."""
+    """Read a file; its modification time and size are a part of the cache key."""
     del changed, size
     try:
         with safe_open(path, framework="pt") as file:
@@ -154,19 +166,19 @@ def _read(path: str, changed: int, size: int) -> Calibration:
     if metadata.get("format") != str(FORMAT):
         raise ValueError(f"is not a calibration of this version: format {metadata.get('format')!r}, not '{FORMAT}'")
     provenance, expected = metadata.get("provenance", ""), metadata.get("sha256")
-    if (found := digest_of(tensors, provenance)) != expected:
-        raise ValueError(f"is damaged: its contents have the SHA-256 {found}, but {expected} was written into it")
+    if (digest := digest_of(tensors, provenance)) != expected:
+        raise ValueError(f"is damaged: its contents have the SHA-256 {digest}, but {expected} was written into it")
     calibration = Calibration(tensors, json.loads(provenance))
-    lacking = [name for name in ("method", "settings", "model") if name not in calibration.provenance]
-    if lacking:
-        raise ValueError(f"does not say its {', '.join(lacking)}")
+    missing = [name for name in ("method", "settings", "model") if name not in calibration.provenance]
+    if missing:
+        raise ValueError(f"has no {', '.join(missing)} in its provenance")
     if bad := calibration.not_finite():
         raise ValueError(f"holds NaN or infinite numbers in tensor {bad!r}")
     return calibration
 
 
 def is_calibration(file: Path) -> bool:
-    """Whether a file is one that `kvpress calibrate` wrote, however damaged behind its header."""
+    """Return whether the header of a file is that of a calibration; its contents may be damaged."""
     try:
         with safe_open(file, framework="pt") as opened:
             return "provenance" in (opened.metadata() or {})
@@ -175,23 +187,23 @@ def is_calibration(file: Path) -> bool:
 
 
 def shipped(name: str) -> Path:
-    """Path of a calibration of the bundled reference model."""
+    """Return the path of a calibration of the bundled reference model."""
     return Path(__file__).parents[1] / "data" / "reference" / f"{name}.safetensors"
 
 
 def shipped_for(model: ModelFacts, name: str) -> Path | None:
-    """Return the calibration of that name that ships with a model; None where the model is not the bundled one."""
+    """Return the path of the shipped calibration `name`; None if the model is not the bundled reference model."""
     path = shipped(name)
     return path if path.is_file() and read(path).provenance["model"] == identify(model) else None
 
 
 def given_or_shipped(path: str | None, name: str) -> Path:
-    """Return the file that a press was given, or that of the bundled reference model."""
+    """Return the path argument of a press, or the shipped calibration `name` if it is None."""
     return shipped(name) if path is None else Path(path)
 
 
 def identify(model: ModelFacts) -> dict[str, Any]:
-    """What distinguishes a model from others: shapes, and a digest of its attention weights that no dtype changes."""
+    """Return the identity of a model: names, shapes, and a digest of attention weights that does not depend on the dtype."""
     digest = hashlib.sha256()
     for layer in model.layers:
         if layer.module is not None:

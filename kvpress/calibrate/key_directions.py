@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main directions of each head's keys, along which pairs are chosen."""
+"""Calibration of `loki`: principal components of the keys of each head."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvpress.sparse.loki import METHOD, principal
 class KeyDirectionSettings(Observed):
     """Directions of the largest variance of the keys of every head, for `loki`.
 
-    A layer gives `rotated` and `unrotated [H, D, D]`, float32: orthonormal columns, those of the largest variance first, of the
-    keys as they are cached and as they were before their rotary embedding.
+    A layer gives `rotated` and `unrotated [H, D, D]`, float32: orthonormal columns by falling variance, of keys after and
+    before their rotary embedding.
     """
 
     method: ClassVar[str] = METHOD
 
     def check(self, model: ModelFacts) -> None:
-        """There is nothing to choose."""
+        """Accept every model."""
 
     def observer(self) -> KeySums:
         return KeySums()
@@ -53,7 +53,7 @@ class KeySums(Observer):
             self.products[name] = self.products.get(name, 0) + vectors.mT @ vectors
 
     def scatters(self) -> dict[str, Tensor]:
-        """Return the covariances of the keys times their number, `[H, D, D]`, float64."""
+        """Return the covariance of the keys times their number, by name, `[H, D, D]`, float64."""
         return {
             name: self.products[name] - torch.einsum("hd,he->hde", total, total) / self.count
             for name, total in self.totals.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads need their context, by what their pairs are worth when the context is repeated."""
+"""Calibration of `duo_attention` by KVzip: the largest score of each head when the context is read again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.calibrate.gates import TENSOR, TableSettings
 from kvpress.calibrate.repeated import SINKS, read_twice
-from kvpress.calibrate.run import Parts, Report
+from kvpress.calibrate.run import FinishedLayers, Report
 from kvpress.core.host import host
 
 
@@ -21,11 +21,11 @@ class KVzipHeadSettings(TableSettings):
 
         value[l, h] = mean over sequences of max over t of score[l, h, t]
 
-    The score is that of `KVzipPress` without a prompt of repetition: each sequence is read twice, and its sinks do not count.
+    The score is that of `KVzipPress` without a prompt of repetition: each sequence is read twice, and its sinks are ignored.
     Layers with a sliding window get 1.
 
-    After Kim et al., KVzip, 2025, arXiv:2505.23416, whose scores of heads do not hang on a context either.
-    Differs from the paper: the mean over several texts, and no words that ask for the repetition.
+    After Kim et al., KVzip, 2025, arXiv:2505.23416, whose scores of heads do not depend on a context either.
+    Differs from the paper: the mean is over several texts, and no words request the repetition.
     """
 
     method: ClassVar[str] = "kvzip_heads"
@@ -34,14 +34,14 @@ class KVzipHeadSettings(TableSettings):
     def shortest(self) -> int:
         return SINKS + 2
 
-    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
-        del parts
+    def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
+        del finished
         facts = host().facts_of(model)
         total = torch.zeros(len(facts.layers), facts.layers[0].kv_heads)
         windows = [layer.index for layer in facts.layers if layer not in facts.growing]
         for done, ids in enumerate(sequences):
             total[windows] += 1
-            for layer, found in read_twice(model, ids, plus=False).items():
-                total[layer] += found.scores[:, SINKS:].amax(dim=1).cpu()
+            for layer, reading in read_twice(model, ids, plus=False).items():
+                total[layer] += reading.scores[:, SINKS:].amax(dim=1).cpu()
             report("sequences", done + 1, len(sequences))
         return {TENSOR: total / len(sequences)}

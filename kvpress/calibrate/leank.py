@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which channels of keys matter, by distillation: scales that may fall as far as the hidden states of the full model stay."""
+"""Calibration of `leank`: scales of key channels, trained by distillation of the full model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from kvpress.quant.leank import METHOD
 
 
 class Scaled(Gated):
-    """Gates `[L, H, D]` that scale the channels of keys which are neither sinks nor recent."""
+    """Attention function whose gates `[L, H, D]` scale the channels of keys outside of sinks and window."""
 
-    def weights(self, asked: Asked, logits: Callable[..., Tensor], visible: Tensor, near: Tensor) -> Tensor:
-        mixed = torch.where(near, logits(), logits(self.gates[asked.layer]))
-        return softmax(mixed.masked_fill(~visible, -torch.inf), asked.sinks)
+    def weights(self, call: Asked, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor) -> Tensor:
+        mixed = torch.where(in_window, logits(), logits(self.gates[call.layer]))
+        return softmax(mixed.masked_fill(~visible, -torch.inf), call.sinks)
 
 
 @dataclass(frozen=True)
 class LeanKSettings(Distilled):
-    """Scales of the channels of keys, by distillation of the full model, for `leank`.
+    """Scales of key channels, by distillation of the full model, for `leank`.
 
         loss = mean((h - h')^2) / mean(h'^2) + price * mean(scales)
 
-    h and h' are the last hidden states of the `answer` tokens, which see scaled keys but for the first `sink_size` tokens and
-    the newest `recent_size`, and with full attention. A layer gives `scale [H, D]`, float32, in [0, 1].
+    h are the last hidden states of the `answer` tokens with scaled keys, except those of the first `sink_size` and the newest
+    `recent_size` tokens; h' are those with full attention. A layer gives `scale [H, D]`, float32, in [0, 1].
 
     Paper: Zhang et al., LeanK: Learnable K Cache Channel Pruning for Efficient Decoding, 2025, arXiv:2508.02215.
-    Differs from the paper: there is no second stage, which trains on with the channels that stay; the distance is relative to
-    the size of the hidden states.
+    Differs from the paper: there is no second stage, which continues training with the remaining channels; the distance is
+    relative to the size of the hidden states.
     """
 
     method: ClassVar[str] = METHOD
@@ -53,13 +53,13 @@ class LeanKSettings(Distilled):
     def check(self, model: ModelFacts) -> None:
         super().check(model)
         if len({layer.head_dim for layer in model.layers}) > 1:
-            raise ValueError(f"{self.method} needs layers of one head dim, which {model.name} does not have")
+            raise ValueError(f"{self.method} needs the same head dim in every layer, which {model.name} does not have")
 
     def check_out(self, out: Path) -> None:
         Settings.check_out(self, out)
 
-    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
-        Settings.write(self, found, model, out)
+    def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
+        Settings.write(self, result, model, out)
 
     def attention(self, gates: Tensor, growing: set[int]) -> Gated:
         return Scaled(gates, growing, self.sink_size, self.recent_size)

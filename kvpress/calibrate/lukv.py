@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of heads for `lukv`: where a press's own order keeps most of what a second reading of the text needs."""
+"""Calibration of `lukv`: budgets of heads that keep the most useful pairs for a second reading of the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.repeated import SINKS, read_twice
-from kvpress.calibrate.run import Parts, Report, Settings
+from kvpress.calibrate.run import FinishedLayers, Report, Settings
 from kvpress.core.checks import check_fields
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
@@ -22,30 +22,31 @@ from kvpress.presses.criticalkv import check_outputs
 from kvpress.presses.lukv import METHOD, PERCENTS, LUKVPress, scoring_of
 
 NEWEST = 1
-"""Newest tokens of each sequence that are kept in any case, like its sinks."""
+"""Newest tokens of each sequence that are always kept, like its sinks."""
 
 
 @dataclass(frozen=True)
 class LUKVSettings(Settings):
-    """Budgets per head and ratio at which the pairs that `press` keeps are worth most in a second reading, for `lukv`.
+    """Budgets per head and ratio that maximise the worth of the pairs that `press` keeps, for `lukv`.
 
         U[l, h](k) = sum of the worth of the k pairs that the press scores highest
         kept(r)    = argmax over counts that add up to (1 - r) n L H of the sum of hull(U[l, h])(kept[l, h])
 
-    The worth of a pair is its `kvzip_plus_normalization` score of `kvzip`, hull(U) the least concave function above U, so that
-    taking the largest gains first is optimal. `press` is a spec without ratio or budget. The first 4 tokens and the newest are
-    kept in any case. A layer gives `curve [99, H]`, float32: which part each head loses where 1%, ..., 99% are lost
-    altogether, as the mean over the sequences.
+    The worth of a pair is its `kvzip_plus_normalization` score of `kvzip` in a second reading. hull(U) is the least concave
+    function above U, so that taking the largest gains first is optimal. The first 4 tokens and the newest are always kept. A
+    layer gives `curve [99, H]`, float32: the share of its pairs that each head loses if 1%, ..., 99% of all pairs are lost,
+    averaged over the sequences.
 
     Paper: LU-KV, Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction, 2026,
     arXiv:2602.08585.
-    Differs from the paper: the future that pairs are worth something for is a second reading of the text, where the paper
-    decodes one; worth is relative to the size of the reader's hidden state.
+    Differs from the paper: worth is measured in a second reading of the text, where the paper decodes a continuation; worth
+    is relative to the size of the hidden state of the query's token.
     """
 
     method: ClassVar[str] = METHOD
 
     press: str = "expected_attention:epsilon=0.02"
+    """Spec of the press that scores pairs, without ratio or budget."""
 
     @property
     def shortest(self) -> int:
@@ -57,70 +58,71 @@ class LUKVSettings(Settings):
         plain = scoring_of(get_press(self.press))
         if self.press != plain:
             raise ValueError(
-                f"press must be {plain!r}, without ratio or budget, since a curve is for all of them; got {self.press!r}"
+                f"press must be {plain!r}, without ratio or budget, because a curve holds for all ratios; got {self.press!r}"
             )
         LUKVPress(get_press(self.press)).recipe()
         steps = _Recorded(get_press(self.press)).recipe(model).evictions
         if any(step.recent or step.among or step.schedule.chunk or not step.schedule.prompt for step in steps):
-            raise ValueError(f"press must score all pairs of a prompt once it is read, which {self.press!r} does not")
+            raise ValueError(f"press must score all pairs at the end of a prompt, which {self.press!r} does not")
 
-    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
-        del parts
+    def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
+        del finished
         growing = host().facts_of(model).growing
         total = torch.zeros(PERCENTS, sum(layer.kv_heads for layer in growing))
         for done, ids in enumerate(sequences):
-            scores, readings = scored(model, ids, self.press), read_twice(model, ids, plus=True)
+            scores, readings = press_scores(model, ids, self.press), read_twice(model, ids, plus=True)
             gains = [gains_of(scores[layer.index], readings[layer.index].scores.cpu()) for layer in growing]
-            total += 1 - kept(torch.cat(gains)) / len(ids)
+            total += 1 - kept_counts(torch.cat(gains)) / len(ids)
             report("sequences", done + 1, len(sequences))
         split = (total / len(sequences)).split([layer.kv_heads for layer in growing], dim=1)
         return {f"{layer.index}.curve": curve for layer, curve in zip(growing, split, strict=True)}
 
 
-def scored(model: Any, ids: Tensor, spec: str) -> dict[int, Tensor]:
-    """Return the scores `[H, T]` that a press gives the pairs of `ids [T]`, by layer."""
+def press_scores(model: Any, ids: Tensor, spec: str) -> dict[int, Tensor]:
+    """Return the scores `[H, T]` of a press for the pairs of `ids [T]`, by layer."""
     recorded = _Recorded(get_press(spec))
     with torch.no_grad(), recorded(model):
         model(ids[None].to(model.device), use_cache=True)
     return {
-        layer: torch.cat([heads[at] for at in sorted(heads)]) for layer, heads in recorded.__dict__["found"].items()
+        layer: torch.cat([heads[first] for first in sorted(heads)])
+        for layer, heads in recorded.__dict__["recorded"].items()
     }
 
 
 class _Recorded(WrapperPress):
-    """Evicts half of the pairs, and keeps the scores of all: `found[layer][first head]`, `[heads, T]`."""
+    """Evicts half of the pairs, and stores all scores in `recorded[layer][first head]`, `[heads, T]`."""
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         del model
-        found = self.__dict__.setdefault("found", {})
-        return replace(step, scorer=_Recorder(step.scorer, found), amount=replace(step.amount, ratio=0.5))
+        recorded = self.__dict__.setdefault("recorded", {})
+        return replace(step, scorer=_Recorder(step.scorer, recorded), amount=replace(step.amount, ratio=0.5))
 
 
 @dataclass(frozen=True)
 class _Recorder(ScorerAround):
-    found: dict[int, dict[int, Tensor]]
+    recorded: dict[int, dict[int, Tensor]]
 
     def scores(self, view: View) -> Tensor:
         scores = super().scores(view)
-        self.found.setdefault(view.layer, {})[view.heads.indices(view.call.store.heads)[0]] = scores[0].float().cpu()
+        self.recorded.setdefault(view.layer, {})[view.heads.indices(view.call.store.heads)[0]] = scores[0].float().cpu()
         return scores
 
 
 def gains_of(scores: Tensor, worth: Tensor) -> Tensor:
-    """Return what each further pair of a head gains, `[H, T]`, never rising; infinite for those that stay in any case.
+    """Return the gain of each further pair of a head, `[H, T]`, never rising; infinite for pairs that are always kept.
 
-    Pairs are taken in the order of their `scores [H, T]`, and gain their `worth [H, T]`.
+    Pairs are ordered by falling `scores [H, T]`, and a pair gains its `worth [H, T]`.
     """
     length = scores.shape[1]
     order = scores[:, SINKS : length - NEWEST].argsort(dim=1, descending=True, stable=True)
     gains = torch.full((scores.shape[0], length), torch.inf, dtype=torch.float64)
-    for head, own in enumerate(worth[:, SINKS : length - NEWEST].gather(1, order).double()):
-        gains[head, SINKS + NEWEST :] = falling(own)
+    for head, ordered in enumerate(worth[:, SINKS : length - NEWEST].gather(1, order).double()):
+        gains[head, SINKS + NEWEST :] = falling(ordered)
     return gains
 
 
 def falling(gains: Tensor) -> Tensor:
-    """Return the slopes of the least concave function above the running sum of `gains [n]`: neighbours that rise share."""
+    """Return the slopes of the least concave function above the running sum of `gains [n]`: rising neighbours are averaged."""
     blocks: list[tuple[float, int]] = []
     for gain in gains.tolist():
         total, count = gain, 1
@@ -132,8 +134,8 @@ def falling(gains: Tensor) -> Tensor:
     return means.repeat_interleave(torch.tensor([count for _, count in blocks]))
 
 
-def kept(gains: Tensor) -> Tensor:
-    """Return how many pairs each head keeps, `[99, H]`, where 1%, ..., 99% of `gains [H, T]`, the smallest, are lost."""
+def kept_counts(gains: Tensor) -> Tensor:
+    """Return the number of pairs that each head keeps, `[99, H]`, if the smallest 1%, ..., 99% of `gains [H, T]` are lost."""
     heads, length = gains.shape
     owners = gains.flatten().argsort(descending=True, stable=True) // length
     shares = [round(gains.numel() * (1 - percent / 100)) for percent in range(1, PERCENTS + 1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of texts, and how much each matters: what tables of codecs are fitted to."""
+"""Recording keys, values and their importance, to fit the tables of codecs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
 
 SINKS = 4
-"""Tokens at the start of each sequence that are left out: their keys are far from all others, and they stay dense."""
+"""Tokens at the start of each sequence that are ignored: their keys are outliers, and codecs leave them dense."""
 
 
 class FitsPairs(Observed):
-    """Fits tables to the keys and values of texts; with `fisher`, each weighs its squared gradient of the loss.
+    """Base of methods that fit tables to the keys and values of texts.
 
-    All keys and values of a layer are held while its tables are fitted, so layers are taken a few at a time.
+    All keys and values of a layer are in memory while its tables are fitted, so that a few layers are fitted at a time.
     """
 
     fisher: bool
+    """Whether every key and value is weighted by its squared gradient of the loss."""
 
     layers_at_once: ClassVar[int | None] = 4
 
@@ -35,9 +36,9 @@ class FitsPairs(Observed):
 
 
 class PairRecorder(Observer):
-    """Copies what a layer puts into an empty cache: keys before their rotary embedding and values, `[tokens, H, D]`.
+    """Copies the keys before their rotary embedding, and the values, that a layer writes: `[tokens, H, D]`.
 
-    With `gradients`, also their squared gradients.
+    With `gradients`, it also records their squared gradients.
     """
 
     def __init__(self, gradients: bool) -> None:
@@ -59,12 +60,12 @@ class PairRecorder(Observer):
 
 
 def _tokens(vectors: Tensor) -> Tensor:
-    """`[1, H, n, D]` as `[n - SINKS, H, D]`, a copy."""
+    """Copy `[1, H, n, D]` to `[n - SINKS, H, D]`."""
     return vectors[0, :, SINKS:].transpose(0, 1).contiguous()
 
 
 def balance(weights: Tensor) -> Tensor:
-    """Scale weights `[..., n]` to mean 1; they span many decades, so the largest thousandth is cut off first."""
+    """Scale weights `[..., n]` to mean 1, after the largest thousandth is clipped: weights span many decades."""
     highest = weights.kthvalue(max(1, int(0.999 * weights.shape[-1])), dim=-1, keepdim=True).values
     cut = torch.minimum(weights, highest)
     mean = cut.mean(dim=-1, keepdim=True)

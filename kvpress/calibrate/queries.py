@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean and covariance of queries, from which attention of future queries is predicted."""
+"""Calibration of `expected_attention_stats`: mean and covariance of queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpress.presses.expected_attention_stats import METHOD
 
 @dataclass(frozen=True)
 class QuerySettings(Observed):
-    """Statistics of the queries before their rotary embedding, the first `n_sink` of each sequence left out.
+    """Statistics of the queries before their rotary embedding, without the first `n_sink` of each sequence.
 
     A layer gives `mean [Hq, D]` and `covariance [Hq, D, D]`, float32, for `expected_attention_stats`.
     """

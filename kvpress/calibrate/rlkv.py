@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads carry answers, by reinforcement learning: gates that are worth their price in right answers."""
+"""Calibration of `rlkv`: gates of heads, trained by policy gradient on right answers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvpress.core.checks import Count, NotNegative, Positive, Share, Size
 
 @dataclass(frozen=True)
 class RLKVSettings(GateSettings):
-    """Gates by policy gradient with a price on open ones, a table for `rlkv`.
+    """Gates by policy gradient with a price on open gates, a table for `rlkv`.
 
         loss = -mean(advantage * log p(token)) + price * (exp(r) - 1) * mean(gates), the second term where r > `target`
 
-    Questions are found in the text: places among its `answer` last tokens where the full model is right about the next
-    token and one whose heads all stream is wrong. From `questions` of them at a time, each `samples` times, the gated model
-    draws `length` tokens; the reward of a draw is the share of them that the full model would have said, its advantage the
-    reward less the mean of its question, divided by the deviation; r is the mean reward.
+    A question is a position among the last `answer` tokens of a text where the full model predicts the next token, and the
+    model does not if all heads stream. In an update, the gated model continues `questions` of them, each `samples` times, by
+    `length` tokens. The reward of a sample is its share of tokens that the full model predicts. Its advantage is the reward
+    less the mean of its question, divided by the standard deviation; r is the mean reward.
 
     Paper: Du et al., Which Heads Matter for Reasoning? RL-Guided KV Cache Compression, 2025, arXiv:2510.08525.
-    Differs from the paper: rewards compare with the full model's own words instead of checking mathematics, and draws are
-    of few tokens, so that minutes do; only answers are gated, behind a prompt that was read in full.
+    Differs from the paper: rewards compare with the full model's predictions instead of checking mathematics, and samples are
+    short, so that training takes minutes; only answers are gated, after a prompt that is read with full attention.
     """
 
     method: ClassVar[str] = "rlkv"
@@ -38,39 +38,45 @@ class RLKVSettings(GateSettings):
     steps: Count = 200
     lr: Positive = 0.01
     target: Share = 0.5
+    """Mean reward above which open gates have a price."""
     questions: Count = 8
+    """Questions in an update."""
     samples: Count = 4
+    """Samples of each question."""
     length: Count = 4
+    """Tokens of a sample."""
 
     def prompt(self, model: Any, attention: Gated, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `ids`, what the full model says after every one of them, `[T]`, and the places `[n]` where questions end."""
+        """Return `ids`, the full model's predictions `[T]`, and the positions `[n]` of questions; None without questions."""
         start = len(ids) - self.answer
-        right = attention.read(model, ids).logits[0].argmax(dim=-1)
-        behind = torch.tensor([start], device=ids.device)
-        streaming = attention.follow(model, ids[None, start:], behind, gate=0.0).logits[0].argmax(dim=-1)
-        needed = (right[start:-1] == ids[start + 1 :]) & (streaming[:-1] != ids[start + 1 :])
+        predicted = attention.read(model, ids).logits[0].argmax(dim=-1)
+        starts = torch.tensor([start], device=ids.device)
+        streaming = attention.follow(model, ids[None, start:], starts, gate=0.0).logits[0].argmax(dim=-1)
+        needed = (predicted[start:-1] == ids[start + 1 :]) & (streaming[:-1] != ids[start + 1 :])
         begins = needed & ~torch.cat([needed.new_zeros(1), needed[:-1]])
-        places = start + begins.nonzero().flatten()
-        places = places[places < len(ids) - self.length]
-        return (ids, right, places) if len(places) else None
+        positions = start + begins.nonzero().flatten()
+        positions = positions[positions < len(ids) - self.length]
+        return (ids, predicted, positions) if len(positions) else None
 
     def loss(self, model: Any, attention: Gated, prompt: tuple[Tensor, ...], generator: torch.Generator) -> Tensor:
-        ids, right, starts = prompt
+        ids, predicted, starts = prompt
         open_gates = attention.gates.mean()
         chosen = torch.randperm(len(starts), generator=generator, device=starts.device)[: self.questions]
         starts = starts[chosen].repeat_interleave(self.samples)
-        answers = right[starts[:, None] + torch.arange(self.length, device=ids.device)]
-        drawn = ids[starts, None]
+        answers = predicted[starts[:, None] + torch.arange(self.length, device=ids.device)]
+        sampled = ids[starts, None]
         with torch.no_grad():
             for _ in range(self.length):
-                logits = attention.follow(model, drawn, starts).logits[:, -1].float()
-                drawn = torch.cat([drawn, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-        said = drawn[:, 1:]
-        rewards = (said == answers).float().mean(dim=1)
-        each = rewards.view(-1, self.samples)
-        advantage = ((each - each.mean(1, keepdim=True)) / (each.std(1, correction=0, keepdim=True) + 1e-4)).view(-1, 1)
-        logits = attention.follow(model, drawn[:, :-1], starts).logits.float()
-        log_p = logits.log_softmax(-1).gather(2, said[..., None])[..., 0]
+                logits = attention.follow(model, sampled, starts).logits[:, -1].float()
+                sampled = torch.cat([sampled, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+        continuations = sampled[:, 1:]
+        rewards = (continuations == answers).float().mean(dim=1)
+        grouped = rewards.view(-1, self.samples)
+        advantage = (
+            (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, correction=0, keepdim=True) + 1e-4)
+        ).view(-1, 1)
+        logits = attention.follow(model, sampled[:, :-1], starts).logits.float()
+        log_p = logits.log_softmax(-1).gather(2, continuations[..., None])[..., 0]
         mean = float(rewards.mean())
         price = self.price * (math.exp(mean) - 1) if mean > self.target else 0.0
         return price * open_gates - (advantage * log_p).mean()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all methods share: reading the data, finished layers that survive a stop, where a file comes from."""
+"""Running a calibration: reading the data, resuming after a stop, and writing the file with its provenance."""
 
 from __future__ import annotations
 
@@ -25,68 +25,67 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 
 Report = Callable[[str, int, int], None]
+"""Progress callback: the unit of work, the number that is done, and the total."""
 
 
 @dataclass(frozen=True)
 class Settings(ABC):
-    """A method, by what it lets one choose: subclasses are dataclasses whose fields are recorded in the file."""
+    """Settings of a calibration method. Subclasses are dataclasses whose fields are recorded in the file."""
 
     method: ClassVar[str]
 
     @property
     def shortest(self) -> int:
-        """Fewest tokens of a sequence from which anything can be learned."""
+        """Fewest tokens that a sequence needs."""
         return 1
 
     @abstractmethod
     def check(self, model: ModelFacts) -> None:
-        """Refuse settings that do not suit the model, before any work."""
+        """Raise ValueError or NotImplementedError if the settings do not suit the model; called before any work."""
 
     def check_out(self, out: Path) -> None:  # noqa: B027 - most methods write any file
-        """Refuse a file that cannot be written as its name says, before any work."""
+        """Raise ValueError if the method cannot write a file of this name; called before any work."""
 
     @abstractmethod
-    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
-        """Return what the file holds, by name; finished `parts` need no more work."""
+    def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
+        """Return the tensors of the file by name; layers in `finished` need no more work."""
 
-    def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
+    def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
         """Write the file."""
         del model
-        found.write(out)
+        result.write(out)
 
 
 @dataclass(frozen=True)
 class Observed(Settings):
-    """A method that learns from what its observers see of each layer, and nothing from the layers together.
-
-    `layers_at_once` bounds how many layers are recorded in one reading of the data; None records all.
-    """
+    """Settings of a method that learns from each layer separately, with one observer per layer."""
 
     layers_at_once: ClassVar[int | None] = None
+    """Most layers that are recorded in one reading of the data; None is all."""
 
     @property
     def gradients(self) -> bool:
-        """Whether the loss is propagated back while the data are read."""
+        """Whether the loss is back-propagated."""
         return False
 
     @abstractmethod
     def observer(self) -> Observer:
-        """Return what watches one layer; it sees every sequence, one after the other."""
+        """Return the observer of one layer; it gets every sequence, one after the other."""
 
     @abstractmethod
     def tensors(self, observed: Any) -> dict[str, Tensor]:
-        """Return what the file holds of a layer, from its observer."""
+        """Return the tensors of a layer by name, from its observer."""
 
-    def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
+    def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
         layers = [layer.index for layer in host().facts_of(model).growing]
-        missing = [layer for layer in layers if not parts.has(layer)]
+        missing = [layer for layer in layers if not finished.has(layer)]
         report("layers", len(layers) - len(missing), len(layers))
         step = self.layers_at_once or len(layers)
         for start in range(0, len(missing), step):
             for layer, observed in collect(model, sequences, missing[start : start + step], self, report).items():
-                parts.write(layer, self.tensors(observed))
+                finished.write(layer, self.tensors(observed))
                 report("layers", len(layers) - len(missing) + missing.index(layer) + 1, len(layers))
-        return {name: t for layer in layers for name, t in parts.read(layer).items()}
+        return {name: t for layer in layers for name, t in finished.read(layer).items()}
 
 
 def calibrate(
@@ -95,26 +94,27 @@ def calibrate(
     settings: Settings,
     out: Path,
     source: str = "token ids",
-    report: Report = lambda what, done, total: None,
+    report: Report = lambda unit, done, total: None,
 ) -> Calibration:
-    """Fit what `settings` say and write it to `out`; finished layers of a stopped run are kept and reused.
+    """Run a calibration and write its file; finished layers of a stopped run are reused.
 
     Args:
         model: a causal language model.
         sequences: token ids `[S, T]` to read.
-        settings: what to fit, and how.
-        out: the calibration file; layers are collected beside it in a folder that is removed at the end.
-        source: where the data come from, for the record.
-        report: called with (what, done, total) as work goes on.
+        settings: the method and its settings.
+        out: the calibration file; finished layers are collected in the folder `<out>.parts`, which is removed at the end.
+        source: origin of the data, recorded in the file.
+        report: progress callback.
 
     Raises:
-        NotImplementedError: no layer has a cache that grows, of which something could be learned.
+        NotImplementedError: no layer has a cache that grows.
+        ValueError: sequences are too short, too long or empty, or settings do not suit the model.
     """
     facts = host().facts_of(model)
     if not facts.growing:
         kinds = ", ".join(sorted({layer.kind for layer in facts.layers})) or "none with attention"
         raise NotImplementedError(
-            f"{facts.name} has no layer whose cache grows, so nothing is learned of it; its layers are {kinds}"
+            f"{facts.name} has no layer whose cache grows, so that it cannot be calibrated; its layers are {kinds}"
         )
     settings.check(facts)
     settings.check_out(out)
@@ -136,26 +136,26 @@ def calibrate(
         },
         "torch": torch.__version__,
     }
-    parts = Parts(out.with_name(out.name + ".parts"), provenance)
-    found = Calibration(settings.fit(model, sequences, parts, report), provenance)
-    settings.write(found, facts, out)
-    parts.remove()
-    return found
+    finished = FinishedLayers(out.with_name(out.name + ".parts"), provenance)
+    result = Calibration(settings.fit(model, sequences, finished, report), provenance)
+    settings.write(result, facts, out)
+    finished.remove()
+    return result
 
 
-class Parts:
-    """The finished layers of a run, one file each, in a folder of their own; damaged ones are fitted again."""
+class FinishedLayers:
+    """Finished layers of a run, one file each in a folder. Damaged files are removed and their layers fitted again."""
 
     def __init__(self, folder: Path, provenance: dict[str, Any]) -> None:
         self.folder, self.provenance = folder, provenance
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                made = calibration.read(path).provenance
+                previous = calibration.read(path).provenance
             except ValueError:
                 path.unlink()
                 continue
-            if made != provenance:
+            if previous != provenance:
                 raise ValueError(
                     f"{folder} holds layers of a run with another model, data or settings; remove it or choose another --out"
                 )
@@ -164,11 +164,11 @@ class Parts:
         return self.folder / f"{layer:03d}.safetensors"
 
     def has(self, layer: int) -> bool:
-        """Whether a layer is finished."""
+        """Return whether a layer is finished."""
         return self._path(layer).is_file()
 
     def write(self, layer: int, tensors: dict[str, Tensor]) -> None:
-        """Keep a finished layer."""
+        """Write the tensors of a finished layer."""
         named = {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
         Calibration(named, self.provenance).write(self._path(layer))
 
@@ -177,7 +177,7 @@ class Parts:
         return calibration.read(self._path(layer)).tensors
 
     def remove(self) -> None:
-        """Remove the folder once everything is in one file."""
+        """Remove the folder; called once the calibration file is written."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink()
         self.folder.rmdir()
@@ -186,7 +186,7 @@ class Parts:
 def collect(
     model: Any, sequences: Tensor, layers: Sequence[int], settings: Observed, report: Report
 ) -> dict[int, Observer]:
-    """Read all sequences and return what the given layers' observers saw."""
+    """Read all sequences and return the observers of the layers, filled."""
     observers = {layer: settings.observer() for layer in layers}
     with trainable_inputs(model) if settings.gradients else torch.no_grad(), _Watching(observers)(model):
         for done, ids in enumerate(sequences):
@@ -202,7 +202,7 @@ def collect(
 
 @contextmanager
 def trainable_inputs(model: Any) -> Iterator[None]:
-    """Let gradients flow from the input embeddings on, and to no weight."""
+    """Propagate gradients through activations, from the input embeddings on, but to no weight."""
     before = {p: p.requires_grad for p in model.parameters()}
     model.requires_grad_(False)
     hook = model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
@@ -210,13 +210,13 @@ def trainable_inputs(model: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-        for parameter, needed in before.items():
-            parameter.requires_grad_(needed)
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)
 
 
 @dataclass
 class _Watching(BasePress):
-    """Changes nothing, and shows every pass of a layer to its observer, whatever the cache."""
+    """Press that passes every call of a layer to its observer and changes nothing."""
 
     layers: dict[int, Observer]
 
@@ -226,12 +226,14 @@ class _Watching(BasePress):
 
 @dataclass(frozen=True, eq=False)
 class _Layers:
-    """Observers by layer, as an argument that is equal to itself only."""
+    """Observers by layer. It compares by identity, as an argument of `Wanted` must be hashable."""
 
     observers: dict[int, Observer]
 
 
 class _ByLayer(Observer):
+    """Observer that passes calls to the observer of their layer."""
+
     def __init__(self, layers: _Layers) -> None:
         self.layers = layers.observers
 

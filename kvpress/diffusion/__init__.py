@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked-diffusion generation: blocks of masked tokens that are read both ways and written over several steps."""
+"""Masked-diffusion generation: blocks of masked tokens, read with bidirectional attention and written in several steps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a masked-diffusion model reads at a step: the whole sequence, or a block before pairs that are held."""
+"""Passes of a masked-diffusion model: over the complete sequence, or over a block with stored pairs around it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ from kvpress.observe.call import LayerCall
 
 
 @dataclass
-class HeldLayer:
-    """The pairs of one layer."""
+class BlockLayer:
+    """Pairs of one layer."""
 
     store: KVStore
 
 
 @dataclass(eq=False)
 class BlockCache:
-    """The pairs of all layers, for `memory_report` and `kept_positions`; it serves the block that it was filled for."""
+    """Pairs of all layers around one block, which `memory_report` and `kept_positions` accept."""
 
-    layers: list[HeldLayer] = field(default_factory=list)
+    layers: list[BlockLayer] = field(default_factory=list)
 
 
 class Reader:
-    """Reads `B` rows of `T` tokens, of which `mask [B, T]` marks the real ones; `attend` takes the attention's place.
+    """Reads B rows of T tokens; its `attend` replaces the model's attention function.
 
-    `prefix` leaves out what is behind a block: only pairs before it are held, and what follows is read again with it.
+    Args:
+        model: the model.
+        facts: its layers.
+        recipe: recipe of the press of the stored pairs.
+        mask: mask of the real tokens, `[B, T]`.
+        prefix: store only the pairs before a block; tokens after it are read again with the block.
     """
 
     def __init__(self, model: Any, facts: ModelFacts, recipe: Recipe, mask: Tensor, prefix: bool) -> None:
@@ -52,12 +57,12 @@ class Reader:
         self.cache: BlockCache | None = None
         self.forwards = self.full_forwards = self.fed_tokens = 0
         self._fills: tuple[int, int] | None = None
-        self._filled: list[HeldLayer] = []
+        self._filled: list[BlockLayer] = []
         self._first: int | None = None
 
     def read(self, tokens: Tensor, first: int, stop: int, fill: bool) -> Tensor:
-        """Read all `tokens [B, T]` and return the logits `[B, n, V]` of a block; with `fill`, hold the pairs around it."""
-        self._first, self.cache = None, None  # what was held of the last block is free before more is
+        """Read all `tokens [B, T]` and return the logits `[B, n, V]` of a block; with `fill`, store the pairs around it."""
+        self._first, self.cache = None, None  # free the pairs of the last block before new ones are stored
         self._fills, self._filled = (first, stop) if fill else None, []
         logits = self._pass(tokens, 0, slice(first, stop))
         self.cache, self._filled = BlockCache(self._filled) if fill else None, []
@@ -65,77 +70,79 @@ class Reader:
         return logits
 
     def reread(self, tokens: Tensor, first: int, stop: int) -> Tensor:
-        """Read the block again, and in a prefix cache what follows it; its pairs replace those of the step before."""
-        assert self.cache is not None  # noqa: S101 - for type checkers; a step that fills comes before
+        """Read the block again, with a prefix cache also the tokens after it; its pairs replace those of the last step."""
+        assert self.cache is not None  # noqa: S101 - for type checkers; `read` has filled it
         self._first = first
         fed = tokens[:, first:] if self.prefix else tokens[:, first:stop]
         try:
             return self._pass(fed, first, slice(0, stop - first))
         except BaseException:
-            self.cache = None  # some layers hold pairs of this step, others those of the last
+            self.cache = None  # some layers may have pairs of this step, others of the last
             raise
 
-    def _pass(self, fed: Tensor, first: int, wanted: slice) -> Tensor:
+    def _pass(self, fed: Tensor, first: int, columns: slice) -> Tensor:
+        """Read tokens from position `first` on, and return the logits of some columns."""
         positions = self.positions[:, first : first + fed.shape[1]]
-        logits = read_both_ways(self.model, fed, self.mask, positions, wanted)
+        logits = read_both_ways(self.model, fed, self.mask, positions, columns)
         self.forwards += 1
         self.fed_tokens += fed.numel()
         return logits
 
-    def attend(self, asked: Asked) -> Tensor | None:
-        """Attend in the place of a layer: from a block to all that is held, or let the model's own run on a whole sequence."""
+    def attend(self, call: Asked) -> Tensor | None:
+        """Attend from a block to all stored pairs; None runs the model's attention, for a complete sequence."""
         if self._first is None:
             if self._fills is not None:
-                self._filled.append(HeldLayer(self._fill(asked, *self._fills)))
+                self._filled.append(BlockLayer(self._fill(call, *self._fills)))
             return None
         assert self.cache is not None  # noqa: S101 - for type checkers
-        store, length = self.cache.layers[asked.layer].store, asked.keys.shape[2]
-        slots = torch.arange(self._first, self._first + length, device=asked.keys.device)
-        write_rows(store, slots, asked.keys, asked.values, None if self.real is None else self.real.real)
-        out, _ = store.attend(asked.queries, asked.logits, self.real, asked.sinks, causal=False)
-        return ungroup(out, *asked.queries.shape[:2]).transpose(1, 2)
+        store, length = self.cache.layers[call.layer].store, call.keys.shape[2]
+        slots = torch.arange(self._first, self._first + length, device=call.keys.device)
+        write_rows(store, slots, call.keys, call.values, None if self.real is None else self.real.real)
+        out, _ = store.attend(call.queries, call.logits, self.real, call.sinks, causal=False)
+        return ungroup(out, *call.queries.shape[:2]).transpose(1, 2)
 
-    def _fill(self, asked: Asked, first: int, stop: int) -> KVStore:
-        """Hold the pairs of a layer: those around a block as the press leaves them, and those of the block itself."""
+    def _fill(self, attention: Asked, first: int, stop: int) -> KVStore:
+        """Store the pairs of a layer: those around a block, compressed by the press, and those of the block."""
         mask = None if self.real is None else self.real.real
-        anew = slice(first, asked.keys.shape[2] if self.prefix else stop)
-        store = hold_around(asked.keys, asked.values, first, anew.stop, mask)
+        reread = slice(first, attention.keys.shape[2] if self.prefix else stop)
+        store = hold_around(attention.keys, attention.values, first, reread.stop, mask)
         if not self.recipe.is_identity:
-            call = self._call(store, asked, slice(first, stop), anew, mask)
-            for wanted in self.executor.watched["prefill"]:
-                store.observers[wanted] = wanted.make()
-                store.observers[wanted].observe(call)
+            call = self._call(store, attention, slice(first, stop), reread, mask)
+            for observer in self.executor.watched["prefill"]:
+                store.observers[observer] = observer.make()
+                store.observers[observer].observe(call)
             self.executor.after_layer(call)
             store.forget(())
-            codec = self.recipe.codec_at(asked.layer)
+            codec = self.recipe.codec_at(attention.layer)
             if codec is not None:
-                check_finite(asked.keys, asked.values, asked.layer)
+                check_finite(attention.keys, attention.values, attention.layer)
                 store.settle(codec, call.sealing)
-        open_block(store, first, asked.keys[:, :, anew], asked.values[:, :, anew], mask)
+        open_block(store, first, attention.keys[:, :, reread], attention.values[:, :, reread], mask)
         return store
 
-    def _call(self, store: KVStore, asked: Asked, block: slice, anew: slice, mask: Tensor | None) -> LayerCall:
-        facts: LayerFacts = self.facts.layers[asked.layer]
+    def _call(self, store: KVStore, attention: Asked, block: slice, reread: slice, mask: Tensor | None) -> LayerCall:
+        """Return the call that observers and evictions get: its queries are those of the block."""
+        facts: LayerFacts = self.facts.layers[attention.layer]
         call = LayerCall(
             module=nn.Module() if facts.module is None else facts.module,
             store=store,
-            layer=asked.layer,
+            layer=attention.layer,
             layers=len(self.facts.layers),
-            depth=asked.layer,
+            depth=attention.layer,
             depths=len(self.facts.layers),
             kwargs={},
-            hidden_states=asked.keys.new_empty(store.batch, 0, 1),
+            hidden_states=attention.keys.new_empty(store.batch, 0, 1),
             seen_before=0,
-            queries=asked.queries[:, :, block],
-            logits=asked.logits,
-            sinks=asked.sinks,
+            queries=attention.queries[:, :, block],
+            logits=attention.logits,
+            sinks=attention.sinks,
             mask=mask,
             apply_rotary=facts.rotate,
-            rotary_angles=None if facts.angles is None else partial(facts.angles, asked.keys),
+            rotary_angles=None if facts.angles is None else partial(facts.angles, attention.keys),
             rotates=facts.rotates,
             around=True,
         )
-        # Ratios are of the pairs around the block.
+        # Ratios apply to the pairs around the block.
         real = [store.seen] * store.batch if mask is None else mask.sum(dim=1).tolist()
-        call.left.update((row, count - (anew.stop - anew.start)) for row, count in enumerate(real))
+        call.left.update((row, count - (reread.stop - reread.start)) for row, count in enumerate(real))
         return call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors: which stored pairs a query reads, one file each; a method is found because its file is here."""
+"""Selectors and patterns, one file each. The registry imports every module of this package."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses that select share: a budget of pairs to read."""
+"""Base of presses that select: a budget of pairs to read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvpress.core.selector import Budget, Selector
 
 @dataclass
 class SelectorPress(BasePress):
-    """Keeps every pair, and reads about `budget` sealed pairs of each head for every new token.
+    """Base of presses that keep every pair and read about `budget` sealed pairs of each head for every new token.
 
-    `budget` is a number of pairs, or a fraction in (0, 1) of those held. The oldest `n_sink` and the newest `n_recent` sealed
-    pairs are always chosen; pairs that are not sealed yet are read besides.
+    `budget` is a number of pairs, or a fraction in (0, 1) of the stored ones. The oldest `n_sink` and the newest `n_recent`
+    sealed pairs are always read, as a part of the budget. Pairs that are not sealed yet are read in addition.
     """
 
     budget: float = 1024
@@ -29,13 +29,15 @@ class SelectorPress(BasePress):
         super().validate()
         if isinstance(self.budget, float):
             if not 0 < self.budget < 1:
-                raise ValueError(f"budget must be a whole number of pairs, or a fraction in (0, 1), got {self.budget}")
+                raise ValueError(
+                    f"budget must be an integer number of pairs, or a fraction in (0, 1), got {self.budget}"
+                )
         else:
             check_count("budget", self.budget, least=max(1, self.n_sink + self.n_recent))
 
     @property
     def limits(self) -> Budget:
-        """The budget with what is always chosen."""
+        """Budget with the sinks and recent pairs that are always read."""
         return Budget(self.budget, self.n_sink, self.n_recent)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
@@ -43,4 +45,4 @@ class SelectorPress(BasePress):
 
     @abstractmethod
     def selector_at(self, layer: int) -> Selector | None:
-        """Return how an attention layer chooses; None reads everything."""
+        """Return the selector of an attention layer; None reads everything."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of consecutive pairs of a stream, whatever segments they lie in."""
+"""Selection of blocks: consecutive pairs of a stream, which may lie in several segments."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ from kvpress.observe.call import LayerCall
 
 
 class BlockIndex(Protocol):
-    """What is known of all `pairs` of a layer, block by block."""
+    """Summary of every block of a layer's sealed pairs, such as bounds or means of their keys."""
 
     pairs: Layout
+    """Sealed pairs of each stream that the index covers."""
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the stored tensors, for the memory report."""
 
 
 class BlockSelector(Selector):
-    """Reads whole blocks of `unit` pairs: subclasses say what is known of them, and what they are worth."""
+    """Base of selectors that read blocks of `unit` pairs.
+
+    A subclass defines the index of the blocks (`name`, `build`) and the score of each block for a query (`worth`).
+    """
 
     budget: Budget
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name under which a layer holds the index."""
+        """Name under which a layer stores the index."""
 
     @abstractmethod
-    def build(self, segments: Sequence[Segment], known: Any) -> BlockIndex:
-        """Index all pairs of some segments, of which the first ones may be `known`."""
+    def build(self, segments: Sequence[Segment], previous: Any) -> BlockIndex:
+        """Return the index of all pairs of the segments; `previous` is the index from before pairs were added, or None."""
 
     @abstractmethod
     def worth(self, call: LayerCall, queries: Tensor, index: Any) -> tuple[Tensor, Layout]:
-        """Return scores `[q * N, most blocks]` for `queries [q * N, G, D]`, -inf past the end of a stream, and the blocks."""
+        """Return scores `[q * N, most blocks]` of `queries [q * N, G, D]`, -inf past a stream's end, and the blocks' layout."""
 
     def prepare(self, store: KVStore) -> None:
         if store.segments:
@@ -67,20 +71,24 @@ class BlockSelector(Selector):
 
 
 def pairs_of(segments: Sequence[Segment]) -> Layout:
-    """Return how many pairs each stream holds in some segments."""
+    """Return the number of pairs of each stream, summed over the segments."""
     return Layout(map(sum, zip(*(segment.layout.lengths for segment in segments), strict=True)))
 
 
-def behind(known: Layout, kept: Tensor, fresh: Layout) -> Tensor:
-    """Return, of `known` entries with `fresh` ones behind them, those of each stream: its first `kept [N]`, then its fresh."""
-    starts = torch.stack([known.starts_tensor, fresh.starts_tensor + known.total], dim=1)
-    return spans(starts.flatten(), torch.stack([kept, fresh.lengths_tensor], dim=1).flatten())
+def merged_order(previous: Layout, kept: Tensor, added: Layout) -> Tensor:
+    """Return the order that joins two flat indexes stream by stream.
+
+    The concatenation of `previous` and `added` entries, taken in this order, holds for each stream its first `kept [N]`
+    previous entries, then its added ones.
+    """
+    starts = torch.stack([previous.starts_tensor, added.starts_tensor + previous.total], dim=1)
+    return spans(starts.flatten(), torch.stack([kept, added.lengths_tensor], dim=1).flatten())
 
 
 def ranks_in(chosen: Chosen, blocks: Layout, pairs: Layout, size: int) -> tuple[Tensor, Tensor]:
-    """Return the ranks `[q * N, K]` of the pairs in chosen blocks of `size` of them, and how many these are.
+    """Return the ranks `[q * N, K]` of the pairs in the chosen blocks of `size` pairs, and their number `[q * N]`.
 
-    Only the last block of a stream may be short, so no gaps arise.
+    Only the last block of a stream may be short, so that the ranks have no gaps.
     """
     first, _ = spans_of(blocks, chosen.rows)
     _, lengths = spans_of(pairs, chosen.rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels of keys in order of importance, as Double Sparsity calibrates them."""
+"""Channels of keys in order of importance, from a calibration of Double Sparsity."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from kvpress.counts import few
 
 METHOD = "double_sparsity"
 KEYS = ("q", "k", "qk")
-"""What channels can be ordered by: magnitude of queries, of keys, or of their products."""
+"""Statistics that order channels: magnitude of queries, of keys, or of their products."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of every layer, most important first: `orderings[layer]` is int64 `[H, D]`, one row per kv head.
+    """Channels of every layer, most important first.
 
-    Query heads of a group share keys, and so they share channels: their statistics are added, and of orderings alone the
-    mean rank decides.
+    Query heads of a group share keys, and so they share channels: their statistics are added. A file with orderings alone is
+    averaged by rank.
     """
 
     orderings: dict[int, Tensor]
+    """Channels `[H, D]` of each KV head by layer, int64."""
 
     @classmethod
     def load(cls, path: str | Path, model: ModelFacts, key: str = "qk") -> Channels:
-        """Read a calibration of this model, or a `.json` file of the authors' form.
+        """Read a calibration of this model, or a `.json` file in the authors' format.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -47,9 +48,9 @@ class Channels:
             ranks = {layer: order.argsort(dim=-1) for layer, order in read_official(path, model, key).items()}
             scores = {layer: -rank.double() for layer, rank in ranks.items()}
         else:
-            found = calibration.read(path, METHOD)
-            found.check(METHOD, model, path, _held)
-            scores = {layer.index: found.tensors[f"{layer.index}.{key}"].double() for layer in model.growing}
+            file = calibration.read(path, METHOD)
+            file.check(METHOD, model, path, _shapes)
+            scores = {layer.index: file.tensors[f"{layer.index}.{key}"].double() for layer in model.growing}
         return cls({
             layer.index: descending(scores[layer.index].view(layer.kv_heads, -1, layer.head_dim).sum(dim=1))
             for layer in model.growing
@@ -58,7 +59,7 @@ class Channels:
     def of(self, layer: int, r: int) -> Tensor:
         """Return the `r` most important channels of each kv head, int64 `[H, r]`."""
         if layer not in self.orderings:
-            raise ValueError(f"no channels are known of layer {layer}, only of layers {few(sorted(self.orderings))}")
+            raise ValueError(f"layer {layer} has no channels; layers with channels are {few(sorted(self.orderings))}")
         order = self.orderings[layer]
         check_count("r", r)
         if r > order.shape[1]:
@@ -66,19 +67,19 @@ class Channels:
         return order[:, :r]
 
 
-def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
     return {key: (layer.kv_heads if key == "k" else layer.heads, layer.head_dim) for key in KEYS}
 
 
 def descending(scores: Tensor) -> Tensor:
-    """Order channels by falling score; of equal ones the lower comes first."""
+    """Return the order of channels by falling score; equal scores are ordered by channel."""
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
-def write_official(found: Calibration, model: ModelFacts, path: Path) -> None:
-    """Write orderings of all statistics in the authors' form: `{"<layer's module>.qk_proj": [H][D] channels}`."""
+def write_official(calibrated: Calibration, model: ModelFacts, path: Path) -> None:
+    """Write orderings of all statistics in the authors' format: `{"<layer's module>.qk_proj": [H][D] channels}`."""
     orders = {
-        f"{_module(layer.cache_index)}.{key}_proj": descending(found.tensors[f"{layer.index}.{key}"]).tolist()
+        f"{_module(layer.cache_index)}.{key}_proj": descending(calibrated.tensors[f"{layer.index}.{key}"]).tolist()
         for layer in model.growing
         for key in KEYS
     }
@@ -86,7 +87,7 @@ def write_official(found: Calibration, model: ModelFacts, path: Path) -> None:
 
 
 def read_official(path: str | Path, model: ModelFacts, key: str = "qk") -> dict[int, Tensor]:
-    """Read orderings `[Hq, D]` of queries or products, `[H, D]` of keys, by layer, from a file of the authors' form.
+    """Read the orderings by layer, `[Hq, D]` of queries or products or `[H, D]` of keys, from a file in the authors' format.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -101,14 +102,14 @@ def read_official(path: str | Path, model: ModelFacts, key: str = "qk") -> dict[
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object of orderings, not {type(content).__name__}")
-    held = {name for name in content if name.endswith(f".{key}_proj")}
-    known = {f"{_module(i)}.{key}_proj" for i in range(model.depth)}
+    file_names = {name for name in content if name.endswith(f".{key}_proj")}
+    model_names = {f"{_module(i)}.{key}_proj" for i in range(model.depth)}
     names = {layer.index: f"{_module(layer.cache_index)}.{key}_proj" for layer in model.growing}
-    missing = sorted(set(names.values()) - held) or sorted(held - known)
+    missing = sorted(set(names.values()) - file_names) or sorted(file_names - model_names)
     if missing:
         raise ValueError(
-            f"{path} orders `{key}` channels of {len(held)} layers, but the model has {len(known)}: {missing[0]!r} is in only "
-            "one of them; the file is for another model"
+            f"{path} orders `{key}` channels of {len(file_names)} layers, but the model has {len(model_names)}: {missing[0]!r} "
+            "is in only one of the two; the file is for another model"
         )
     orderings = {}
     for layer in model.growing:

@@ -13,12 +13,12 @@ from kvpress.core.checks import Count, Size
 from kvpress.core.pattern import Pattern, Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
+from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
 
 NEW = 0.75
-"""Share of a layer's own scores; the rest are those of the layer before."""
+"""Weight of a layer's scores; the scores of the layer before have the remaining weight."""
 STATE = "critiprefill"
-"""Where the scores of the layer before are, by the rows that they are of."""
+"""Key in `Prompt.shared` of the scores of the layer before, by rows."""
 
 
 @register(
@@ -33,18 +33,18 @@ STATE = "critiprefill"
 class CritiPrefillPress(PatternPress):
     """Read, for each segment of `segment` queries and each kv head, the best blocks of keys before it, `budget` tokens in all.
 
-    With q the middle between the largest and the smallest of every channel of a segment's queries, and k_max, k_min those
-    bounds of a block's keys,
+    With q the middle between the maximum and the minimum of every channel of a segment's queries, and k_max, k_min the maximum
+    and minimum of a block's keys,
 
         s = softmax over blocks of  mean over the query heads of a group of  max(q . k_max, q . k_min)
 
-    ranks the blocks before a segment, mixed with what ranked them in the layer before: 3/4 s, and 1/4 of that. Of its own keys
-    a segment reads all that are not of the future. Segments that begin within the first `dense` tokens, the last segment of a
+    scores the blocks before a segment. A layer ranks them by 3/4 s plus 1/4 of the scores of the layer before. Queries of a
+    segment read the keys of that segment causally. Segments that begin within the first `dense` tokens, the last segment of a
     prompt, and the first `skip_layers` layers read everything. `block` must divide `segment`; budgets are rounded up to blocks.
 
     Paper: Lv et al., CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in LLMs, 2024,
     arXiv:2409.12490.
-    Differs from the paper: chosen blocks are read where they lie, none is copied; any number of rows.
+    Differs from the paper: chosen blocks are read in place, not copied; any number of rows.
     """
 
     budget: Count = 2048
@@ -62,41 +62,41 @@ class CritiPrefillPress(PatternPress):
         return None if layer < self.skip_layers else super().pattern_at(layer)
 
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
-        places, per = Places.of(prompt, self.block), self.segment // self.block
-        # Key blocks before that of a segment's first query; a segment is so many blocks of queries.
-        before = places.at < places.own[::per]
+        grid, per = BlockGrid.of(prompt, self.block), self.segment // self.block
+        # Key blocks before a segment's first query; a segment has `per` blocks of queries.
+        before = grid.keys < grid.first[::per]
         scores = self._scores(prompt, before)
-        said: dict[str, tuple[int, Tensor]] = prompt.shared.setdefault(STATE, {})
-        last = said.pop(str(prompt.rows), None)
-        if last is not None and last[0] < layer and last[1].shape == scores.shape:
-            scores = NEW * scores + (1 - NEW) * last[1]
+        state: dict[str, tuple[int, Tensor]] = prompt.shared.setdefault(STATE, {})
+        previous = state.pop(str(prompt.rows), None)
+        if previous is not None and previous[0] < layer and previous[1].shape == scores.shape:
+            scores = NEW * scores + (1 - NEW) * previous[1]
         if not prompt.final:
-            said[str(prompt.rows)] = layer, scores
-        elif not said:
+            state[str(prompt.rows)] = layer, scores
+        elif not state:
             del prompt.shared[STATE]
         count = min(-(-self.budget // self.block), scores.shape[-1])
         best = scores.masked_fill(~before, -torch.inf).topk(count, dim=-1).indices
         best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
         start = torch.arange(prompt.total - prompt.new, prompt.total, self.segment, device=before.device)[:, None]
-        whole = start < self.dense
-        whole[-1] = True
-        chosen = (best | whole | ~before).repeat_interleave(per, dim=2)[:, :, : len(places.own)]
-        return Tiles((chosen & places.past).repeat_interleave(prompt.group, dim=1), self.block)
+        is_dense = start < self.dense
+        is_dense[-1] = True
+        chosen = (best | is_dense | ~before).repeat_interleave(per, dim=2)[:, :, : len(grid.first)]
+        return Tiles((chosen & grid.causal).repeat_interleave(prompt.group, dim=1), self.block)
 
     def _scores(self, prompt: Prompt, before: Tensor) -> Tensor:
-        """Scores of the blocks before each segment, float32 `[b, H, segments, nk]`; 0 for others."""
+        """Return the scores of the blocks before each segment, float32 `[b, H, segments, nk]`; 0 for other blocks."""
         high, low = bounds(prompt.queries, self.segment)
         middle = ((high + low) / 2).unflatten(1, (-1, prompt.group))
         products = [middle @ bound[:, :, None].transpose(3, 4) for bound in bounds(prompt.keys, self.block)]
-        found = torch.maximum(*products).mean(dim=2)
-        return found.masked_fill(~before, -torch.inf).softmax(dim=-1).nan_to_num()
+        scores = torch.maximum(*products).mean(dim=2)
+        return scores.masked_fill(~before, -torch.inf).softmax(dim=-1).nan_to_num()
 
 
 def bounds(vectors: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Largest and smallest of every channel of parts of `vectors [..., n, D]`, the last one over what it has; float32."""
-    parts = pad(vectors.float(), (0, 0, 0, -vectors.shape[-2] % size), value=torch.nan).unflatten(-2, (-1, size))
-    missing = parts.isnan()
+    """Return channel-wise maxima and minima, float32, of runs of `size` of `vectors [..., n, D]`; the last run may be short."""
+    runs = pad(vectors.float(), (0, 0, 0, -vectors.shape[-2] % size), value=torch.nan).unflatten(-2, (-1, size))
+    missing = runs.isnan()
     return (
-        parts.masked_fill(missing, -torch.inf).amax(dim=-2),
-        parts.masked_fill(missing, torch.inf).amin(dim=-2),
+        runs.masked_fill(missing, -torch.inf).amax(dim=-2),
+        runs.masked_fill(missing, torch.inf).amin(dim=-2),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Double Sparsity: a few channels of every key tell which pairs are worth reading."""
+"""Double Sparsity: choose pairs by a few important channels of the keys."""
 
 from __future__ import annotations
 
@@ -35,34 +35,31 @@ from kvpress.sparse.offload import Fetching, HostCodec
     example="double_sparsity:budget=1024",
     needs="channels of the model: `kvpress calibrate --method double_sparsity` (`calibration`)",
     refuses=(
-        Refusal(
-            "double_sparsity:budget=1024", "without a file of its own, a model other than the bundled reference model"
-        ),
+        Refusal("double_sparsity:budget=1024", "a model other than the bundled reference model needs a calibration"),
     ),
 )
 @dataclass
 class DoubleSparsityPress(SelectorPress):
-    """Read the `budget` pairs whose keys agree best with the query on a few channels that matter most.
+    """Read the `budget` pairs with the largest logits over a few important channels.
 
-    The label of a key is its `channels` most important channels, those of a kv head being the same for all tokens:
+    The label of a key is its `channels` most important channels, which are fixed for each KV head:
 
         score[t] = max (or sum) over the query heads of the group of q[channels] . label[t]
 
-    `reduce` is "max" or "sum". Labels are kept beside the pairs in `label_bits` bits per channel: 16 as they are, fewer with
-    one scale and zero per label. By default a label has a quarter of the channels in 4 bits, a sixteenth of a key. Which
-    channels matter is measured once per model (`kvpress calibrate --method double_sparsity`) as the mean over tokens of |q *
-    k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format of the authors;
-    the bundled reference model needs none. The first `skip_layers` layers read everything.
+    `reduce` is "max" or "sum". Labels are stored in addition to the pairs, in `label_bits` bits per channel: 16 in the model's
+    type, fewer with one scale and zero point per label. By default a label has a quarter of the channels in 4 bits, a
+    sixteenth of a key. Importance is measured once per model (`kvpress calibrate --method double_sparsity`) as the mean over
+    tokens of |q * k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format
+    of the authors; the bundled reference model needs none. The first `skip_layers` layers read everything.
 
-    With `offload`, sealed pairs of the other layers lie in host memory, and only labels and what is read come to the device.
-    While one layer is under way, the pairs of the next are chosen and fetched: by queries that the next layer's
-    weights make of this layer's input, which differs little. The first such layer and the last wait for their own
-    queries instead.
+    With `offload`, sealed pairs of the other layers are in host memory, and only labels and chosen pairs come to the device.
+    While one layer runs, the pairs of the next layer are chosen and fetched, by queries that the next layer's weights compute
+    from this layer's input, which differs little. The first and the last of these layers fetch for their true queries.
 
     Paper: Yang et al., Post-Training Sparse Attention with Double Sparsity, 2024, arXiv:2408.07092.
     Differs from the paper: query heads of a group share keys, so they share channels, by the sum of their statistics,
     and the pairs that are read; statistics count all data, where the authors' code keeps those of the last block for "qk";
-    pairs that are not sealed yet are always read. With `offload`, the pair of the newest token never leaves the device.
+    pairs that are not sealed yet are always read. With `offload`, the pair of the newest token stays on the device.
     """
 
     budget: float = 1 / 16
@@ -76,22 +73,22 @@ class DoubleSparsityPress(SelectorPress):
 
     @property
     def source(self) -> Path:
-        """The calibration file."""
+        """Path of the calibration file."""
         return calibration.given_or_shipped(self.calibration, "double-sparsity")
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         choose = self.selector_at
         if model is not None:
-            known = self.known_channels(model) if model.loaded else None
+            channels = self.known_channels(model) if model.loaded else None
             selecting = [layer.index for layer in model.growing if layer.index >= self.skip_layers]
             fetching = Fetching() if self.offload else None
-            found = {}
+            selectors = {}
             for layer in selecting:
-                found[layer] = self._selector()
-                if known is not None:
-                    found[layer].load(known, layer)
-                found[layer].fetching = fetching if layer in selecting[1:-1] else None
-            choose = found.get  # type: ignore[assignment]
+                selectors[layer] = self._selector()
+                if channels is not None:
+                    selectors[layer].load(channels, layer)
+                selectors[layer].fetching = fetching if layer in selecting[1:-1] else None
+            choose = selectors.get  # type: ignore[assignment]
         return Recipe(codec=self.codec_at if self.offload else None, selector=choose, offloads=self.offload)
 
     def known_channels(self, model: ModelFacts) -> Channels:
@@ -99,7 +96,7 @@ class DoubleSparsityPress(SelectorPress):
         return Channels.load(self.source, model, self.statistic)
 
     def codec_at(self, layer: int) -> Codec | None:
-        """Return what moves the pairs of an attention layer to host memory."""
+        """Return the codec that moves the pairs of an attention layer to host memory; None for skipped layers."""
         return HostCodec(TILE, RESIDUAL) if layer >= self.skip_layers else None
 
     def selector_at(self, layer: int) -> DoubleSparsitySelector | None:
@@ -116,12 +113,12 @@ class DoubleSparsitySelector(LabelSelector):
 
     def __init__(self, budget: Budget, channels: int | None, bits: int, reduce: str) -> None:
         super().__init__(budget, channels, bits, reduce)
-        self.chosen = self.of_stream = torch.empty(0, 0, dtype=torch.int64)
+        self.chosen = self.stream_channels = torch.empty(0, 0, dtype=torch.int64)
         self.fetching: Fetching | None = None
 
-    def load(self, known: Channels, layer: int) -> None:
+    def load(self, calibrated: Channels, layer: int) -> None:
         """Use the most important channels of one layer."""
-        self.chosen = known.of(layer, self.label_channels(known.orderings[layer].shape[1]))
+        self.chosen = calibrated.of(layer, self.label_channels(calibrated.orderings[layer].shape[1]))
         self.name = f"{self.bits} bits of {self.chosen.tolist()}"
 
     def shorten(self, store: KVStore, vectors: Tensor, streams: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ class DoubleSparsitySelector(LabelSelector):
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]
-        """Whether pairs are fetched before this layer is reached."""
+        """Whether pairs are fetched while the layer before runs."""
         return self.fetching is not None
 
     def prefetch(self, store: KVStore, queries: Tensor) -> None:
@@ -141,17 +138,17 @@ class DoubleSparsitySelector(LabelSelector):
     def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
         pending = None if self.fetching is None else self.fetching.pending.pop(self, None)
         fetched = pending.parts.result() if pending is not None else []
-        ours = pending is not None and pending.store is call.store and pending.seen == call.store.seen
-        # Only single tokens are fetched for; what a step that failed left behind may be due at the end of several.
-        if not ours or not fetched or call.queries.shape[2] > 1:
+        is_current = pending is not None and pending.store is call.store and pending.seen == call.store.seen
+        # Fetching serves passes of one token. A failed step may leave a fetch that a pass of several tokens must ignore.
+        if not is_current or not fetched or call.queries.shape[2] > 1:
             return super().attend(call, queries)
-        call.read = [[part.chosen for part in fetched]]
+        call.read = [[pairs.chosen for pairs in fetched]]
         call.store.fetched += fetched_bytes(call.store.segments, call.read)
-        return [part.attend(queries, call.logits) for part in fetched]
+        return [pairs.attend(queries, call.logits) for pairs in fetched]
 
     def _channels(self, streams: int, device: torch.device) -> Tensor:
-        """Channels `[N, r]` of every stream, copied to the device once; stream n belongs to kv head n % H."""
-        channels = self.of_stream
+        """Return the channels `[N, r]` of every stream, copied to the device once; stream n belongs to KV head n % H."""
+        channels = self.stream_channels
         if len(channels) != streams or channels.device != device:
-            channels = self.of_stream = self.chosen.to(device).repeat(streams // len(self.chosen), 1)
+            channels = self.stream_channels = self.chosen.to(device).repeat(streams // len(self.chosen), 1)
         return channels

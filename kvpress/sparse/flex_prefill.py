@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexPrefill: each head chooses between tiles and lines, and reads what covers a share of its attention."""
+"""FlexPrefill: each head reads tiles or lines that cover a share of its attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
-from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, covering, of_means, per_block
+from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, EstimatedPress, capped, covering, mean_attention, per_block
 
 
 @register(
@@ -26,19 +26,19 @@ from kvpress.sparse.tiling import IN_CHUNKS, EstimatedPress, Places, capped, cov
 )
 @dataclass
 class FlexPrefillPress(EstimatedPress):
-    """Read, for each head of each prompt, the fewest tiles that an estimate says carry a share `gamma` of the attention.
+    """Read, for each head of each prompt, the fewest tiles that carry a share `gamma` of the estimated attention.
 
-    The newest `block` queries tell what a head does. Their attention, summed over blocks of keys, is compared with the softmax
-    of their mean and of mean keys. Where the root of the Jensen-Shannon divergence is below `tau`, means are good estimates:
-    the tiles of the whole prompt are ranked by the softmax of mean queries and mean keys, and taken until they carry gamma.
-    Elsewhere the head reads the columns, and the diagonals, that carry gamma of the attention of the newest queries, rounded
-    to blocks. Every block of queries reads the first block, and at least the newest `min_budget` tokens. A `tau` of 0 gives
-    every head lines. With a gamma of 1 and no `max_density`, everything is read.
+    The newest `block` queries decide the kind of a head. Their attention, summed over blocks of keys, is compared with the
+    softmax of their mean over mean keys. If the root of the Jensen-Shannon divergence is below `tau`, means are good
+    estimates: all tiles of the prompt are ranked by the softmax of mean queries over mean keys, and taken until they carry
+    gamma. Otherwise the head reads the columns, and the diagonals, that carry gamma of the attention of the newest queries,
+    rounded to blocks. Every block of queries reads the first block, and at least the newest `min_budget` tokens. A `tau` of 0
+    gives every head lines. With a gamma of 1 and no `max_density`, everything is read.
 
     Paper: Lai et al., FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient Long-Sequence Inference, 2025,
     arXiv:2502.20766.
-    Differs from the paper: any number of rows; lines and tiles are ranked for each block of queries where `max_density`, which
-    is ours, cuts them.
+    Differs from the paper: any number of rows; `max_density`, which is ours, limits lines and tiles for each block of
+    queries.
     """
 
     gamma: Share = 0.9
@@ -48,12 +48,12 @@ class FlexPrefillPress(EstimatedPress):
 
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
         del layer
-        places = Places.of(prompt, self.block)
+        grid = BlockGrid.of(prompt, self.block)
         if self.gamma >= 1 and self.max_density >= 1:
-            return Tiles(places.past.expand(prompt.shape(self.block)), self.block)
+            return Tiles(grid.causal.expand(prompt.shape(self.block)), self.block)
         columns, diagonals = newest_attention(prompt, self.block)
         pooled = per_block(columns, self.block)
-        scores = of_means(prompt, places)
+        scores = mean_attention(prompt, grid)
         flexible = _distance(scores[:, :, -1], pooled) < self.tau
         flat = covering((scores / scores.shape[2]).flatten(2), self.gamma).unflatten(2, scores.shape[2:])
         vertical = per_block(columns * covering(columns, self.gamma), self.block)
@@ -61,15 +61,15 @@ class FlexPrefillPress(EstimatedPress):
         lines = (vertical[:, :, None] > 0) | (slash > 0)
         chosen = torch.where(flexible[..., None, None], flat, lines)
         worth = torch.where(flexible[..., None, None], scores, vertical[:, :, None] + slash)
-        least = -(-self.min_budget // self.block)
-        chosen = (chosen | (places.at == 0) | (places.at > places.own - least)) & places.past
-        worth = torch.where(places.at == 0, torch.inf, worth)
-        return Tiles(capped(chosen, worth, places, self.max_density), self.block)
+        nearest = -(-self.min_budget // self.block)
+        chosen = (chosen | (grid.keys == 0) | (grid.keys > grid.first - nearest)) & grid.causal
+        worth = torch.where(grid.keys == 0, torch.inf, worth)
+        return Tiles(capped(chosen, worth, grid, self.max_density), self.block)
 
 
-def _distance(estimate: Tensor, found: Tensor) -> Tensor:
-    """Root of the Jensen-Shannon divergence of two distributions `[b, Hq, nk]`."""
-    found = found / found.sum(dim=-1, keepdim=True)
-    middle = (estimate + found) / 2
-    halves = (torch.special.xlogy(part, part) - torch.special.xlogy(part, middle) for part in (estimate, found))
+def _distance(estimate: Tensor, weights: Tensor) -> Tensor:
+    """Return the root of the Jensen-Shannon divergence of two distributions `[b, Hq, nk]`; `weights` are normalised."""
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    middle = (estimate + weights) / 2
+    halves = (torch.special.xlogy(p, p) - torch.special.xlogy(p, middle) for p in (estimate, weights))
     return (sum(half.sum(dim=-1) for half in halves) / 2).clamp_min(0).sqrt()

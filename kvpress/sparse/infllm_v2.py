@@ -21,7 +21,7 @@ from kvpress.core.registry import register
 from kvpress.core.selector import RESIDUAL, Budget
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.blocks import BlockSelector, behind, pairs_of
+from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
 
 
 @register(
@@ -39,14 +39,14 @@ class InfLLMv2Press(SelectorPress):
         score[b] = max of a[j] over all c[j] that overlap block b
 
     The oldest `n_sink` and the newest `n_recent` sealed pairs are always read, as a part of the budget: by default one block,
-    32 blocks and the 64 best others. Pairs that are not sealed yet are read besides. `kernel_size` and `block_size` are
-    multiples of `stride`. A context of no more than `budget` pairs is read whole.
+    32 blocks and the 64 best others. Pairs that are not sealed yet are read in addition. `kernel_size` and `block_size` are
+    multiples of `stride`. A context of at most `budget` pairs is read in full.
 
     Paper: Zhao et al., InfLLM-V2: Dense-Sparse Switchable Attention for Seamless Short-to-Long Adaptation, 2025,
     arXiv:2509.24663.
-    Differs from the paper: models are not trained for it; the first prompt is read with full attention; the softmax is that of
-    the mean keys themselves, where its kernels take the denominator from coarser means; no attention is paid to blocks of pairs
-    that the model has not sealed.
+    Differs from the paper: models are not trained for it; the first prompt is read with full attention; the softmax is over
+    the mean keys themselves, where its kernels take the denominator from coarser means; pairs that are not sealed yet belong to
+    no block.
     """
 
     budget: float = 6208
@@ -71,39 +71,42 @@ class InfLLMv2Press(SelectorPress):
 @keep_whole
 @dataclass
 class MeanKeys:
-    """Means of `kernel` keys, one every `stride`: `means [windows, D]`, laid out per stream as `layout`, over all its `pairs`.
+    """Means of runs of `kernel` keys that start every `stride` pairs.
 
-    Windows are counted in the order of a stream's pairs, whatever segments they lie in, and what is full never changes.
+    Runs count the pairs of a stream across its segments. Only full runs have a mean, which never changes.
     """
 
     means: Tensor
+    """Mean keys, `[runs, D]`."""
     layout: Layout
+    """Runs of each stream."""
     pairs: Layout
+    """Indexed pairs of each stream."""
 
     @classmethod
-    def build(cls, segments: Sequence[Segment], kernel: int, stride: int, known: MeanKeys | None = None) -> MeanKeys:
-        """Index all pairs of some segments, of which the first ones may be `known`."""
+    def build(cls, segments: Sequence[Segment], kernel: int, stride: int, previous: MeanKeys | None = None) -> MeanKeys:
+        """Return the index of all pairs of the segments; the means of the `previous` index are copied."""
         pairs = pairs_of(segments)
         layout = Layout(max(0, (length - kernel) // stride + 1) for length in pairs.lengths)
-        kept = torch.zeros(pairs.streams, dtype=torch.int64) if known is None else known.layout.lengths_tensor
-        fresh = Layout((layout.lengths_tensor - kept).tolist())
-        none = segments[0].read(slice(0, 0))[0]
-        means = none.new_empty(fresh.total, none.shape[1])
-        step = max(1, attention.BLOCK_BYTES // (4 * pairs.streams * kernel * max(1, none.shape[1])))
-        for start in range(0, fresh.longest, step):
-            live = (fresh.lengths_tensor > start).nonzero().flatten()
-            places = start + torch.arange(min(step, fresh.longest - start))
-            ranks = ((kept[live, None] + places) * stride)[..., None] + torch.arange(kernel)
-            keys = read_keys(segments, live, ranks.flatten(1).minimum(pairs.lengths_tensor[live, None] - 1))
-            exists = places < fresh.lengths_tensor[live, None]
-            at = (fresh.starts_tensor[live, None] + places)[exists].to(means.device)
-            means[at] = keys.unflatten(1, (-1, kernel)).float().mean(dim=2).to(means.dtype)[exists.to(keys.device)]
-        if known is not None:
-            means = torch.cat([known.means, means])[behind(known.layout, kept, fresh).to(means.device)]
+        kept = torch.zeros(pairs.streams, dtype=torch.int64) if previous is None else previous.layout.lengths_tensor
+        added = Layout((layout.lengths_tensor - kept).tolist())
+        empty = segments[0].read(slice(0, 0))[0]
+        means = empty.new_empty(added.total, empty.shape[1])
+        step = max(1, attention.BLOCK_BYTES // (4 * pairs.streams * kernel * max(1, empty.shape[1])))
+        for start in range(0, added.longest, step):
+            streams = (added.lengths_tensor > start).nonzero().flatten()
+            numbers = start + torch.arange(min(step, added.longest - start))
+            ranks = ((kept[streams, None] + numbers) * stride)[..., None] + torch.arange(kernel)
+            keys = read_keys(segments, streams, ranks.flatten(1).minimum(pairs.lengths_tensor[streams, None] - 1))
+            exists = numbers < added.lengths_tensor[streams, None]
+            rows = (added.starts_tensor[streams, None] + numbers)[exists].to(means.device)
+            means[rows] = keys.unflatten(1, (-1, kernel)).float().mean(dim=2).to(means.dtype)[exists.to(keys.device)]
+        if previous is not None:
+            means = torch.cat([previous.means, means])[merged_order(previous.layout, kept, added).to(means.device)]
         return cls(means, layout, pairs)
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the stored tensors, for the memory report."""
         return [self.means]
 
 
@@ -122,17 +125,17 @@ class InfLLMv2Selector(BlockSelector):
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return max(0, (pairs - self.kernel) // self.stride + 1) * dim * dtype.itemsize
 
-    def build(self, segments: Sequence[Segment], known: MeanKeys | None) -> MeanKeys:
-        return MeanKeys.build(segments, self.kernel, self.stride, known)
+    def build(self, segments: Sequence[Segment], previous: MeanKeys | None) -> MeanKeys:
+        return MeanKeys.build(segments, self.kernel, self.stride, previous)
 
     def worth(self, call: LayerCall, queries: Tensor, index: MeanKeys) -> tuple[Tensor, Layout]:
         blocks = Layout(-(-length // self.unit) for length in index.pairs.lengths)
         tokens, device = len(queries) // blocks.streams, queries.device
-        starts, held = (part[:, None] for part in index.layout.on(device))
-        place = torch.arange(index.layout.longest, device=device)
-        means = index.means[(starts + place).clamp_max(max(0, index.layout.total - 1))]
-        unseen = for_tokens(place >= held, tokens)[:, None]
-        logits = call.logits(queries, for_tokens(means, tokens)).masked_fill(unseen, -torch.inf)
+        starts, counts = (bounds[:, None] for bounds in index.layout.on(device))
+        number = torch.arange(index.layout.longest, device=device)
+        means = index.means[(starts + number).clamp_max(max(0, index.layout.total - 1))]
+        missing = for_tokens(number >= counts, tokens)[:, None]
+        logits = call.logits(queries, for_tokens(means, tokens)).masked_fill(missing, -torch.inf)
         shares = logits.softmax(dim=2).nan_to_num(0.0).sum(dim=1)
         before, width = self.kernel // self.stride - 1, self.unit // self.stride
         padded = pad(shares, (before, max(0, blocks.longest * width - shares.shape[1])))

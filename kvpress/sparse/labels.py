@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels: short vectors in the place of keys, by which pairs are chosen."""
+"""Labels: short copies of keys, whose products with a query choose the pairs that it reads."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from kvpress.kernels import Dense, Packed, Ranges, label_rows, label_scores, qua
 from kvpress.observe.call import LayerCall
 
 QUARTER = 4
-"""Channels of a key for each channel of its label, if nobody says otherwise."""
+"""Default number of key channels for each label channel."""
 
 
 @keep_whole
 @dataclass
 class Labels:
-    """Labels of all pairs of a segment, flat as the pairs are: `[total, r]`, or their codes; `made_by` says how."""
+    """Labels of all pairs of a segment."""
 
     rows: Dense | Packed
+    """Labels `[total, r]`, flat like the pairs, or their codes."""
     made_by: str
+    """Name of the selector settings that made them."""
 
     @classmethod
     def build(
         cls, segment: Segment, shorten: Callable[[Tensor, Tensor], Tensor], bits: int, made_by: str = ""
     ) -> Labels:
-        """Label every key: `shorten` maps keys `[S, n, D]` of some streams `[S]` to `[S, n, r]`."""
+        """Make the labels of all keys: `shorten` maps keys `[S, n, D]` of streams `[S]` to labels `[S, n, r]`."""
         streams = torch.arange(segment.layout.streams, device=segment.device)
         labels = torch.cat([shorten(block.keys, streams[block.streams]).flatten(0, 1) for block in segment.blocks()])
         if bits == 16:
@@ -43,36 +45,46 @@ class Labels:
         return cls(quantise(labels, bits, (1, labels.shape[1])), made_by)
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the stored tensors, for the memory report."""
         return [tensor for tensor in self.rows.tensors() if tensor is not None]
 
 
 class LabelSelector(Selector):
-    """Reads the pairs whose labels agree best with the query: subclasses say how vectors are shortened.
+    """Base of selectors that read the pairs whose labels have the largest products with the query.
 
-    Labels have `channels` numbers, a quarter of the head dim where that is None, in `bits` bits each, and are held under the
-    name `index`. The products with the query heads of a group count by their largest or their sum, as `reduce` says. Labels
-    that were made under another `name` are made anew.
+    A subclass defines `shorten`, which makes labels of keys and of queries.
+
+    Args:
+        budget: pairs that a token reads.
+        channels: numbers in a label; None is a quarter of the head dim.
+        bits: bits for each number of a label; 16 stores labels in the model's type.
+        reduce: "max" or "sum" of the products with the query heads of a GQA group.
     """
 
     index: ClassVar[str]
+    """Name under which a segment stores its labels."""
 
     def __init__(self, budget: Budget, channels: int | None, bits: int, reduce: str = "max") -> None:
         self.budget, self.channels, self.bits, self.reduce = budget, channels, bits, reduce
+        # Labels that were made under another name are made again.
         self.name = ""
 
     @abstractmethod
     def shorten(self, store: KVStore, vectors: Tensor, streams: Tensor) -> Tensor:
-        """Return the labels `[S, n, r]` of keys or queries `[S, n, D]` of some `streams`, int64 `[S]`."""
+        """Return the labels `[S, n, r]` of keys or queries `[S, n, D]` of the `streams`, int64 `[S]`."""
 
     def label_channels(self, dim: int) -> int:
-        """Return how many channels a label of a key of `dim` channels has."""
+        """Return the number of channels in the label of a key of `dim` channels.
+
+        Raises:
+            ValueError: `channels` is larger than `dim`, or codes of this width do not fill bytes.
+        """
         step = 1 if self.bits == 16 else row_step(self.bits)
         channels = max(step, dim // QUARTER // step * step) if self.channels is None else self.channels
         if channels > dim or channels % step:
             raise ValueError(
-                f"channels must be a multiple of {step} for labels of {self.bits} bits, and at most the head dim {dim} of the "
-                f"model, got {channels}"
+                f"channels must be a multiple of {step} for labels of {self.bits} bits, and at most the model's head dim "
+                f"{dim}, got {channels}"
             )
         return channels
 
@@ -93,23 +105,23 @@ class LabelSelector(Selector):
         return None if chosen is None else [chosen]
 
     def best(self, store: KVStore, segments: Sequence[Segment], queries: Tensor) -> list[Chosen] | None:
-        """Return what `queries [q * N, G, D]` read of some `segments` of a layer; None for everything."""
+        """Return the pairs that `queries [q * N, G, D]` read of the `segments` of a layer; None for all pairs."""
         layouts = [segment.layout for segment in segments]
         if self.budget.reads_all(layouts):
             return None
         labels = [self._labels(store, segment).rows for segment in segments]
         streams = torch.arange(len(queries), device=queries.device) % segments[0].layout.streams
-        asking = self.shorten(store, queries, streams)
+        query_labels = self.shorten(store, queries, streams)
         if len(segments) == 1:
-            (layout,), where = layouts, Ranges(*spans_of(layouts[0], queries))
+            (layout,), ranges = layouts, Ranges(*spans_of(layouts[0], queries))
             rows, counts = label_rows(
-                asking, labels[0], where, reduce=self.reduce, capacity=layout.longest,
-                **self.budget.asked(where.lengths, layouts),
+                query_labels, labels[0], ranges, reduce=self.reduce, capacity=layout.longest,
+                **self.budget.asked(ranges.lengths, layouts),
             )  # fmt: skip
             return [Chosen(rows, counts)]
         scores = [
             label_scores(
-                asking, rows, Ranges(*spans_of(layout, queries)), reduce=self.reduce, capacity=layout.longest,
+                query_labels, rows, Ranges(*spans_of(layout, queries)), reduce=self.reduce, capacity=layout.longest,
             )
             for layout, rows in zip(layouts, labels, strict=True)
         ]  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loki: the main directions of the keys of a head tell which pairs are worth reading."""
+"""Loki: choose pairs by the projections of keys and queries onto the principal components of the keys."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.labels import LabelSelector
 
 METHOD = "loki"
-MOST = 4096
-"""Pairs of a head that its basis is fitted to, at most."""
+FIT_PAIRS = 4096
+"""Most pairs of a head that its basis is fitted to."""
 
 
 @register(
@@ -32,25 +32,25 @@ MOST = 4096
     "select",
     "Singhania et al., 2024, arXiv:2406.02542",
     example="loki:budget=1024",
-    refuses=(Refusal("loki:keys=unrotated", "keys before their rotary embedding are known to a calibration only"),),
+    refuses=(Refusal("loki:keys=unrotated", "only a calibration has a basis of keys before their rotary embedding"),),
 )
 @dataclass
 class LokiPress(SelectorPress):
-    """Read the `budget` pairs whose keys agree best with the query along the main directions of the keys.
+    """Read the `budget` pairs with the largest logits along the principal components of the keys.
 
         label[t] = P^T k[t]            P [D, r]: the r directions of the largest variance of the keys of a head
         score[t] = max over the query heads of the group of (P^T q) . label[t]
 
-    `channels` is r, a quarter of the head dim by default. Labels are kept beside the pairs in `label_bits` bits a channel: 16
-    as they are, fewer with one scale and zero per label. Without `calibration`, P is fitted to each row and head alone, from
-    its first sealed pairs, and stays. With the file of `kvpress calibrate --method loki`, P is that of the model, fitted to the
-    `keys` as they are cached ("rotated") or to those before their rotary embedding ("unrotated"). The first `skip_layers`
-    layers read everything.
+    `channels` is r, a quarter of the head dim by default. Labels are stored in addition to the pairs, in `label_bits` bits a
+    channel: 16 in the model's type, fewer with one scale and zero point per label. Without `calibration`, P is fitted to each
+    row and head from its first sealed pairs, and then never changes. With a `calibration`, the file of `kvpress calibrate
+    --method loki`, P is fitted once for the model, to the `keys` after their rotary embedding ("rotated") or before it
+    ("unrotated"). The first `skip_layers` layers read everything.
 
     Paper: Singhania et al., Loki: Low-rank Keys for Efficient Sparse Attention, 2024, arXiv:2406.02542.
-    Differs from the paper: keys are stored as they are, of any storage, and their labels beside them, where the paper stores
-    keys turned into the basis, whose first channels are the labels; query heads of a group read the same pairs; a basis may
-    be fitted to the prompt; pairs that are not sealed yet are always read.
+    Differs from the paper: keys stay as they are, in any storage format, and labels are extra, where the paper stores keys in
+    the basis, and their first channels are the labels; query heads of a group read the same pairs; a basis may be fitted to
+    the prompt; pairs that are not sealed yet are always read.
     """
 
     budget: float = 0.25
@@ -64,21 +64,21 @@ class LokiPress(SelectorPress):
         super().validate()
         if self.calibration is None and self.keys != "rotated":
             raise ValueError(
-                f"keys={self.keys!r} needs a calibration: a basis that is fitted to a prompt is one of rotated keys; make one "
-                f"with `kvpress calibrate --method {METHOD}`"
+                f"keys={self.keys!r} needs a calibration, because a basis without one is fitted to rotated keys; make a "
+                f"calibration with `kvpress calibrate --method {METHOD}`"
             )
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is None:
             return super().recipe()
         selectors = {layer.index: self.selector_at(layer.index) for layer in model.growing}
-        known = self.calibration if model.loaded else None
-        tensors = {} if known is None else self._read(known, model)
+        path = self.calibration if model.loaded else None
+        tensors = {} if path is None else self._read(path, model)
         for layer in model.growing:
             selector = selectors[layer.index]
             if selector is not None:
                 selector.label_channels(layer.head_dim)
-                if known is not None:
+                if path is not None:
                     selector.load(tensors[f"{layer.index}.{self.keys}"])
         return Recipe(selector=selectors.get)
 
@@ -86,47 +86,48 @@ class LokiPress(SelectorPress):
         return LokiSelector(self.limits, self.channels, self.label_bits) if layer >= self.skip_layers else None
 
     def _read(self, path: str, model: ModelFacts) -> dict[str, Tensor]:
-        """Return the directions `[H, D, D]` of the keys of every layer, those of the largest variance first."""
-        found = calibration.read(path, METHOD)
-        found.check(METHOD, model, path, _held)
-        return found.tensors
+        """Return the directions `[H, D, D]` of the keys of every layer, by falling variance."""
+        file = calibration.read(path, METHOD)
+        file.check(METHOD, model, path, _shapes)
+        return file.tensors
 
 
-def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(("rotated", "unrotated"), (layer.kv_heads, layer.head_dim, layer.head_dim))
 
 
 @dataclass(eq=False)
 class KeyBasis(Held):
-    """Directions `[N, D, r]` of the keys of every stream, float32, of those that are `known`; rows have `heads` streams."""
+    """Directions of the keys of every stream that has sealed pairs."""
 
     directions: Annotated[Tensor, per_stream("codec state")]
+    """Columns by falling variance, `[N, D, r]`, float32; zeros for a stream without pairs."""
     known: tuple[bool, ...]
+    """Streams whose directions are fitted."""
     heads: int
+    """KV heads H, the streams of a row."""
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the given batch rows, in that order."""
+        """Keep the batch rows `rows`, in that order."""
         streams = [row * self.heads + head for row in rows.tolist() for head in range(self.heads)]
         self.directions = self.directions[streams]
         self.known = tuple(self.known[n] for n in streams)
 
 
 class LokiSelector(LabelSelector):
-    """Selects pairs by the main directions of their keys; see `LokiPress`.
-
-    The `basis [H, D, r]` is that of a calibration, None for one of each stream's own pairs.
-    """
+    """Selects pairs by the principal components of their keys; see `LokiPress`."""
 
     index = "loki"
 
     def __init__(self, budget: Budget, channels: int | None, bits: int) -> None:
         super().__init__(budget, channels, bits)
+        # Basis [H, D, r] of a calibration; None fits one to each stream.
         self.basis: Tensor | None = None
-        self.of_streams = torch.empty(0)
+        self.stream_basis = torch.empty(0)
         self.name = f"{bits} bits of {channels}"
 
     def load(self, directions: Tensor) -> None:
-        """Use directions `[H, D, D]`, those of the largest variance first."""
+        """Use the directions `[H, D, D]` of a calibration, columns by falling variance."""
         self.basis = directions[..., : self.label_channels(directions.shape[1])].contiguous()
         self.name = f"{self.bits} bits of {hashlib.sha256(self.basis.float().numpy().tobytes()).hexdigest()}"
 
@@ -139,47 +140,49 @@ class LokiSelector(LabelSelector):
         return vectors @ basis[streams].to(vectors.dtype)
 
     def _loaded(self, basis: Tensor, store: KVStore, device: torch.device) -> Tensor:
-        """Return the directions `[N, D, r]` of a calibration, copied to the device once."""
-        found, count = self.of_streams, store.batch * store.heads
-        if len(found) != count or found.device != device:
-            found = self.of_streams = basis.to(device).repeat(store.batch, 1, 1)
-        return found
+        """Return the basis `[N, D, r]` of a calibration for every stream; it is copied to the device once."""
+        stream_basis, count = self.stream_basis, store.batch * store.heads
+        if len(stream_basis) != count or stream_basis.device != device:
+            stream_basis = self.stream_basis = basis.to(device).repeat(store.batch, 1, 1)
+        return stream_basis
 
     def _fitted(self, store: KVStore) -> Tensor:
-        """Return the directions `[N, D, r]` of the pairs that every stream had when its first ones were sealed."""
+        """Return the basis `[N, D, r]` of every stream, fitted when its first pairs are sealed."""
         key = f"loki {self.channels}"
         state: KeyBasis | None = store.codec_state.get(key)
         if state is not None and all(state.known):
             return state.directions
-        held = [sum(lengths) for lengths in zip(*(part.layout.lengths for part in store.segments), strict=True)]
-        known = [False] * len(held) if state is None else list(state.known)
-        fresh = [n for n, length in enumerate(held) if length and not known[n]]
-        if state is None or fresh:
+        counts = [sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in store.segments), strict=True)]
+        is_fitted = [False] * len(counts) if state is None else list(state.known)
+        streams = [n for n, length in enumerate(counts) if length and not is_fitted[n]]
+        if state is None or streams:
             dim = store.window.keys.shape[3]
-            empty = torch.zeros(len(held), dim, self.label_channels(dim), device=store.segments[0].device)
+            empty = torch.zeros(len(counts), dim, self.label_channels(dim), device=store.segments[0].device)
             directions = (empty if state is None else state.directions).index_copy(
-                0, torch.tensor(fresh, device=empty.device), main_directions(store, fresh, held, empty.shape[2])
+                0, torch.tensor(streams, device=empty.device), main_directions(store, streams, counts, empty.shape[2])
             )
-            state = KeyBasis(directions, tuple(now or n in fresh for n, now in enumerate(known)), store.heads)
+            state = KeyBasis(
+                directions, tuple(fitted or n in streams for n, fitted in enumerate(is_fitted)), store.heads
+            )
             store.codec_state[key] = state
         return state.directions
 
 
-def main_directions(store: KVStore, streams: list[int], held: list[int], channels: int) -> Tensor:
+def main_directions(store: KVStore, streams: list[int], counts: list[int], channels: int) -> Tensor:
     """Return the directions `[S, D, channels]` of the largest variance of the sealed keys of some streams, float32.
 
-    Of a stream's `held` pairs, at most `MOST` count, evenly spaced.
+    Stream n has `counts[n]` pairs, of which at most `FIT_PAIRS` evenly spaced ones are used.
     """
-    found = []
+    directions = []
     for n in streams:
-        count = min(MOST, held[n])
-        ranks = torch.arange(count) * held[n] // count
+        count = min(FIT_PAIRS, counts[n])
+        ranks = torch.arange(count) * counts[n] // count
         keys = read_keys(store.segments, torch.tensor([n]), ranks[None])[0].double()
         keys = keys - keys.mean(dim=0)
-        found.append(principal(keys.T @ keys)[:, :channels])
-    return torch.stack(found).float()
+        directions.append(principal(keys.T @ keys)[:, :channels])
+    return torch.stack(directions).float()
 
 
 def principal(scatter: Tensor) -> Tensor:
-    """Return the eigenvectors of symmetric matrices `[..., D, D]`, as columns, those of the largest eigenvalues first."""
+    """Return the eigenvectors of symmetric matrices `[..., D, D]` as columns, by falling eigenvalue."""
     return torch.linalg.eigh(scatter).eigenvectors.flip(-1)

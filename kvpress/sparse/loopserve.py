@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After LoopServe: lines that cover a prompt's attention, and pairs that are chosen again while tokens are generated."""
+"""LoopServe: lines that cover a prompt's attention, and pairs that are chosen again during decoding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.lines import covering_lines, slash_scores
-from kvpress.sparse.tiling import EstimatedPress, Places, capped
+from kvpress.sparse.tiling import BlockGrid, EstimatedPress, capped
 
 
 @register(
@@ -43,27 +43,28 @@ from kvpress.sparse.tiling import EstimatedPress, Places, capped
 class LoopServePress(EstimatedPress, SelectorPress):
     """Read a prompt along the lines that cover its attention, then `budget` pairs, chosen again every `every` tokens.
 
-    While a prompt or turn is read, columns of keys and diagonals of equal distance are ranked together, for each query head, by
-    what they receive from the `last` newest queries, and taken until the share `coverage` of the attention of these queries
-    lies on them, each weight counted once. Tiles that a diagonal crosses are read whole, columns outside of them one by one.
+    In the prefill of a prompt or turn, columns of keys and diagonals of equal distance are ranked together, for each query
+    head, by the attention that they receive from the `last` newest queries. They are taken until the share `coverage` of the
+    attention of these queries lies on them, each weight counted once. Tiles that a diagonal crosses are read in full, columns
+    outside of them one by one.
 
-    While tokens are generated, a kv head reads the pairs that received most when it last chose:
+    In decode steps, a KV head reads the pairs that received most attention when it last chose:
 
         received[t] = mean over the query heads of a group and n queries of softmax(q . k)[t]
         score[t]    = largest log of received[u] of the `kernel_size` stored pairs u around t
 
-    where a query sees all stored pairs up to its own. A head chooses at the end of a prompt or turn, by its `last` newest
-    queries, and again every `every` generated tokens, by the queries of these, at most `last`. What came since, and pairs that
-    are not sealed yet, are read besides; nothing is evicted, so that what is not read now may be read later. A `kernel_size`
-    above 1 lets a pair count as much as its neighbours, so that words are read whole. With a `coverage` of 1 and no
-    `max_density`, a prompt is read whole.
+    where a query sees all stored pairs up to its slot. A head chooses at the end of a prompt or turn, by its `last` newest
+    queries, and again every `every` generated tokens, by the queries of these, at most `last`. Pairs that came since, and
+    pairs that are not sealed yet, are read in addition. Nothing is evicted, so that a pair that is not read now may be read
+    later. With a `kernel_size` above 1, a pair gets the best score of its neighbours, so that whole words are read. With a
+    `coverage` of 1 and no `max_density`, a prompt is read in full.
 
     Paper: Li et al., LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues, 2025,
     arXiv:2507.13681.
-    Differs from the paper: this is a method after LoopServe, whose code and parameters are not public, and all defaults are
-    ours. Lines are ranked by what they receive, not anew after each is taken; a turn reads its own tokens along lines and
-    those of earlier turns, as far as they are sealed, in full; pairs that are not chosen stay where they are, and evicting is
-    left to other presses; `kernel_size` and `max_density` are ours.
+    Differs from the paper: its code and parameters are not public, so that this method follows its idea, and all defaults are
+    ours. Lines are ranked once by the attention that they receive, not again after each is taken; a turn reads its tokens along
+    lines and the sealed pairs of earlier turns in full; pairs that are not chosen stay stored, and evicting is up to other
+    presses; `kernel_size` and `max_density` are ours.
     """
 
     coverage: Share = 0.95
@@ -73,43 +74,45 @@ class LoopServePress(EstimatedPress, SelectorPress):
     block: Count = field(default=64, kw_only=True)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        whole = self.coverage >= 1 and self.max_density >= 1
-        return Recipe(selector=self.selector_at, pattern=None if whole else self.pattern_at, observers=(self.watched,))
+        is_dense = self.coverage >= 1 and self.max_density >= 1
+        return Recipe(
+            selector=self.selector_at, pattern=None if is_dense else self.pattern_at, observers=(self.observer,)
+        )
 
     @property
-    def watched(self) -> Wanted:
-        """The observer by whose scores pairs are chosen."""
+    def observer(self) -> Wanted:
+        """Observer whose scores choose the pairs."""
         return Wanted(LoopScores, self.last, self.every, self.kernel_size)
 
     def selector_at(self, layer: int) -> Selector:
         del layer
-        return LoopSelector(self.limits, self.watched, self.every)
+        return LoopSelector(self.limits, self.observer, self.every)
 
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
         del layer
-        places = Places.of(prompt, self.block)
+        grid = BlockGrid.of(prompt, self.block)
         received, needed = covering_lines(prompt, self.last, self.coverage)
         single, diagonals = needed.unbind(dim=2)
         if self.max_density < 1:
-            # Single keys are a part of what may be read.
-            most = max(1, int(self.max_density * prompt.total / 4))
-            best = received[:, :, 0].masked_fill(~single, -1).topk(min(most, prompt.total), dim=-1).indices
+            # Single keys get a quarter of the allowed density.
+            limit = max(1, int(self.max_density * prompt.total / 4))
+            best = received[:, :, 0].masked_fill(~single, -1).topk(min(limit, prompt.total), dim=-1).indices
             single = single & torch.zeros_like(single).scatter(-1, best, True)
-        crossed = (slash_scores(prompt, diagonals, self.block) > 0) & places.past
+        crossed = (slash_scores(prompt, diagonals, self.block) > 0) & grid.causal
         scores = slash_scores(prompt, received[:, :, 1] * diagonals, self.block)
-        return Tiles(capped(crossed, scores, places, self.max_density, single), self.block, single)
+        return Tiles(capped(crossed, scores, grid, self.max_density, single), self.block, single)
 
 
 class LoopScores(RecentQueries):
-    """Scores of all pairs by the newest `size` queries, at the end of a turn and after every `every` generated tokens.
+    """Scores all pairs by the newest `size` queries, at the end of a turn and after every `every` generated tokens.
 
-    They are a side array, named after its settings: of a pair and its neighbours, `kernel` in all, the largest log of the mean
-    attention received; and 0, which is more than any other may have, of pairs that came since. `judged` is how many tokens had
-    been seen then, 0 before the first time.
+    Scores are a side array of the pairs, named after the settings. A score is the largest log of the mean attention that a pair
+    and its neighbours, `kernel` pairs in all, received. Pairs that came later have 0, the upper limit of scores.
     """
 
     def __init__(self, size: int, every: int, kernel: int) -> None:
         super().__init__(size)
+        # `judged` is the number of tokens that had been seen when pairs were last scored; 0 before the first time.
         self.every, self.kernel, self.judged = every, kernel, 0
         self.sides = (f"loopserve {size} {every} {kernel}",)
 
@@ -128,95 +131,99 @@ class LoopScores(RecentQueries):
         self.judged = seen
 
     def _judge(self, call: LayerCall, count: int) -> None:
-        """Score all pairs by the newest `count` of the queries that are held."""
+        """Score all pairs by the newest `count` of the recorded queries."""
         (name,), store = self.sides, call.store
         assert self.queries is not None  # noqa: S101 - for type checkers
         newest = self.queries[:, :, -count:]
-        asked, count = group_queries(newest, store.heads), newest.shape[2]
-        groups, device = newest.shape[1] // store.heads, asked.device
-        at = torch.arange(store.seen - count, store.seen, device=device).repeat(groups)
+        queries, count = group_queries(newest, store.heads), newest.shape[2]
+        groups, device = newest.shape[1] // store.heads, queries.device
+        query_slots = torch.arange(store.seen - count, store.seen, device=device).repeat(groups)
         real = torch.ones(store.batch, count, dtype=torch.bool, device=device)
         if call.mask is not None:
             real = call.mask[:, -count:].to(device)
         window = store.window.segment(call.mask)
-        parts = [Asked(segment, asked, at, call) for segment in (*store.sealed, window)]
-        lse = torch.stack([part.lse() for part in parts]).logsumexp(dim=0)
+        segments = [SegmentAttention(segment, queries, query_slots, call) for segment in (*store.sealed, window)]
+        lse = torch.stack([segment.lse() for segment in segments]).logsumexp(dim=0)
         if call.sinks is not None:
             sinks = call.sinks.float().view(store.heads, -1, 1).expand(-1, -1, count).flatten(1)
             lse = torch.logaddexp(lse, sinks.repeat(store.batch, 1).to(device))
-        # The exponential of less infinity is nothing: padding asks for nothing.
+        # exp(-inf) is 0: the queries of padding give no attention.
         lse = lse.masked_fill(~real.repeat_interleave(store.heads, dim=0).repeat(1, groups), torch.inf)
-        asking = (groups * real.sum(dim=1)).clamp_min(1).repeat_interleave(store.heads)
-        *sealed, fresh = self._scores(
-            [part.received(lse) for part in parts], [part.segment.layout for part in parts], asking
-        )
+        num_queries = (groups * real.sum(dim=1)).clamp_min(1).repeat_interleave(store.heads)
+        received, layouts = [s.received(lse) for s in segments], [s.segment.layout for s in segments]
+        *sealed, newest_scores = self._scores(received, layouts, num_queries)
         for segment, scores in zip(store.sealed, sealed, strict=True):
             segment.side[name] = scores
-        held = torch.zeros(store.batch, store.heads, store.window.length, device=device)
+        window_scores = torch.zeros(store.batch, store.heads, store.window.length, device=device)
         if call.mask is None:
-            held = fresh.view(held.shape)
+            window_scores = newest_scores.view(window_scores.shape)
         else:
             first = store.window.first
             columns = call.mask[:, None, first : first + store.window.length].to(device)
-            held[columns.expand(held.shape)] = fresh
-        store.window.side[name] = held
+            window_scores[columns.expand(window_scores.shape)] = newest_scores
+        store.window.side[name] = window_scores
 
-    def _scores(self, received: list[Tensor], layouts: list[Layout], asking: Tensor) -> list[Tensor]:
-        """Scores of the pairs of all parts, from what they received of `asking [N]` queries: at most 0, flat as they are."""
-        rows, whole = interleave(layouts)
-        rows = rows.to(asking.device)
-        shares = whole.pad(torch.cat(received)[rows], 0) / asking[:, None]
+    def _scores(self, received: list[Tensor], layouts: list[Layout], num_queries: Tensor) -> list[Tensor]:
+        """Return the scores of the pairs of each segment, flat and at most 0, from the attention of `num_queries [N]`."""
+        rows, joint = interleave(layouts)
+        rows = rows.to(num_queries.device)
+        shares = joint.pad(torch.cat(received)[rows], 0) / num_queries[:, None]
         scores = shares.clamp_min(torch.finfo(torch.float32).tiny).log().clamp_max(0)
-        # Neighbours are those of a stream, whatever segments they lie in.
+        # Neighbours of a pair may lie in the next segment of its stream.
         scores = max_pool1d(scores, self.kernel, stride=1, padding=self.kernel // 2)
-        held = torch.arange(whole.longest, device=asking.device) < whole.lengths_tensor.to(asking.device)[:, None]
-        flat = torch.empty_like(torch.cat(received)).index_copy_(0, rows, scores[held])
+        exists = (
+            torch.arange(joint.longest, device=num_queries.device)
+            < joint.lengths_tensor.to(num_queries.device)[:, None]
+        )
+        flat = torch.empty_like(torch.cat(received)).index_copy_(0, rows, scores[exists])
         return list(flat.split([layout.total for layout in layouts]))
 
 
 @dataclass
-class Asked:
-    """One part of a layer's pairs, and the `queries [N, G * n, D]` of the tokens `at [G * n]` that ask it."""
+class SegmentAttention:
+    """Attention from recent queries to the pairs of a segment that are no later than them."""
 
     segment: Segment
     queries: Tensor
-    at: Tensor
+    """Grouped queries `[N, G * n, D]`."""
+    query_slots: Tensor
+    """Slot of each query, `[G * n]`."""
     call: LayerCall
 
     def __post_init__(self) -> None:
         self.slots = self.segment.slots()
-        self.early = not bool((self.slots > self.at[0]).any())
+        self.all_visible = not bool((self.slots > self.query_slots[0]).any())
 
     def lse(self) -> Tensor:
-        """Log-sum-exp of every query over the pairs that it may see, `[N, G * n]`."""
-        if self.early:
+        """Return the log-sum-exp of every query over the pairs that it sees, `[N, G * n]`."""
+        if self.all_visible:
             return self.segment.attend(self.queries, self.call.logits)[1]
-        found = torch.full(self.queries.shape[:2], -torch.inf, device=self.queries.device)
+        lse = torch.full(self.queries.shape[:2], -torch.inf, device=self.queries.device)
         for block in self.segment.blocks():
-            one = attend(
+            _, block_lse = attend(
                 self.queries[block.streams], block.keys, block.values, self.call.logits, self._visible(block),
                 self._weight(block),
             )  # fmt: skip
-            found[block.streams] = torch.logaddexp(found[block.streams], one[1])
-        return found
+            lse[block.streams] = torch.logaddexp(lse[block.streams], block_lse)
+        return lse
 
     def received(self, lse: Tensor) -> Tensor:
-        """Attention that each pair receives, summed over the queries, `[total]`; `lse` is that over all parts."""
-        return self.segment.mass(self.queries, self.call.logits, lse) if self.early else self._mass(lse)
+        """Return the attention that each pair receives, summed over the queries, `[total]`; `lse` is over all segments."""
+        return self.segment.mass(self.queries, self.call.logits, lse) if self.all_visible else self._mass(lse)
 
     def _mass(self, lse: Tensor) -> Tensor:
         received = torch.zeros(self.segment.layout.total, device=self.queries.device)
         for block in self.segment.blocks():
-            asking, total, visible = self.queries[block.streams], lse[block.streams, :, None], self._visible(block)
+            queries, total, visible = self.queries[block.streams], lse[block.streams, :, None], self._visible(block)
             weight = self._weight(block)
-            for some in query_blocks(asking, block.keys):
-                shares = torch.exp(self.call.logits(asking[:, some], block.keys, weight) - total[:, some])
-                received[block.rows] += shares.masked_fill(~visible[:, some], 0).sum(dim=1).flatten()
+            for rows in query_blocks(queries, block.keys):
+                shares = torch.exp(self.call.logits(queries[:, rows], block.keys, weight) - total[:, rows])
+                received[block.rows] += shares.masked_fill(~visible[:, rows], 0).sum(dim=1).flatten()
         return received
 
     def _visible(self, block: Block) -> Tensor:
         slots = self.slots[block.rows].view(len(block.keys), 1, -1)
-        return slots <= self.at[:, None]
+        return slots <= self.query_slots[:, None]
 
     def _weight(self, block: Block) -> Tensor | None:
         weight = self.segment.log_weight
@@ -226,27 +233,28 @@ class Asked:
 @keep_whole
 @dataclass(frozen=True)
 class LoopChoice:
-    """What is read of every segment of a layer, of which `pairs` were held, by the scores of `judged`; None for everything.
-
-    Flat `rows` and `counts` of each segment as `Chosen` has them.
-    """
+    """Pairs of a layer that every decode step reads until the next choice."""
 
     judged: int
+    """Tokens that had been seen when the scores were made."""
     pairs: int
+    """Sealed pairs of the layer at the choice."""
     rows: list[Tensor] | None
+    """Chosen rows of each segment, as in `Chosen`; None for all pairs."""
     counts: list[Tensor]
+    """Number of chosen rows of each stream, for each segment, as in `Chosen`."""
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the stored tensors, for the memory report."""
         return [*(self.rows or ()), *self.counts]
 
 
 class LoopSelector(Selector):
-    """Reads what the scores of an observer name, until there are others; see `LoopServePress`."""
+    """Reads the pairs with the best scores of an observer until it scores again; see `LoopServePress`."""
 
-    def __init__(self, budget: Budget, watched: Wanted, every: int) -> None:
-        self.budget, self.watched = budget, watched
-        # So nothing is sealed that came since the last choice.
+    def __init__(self, budget: Budget, observer: Wanted, every: int) -> None:
+        self.budget, self.observer = budget, observer
+        # A dense tail of this length keeps pairs unsealed that came since the last choice.
         self.sealing = DenseCodec(TILE, residual=max(RESIDUAL, every))
         self.name = f"loopserve {budget.size} {budget.first} {budget.last}"
 
@@ -261,25 +269,25 @@ class LoopSelector(Selector):
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
-        found = None if call.phase == "prefill" else self._choice(call.store)
-        if found is None or found.rows is None:
+        choice = None if call.phase == "prefill" else self._choice(call.store)
+        if choice is None or choice.rows is None:
             return None
         tokens = len(queries) // call.store.segments[0].layout.streams
-        parts = zip(found.rows, found.counts, strict=True)
-        return [[Chosen(for_tokens(rows, tokens), for_tokens(counts, tokens)) for rows, counts in parts]]
+        pairs = zip(choice.rows, choice.counts, strict=True)
+        return [[Chosen(for_tokens(rows, tokens), for_tokens(counts, tokens)) for rows, counts in pairs]]
 
     def _choice(self, store: KVStore) -> LoopChoice | None:
-        """Return what is read of a layer that holds segments; None where nobody has scored its pairs."""
-        scored: LoopScores | None = store.observers.get(self.watched)
+        """Return the chosen pairs of a layer with sealed pairs; None if they have no scores yet."""
+        scored: LoopScores | None = store.observers.get(self.observer)
         if scored is None or not scored.judged:
             return None
-        known: LoopChoice | None = store.index.get(self.name)
+        choice: LoopChoice | None = store.index.get(self.name)
         pairs = sum(segment.layout.total for segment in store.segments)
-        if known is None or (known.judged, known.pairs) != (scored.judged, pairs):
+        if choice is None or (choice.judged, choice.pairs) != (scored.judged, pairs):
             (side,) = scored.sides
             scores = [segment.layout.pad(segment.side_array(side), -torch.inf) for segment in store.segments]
             best = self.budget.best(scores, [segment.layout for segment in store.segments])
-            rows = None if best is None else [part.rows.int() for part in best]
-            known = LoopChoice(scored.judged, pairs, rows, [part.counts for part in best or ()])
-            store.index[self.name] = known
-        return known
+            rows = None if best is None else [chosen.rows.int() for chosen in best]
+            choice = LoopChoice(scored.judged, pairs, rows, [chosen.counts for chosen in best or ()])
+            store.index[self.name] = choice
+        return choice

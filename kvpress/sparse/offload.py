@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs in host memory: a segment that keeps them there, and what fetches a layer's selection ahead of time."""
+"""Pairs in host memory: the segment that stores them, and the prefetch of a layer's selection."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.store import KVStore
 
 BUFFERS = 2
-"""One is filled for the next layer while this one reads the other."""
+"""One buffer is filled for the next layer while the current layer reads the other."""
 
 
 class HostCodec(DenseCodec):
-    """Moves sealed pairs to host memory, as they are."""
+    """Moves sealed pairs to host memory, in the model's type."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
@@ -36,15 +36,16 @@ class HostCodec(DenseCodec):
 
 @dataclass(eq=False, repr=False)
 class HostSegment(DenseSegment):
-    """Dense pairs in host memory, pinned where the model runs on another device: `home`."""
+    """Dense pairs in host memory, which is pinned if the model runs on a GPU."""
 
     keys: Annotated[Tensor, per_pair("host", stay=True)]
     values: Annotated[Tensor, per_pair("host", stay=True)]
     home: torch.device
+    """Device of the model."""
 
     @property
     def device(self) -> torch.device:
-        """Where the pairs are read; what is known about them lies there."""
+        """Device that reads the pairs, and stores their index."""
         return self.home
 
     def _place(self) -> None:
@@ -63,7 +64,7 @@ class HostSegment(DenseSegment):
         rows = rows if isinstance(rows, slice) else rows.cpu()
         return self.keys[rows].to(self.home), self.values[rows].to(self.home)
 
-    # Where the host computes, it reads its memory directly; elsewhere, block by block.
+    # A model on the CPU reads the pairs in place; on another device, they are copied block by block.
 
     def blocks(self) -> Iterator[Block]:
         return super().blocks() if self.home.type == "cpu" else Segment.blocks(self)
@@ -79,19 +80,21 @@ def _host(tensor: Tensor, home: torch.device) -> Tensor:
 
 @dataclass
 class Fetched:
-    """Chosen pairs that were brought to where they are read: `keys` and `values [N, K, D]` of the rows `chosen`.
-
-    `log_weight [N, K]` is added to their logits.
-    """
+    """Chosen pairs of a segment, copied to the model's device."""
 
     keys: Tensor
+    """`[N, K, D]`."""
     values: Tensor
+    """`[N, K, Dv]`."""
     chosen: Chosen
+    """Rows of the segment."""
     log_weight: Tensor | None = None
+    """Added to the logits of the pairs, `[N, K]`."""
     ready: torch.cuda.Event | None = None
+    """Recorded when the copy is complete; None on the CPU."""
 
     def attend(self, queries: Tensor, logits: Logits) -> Partial:
-        """Attend from `queries [N, G, D]`."""
+        """Attend from `queries [N, G, D]` to the pairs."""
         if self.ready is not None:
             torch.cuda.current_stream(self.keys.device).wait_event(self.ready)
         counts, (streams, width, _) = self.chosen.counts, self.keys.shape
@@ -109,15 +112,18 @@ class Fetched:
 
 @dataclass(frozen=True)
 class PendingFetch:
-    """A selection that is being fetched: of which store, for the step that makes it hold `seen` tokens."""
+    """A fetch that runs in the background."""
 
     store: KVStore
+    """Store whose pairs are fetched."""
     seen: int
+    """Tokens that the store will have seen in the decode step which reads the pairs."""
     parts: Future[list[Fetched]]
+    """Fetched pairs of each segment."""
 
 
 class Prefetcher:
-    """Brings selections to the device beside the model's own work, one after another, into alternating buffers."""
+    """Copies selections to the device in a background thread, one after another, into alternating buffers."""
 
     def __init__(self) -> None:
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvpress-offload")
@@ -126,12 +132,12 @@ class Prefetcher:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, store: KVStore, choose: Callable[[], list[Chosen] | None]) -> PendingFetch:
-        """Choose pairs of a store's segments and fetch them; None fetches nothing."""
+        """Call `choose` and fetch the chosen pairs of a store in the background; if it returns None, nothing is fetched."""
         buffer, self.next_buffer = self.buffers[self.next_buffer], (self.next_buffer + 1) % BUFFERS
         segments, home = list(store.segments), store.window.keys.device
         started = None
         if home.type == "cuda":
-            # The buffer may still be read by what was launched before.
+            # Kernels that were launched before may still read the buffer.
             started = torch.cuda.Event()
             started.record(torch.cuda.current_stream(home))
         run = self.worker.submit(self._fetch, segments, choose, buffer, home, started)
@@ -150,17 +156,17 @@ class Prefetcher:
                 return _gather(segments, choose(), buffer, home)
             stream = self.streams.setdefault(home, torch.cuda.Stream(home))
             with torch.cuda.stream(stream):
-                stream.synchronize()  # what was staged in this buffer before has left it
+                stream.synchronize()  # earlier copies out of this staging buffer are complete
                 stream.wait_event(started)
-                parts = _gather(segments, choose(), buffer, home)
-                for part in parts:
-                    part.ready = torch.cuda.Event()
-                    part.ready.record(stream)
-            return parts
+                fetched = _gather(segments, choose(), buffer, home)
+                for pairs in fetched:
+                    pairs.ready = torch.cuda.Event()
+                    pairs.ready.record(stream)
+            return fetched
 
 
 class Fetching(threading.local):
-    """The `prefetcher` of each thread that runs the model, and what is `pending` in it, by who will read it."""
+    """Prefetcher of each thread that runs the model, and its pending fetches by the selector that will read them."""
 
     def __init__(self) -> None:
         self.prefetcher = Prefetcher()
@@ -172,28 +178,28 @@ def _gather(
 ) -> list[Fetched]:
     """Copy the chosen pairs of every segment into a buffer."""
     fetched = []
-    for i, (segment, part) in enumerate(zip(segments, chosen or (), strict=False)):
-        held, rows = segment.located(part.rows.flatten().long())
-        assert isinstance(held, DenseSegment)  # noqa: S101 - a host codec seals nothing else
-        rows = rows.to(held.keys.device)
+    for i, (segment, pairs) in enumerate(zip(segments, chosen or (), strict=False)):
+        source, rows = segment.located(pairs.rows.flatten().long())
+        assert isinstance(source, DenseSegment)  # noqa: S101 - a host codec seals nothing else
+        rows = rows.to(source.keys.device)
         moved = []
-        for name, source in (("keys", held.keys), ("values", held.values)):
-            staged = _room(buffer, f"{name} {i} host", len(rows), source, source.device, home.type == "cuda")
-            torch.index_select(source, 0, rows, out=staged)
+        for name, tensor in (("keys", source.keys), ("values", source.values)):
+            staging = _room(buffer, f"{name} {i} host", len(rows), tensor, tensor.device, home.type == "cuda")
+            torch.index_select(tensor, 0, rows, out=staging)
             if home.type == "cpu":
-                moved.append(staged)
+                moved.append(staging)
                 continue
-            moved.append(_room(buffer, f"{name} {i}", len(rows), source, home, False))
-            moved[-1].copy_(staged, non_blocking=True)
-        keys, values = (tensor.view(*part.rows.shape, -1) for tensor in moved)
-        weight = None if segment.log_weight is None else segment.log_weight[part.rows.long()]
-        fetched.append(Fetched(keys, values, part, weight))
+            moved.append(_room(buffer, f"{name} {i}", len(rows), tensor, home, False))
+            moved[-1].copy_(staging, non_blocking=True)
+        keys, values = (tensor.view(*pairs.rows.shape, -1) for tensor in moved)
+        weight = None if segment.log_weight is None else segment.log_weight[pairs.rows.long()]
+        fetched.append(Fetched(keys, values, pairs, weight))
     return fetched
 
 
 def _room(buffer: dict[str, Tensor], name: str, rows: int, like: Tensor, device: torch.device, pinned: bool) -> Tensor:
-    """The first `rows` rows of a buffer that grows as needed."""
-    held = buffer.get(name)
-    if held is None or len(held) < rows or held.shape[1] != like.shape[1] or held.dtype != like.dtype:
-        held = buffer[name] = torch.empty(rows, like.shape[1], dtype=like.dtype, device=device, pin_memory=pinned)
-    return held[:rows]
+    """Return the first `rows` rows of a named buffer, enlarged if needed."""
+    tensor = buffer.get(name)
+    if tensor is None or len(tensor) < rows or tensor.shape[1] != like.shape[1] or tensor.dtype != like.dtype:
+        tensor = buffer[name] = torch.empty(rows, like.shape[1], dtype=like.dtype, device=device, pin_memory=pinned)
+    return tensor[:rows]

@@ -9,7 +9,7 @@ from kvpress.core.checks import Size
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
+from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
 
 
 @register(
@@ -22,15 +22,15 @@ from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
 )
 @dataclass
 class PowerAttentionPress(PatternPress):
-    """Read blocks at distances of 1, 2, 4, 8, ... blocks, besides the first `sinks` and the newest `window` tokens.
+    """Read blocks at distances of 1, 2, 4, 8, ... blocks, the first `sinks` and the newest `window` tokens.
 
-    What a token can learn of doubles with every layer, for a number of blocks that grows with the logarithm of the length.
-    Sizes are rounded up to blocks of `block` tokens; `window` counts the block of the query itself.
+    The receptive field of a token doubles with every layer, for a number of blocks that grows with the logarithm of the
+    length. Sizes are rounded up to blocks of `block` tokens; `window` includes the block of the query.
 
     Paper: Chen et al., PowerAttention: Exponentially Scaling of Receptive Fields for Effective Sparse Attention, 2025,
     arXiv:2503.03588.
-    Differs from the paper: it trains models with the pattern, and this one reads models as they are, which loses what lies
-    between; tokens that are generated read everything; sizes are ours.
+    Differs from the paper: it trains models with the pattern, while here models are not trained for it and lose the tokens in
+    between; generated tokens read everything; sizes are ours.
     """
 
     sinks: Size = 64
@@ -38,9 +38,9 @@ class PowerAttentionPress(PatternPress):
 
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
         del layer
-        places = Places.of(prompt, self.block)
+        grid = BlockGrid.of(prompt, self.block)
         sinks, window = (-(-size // self.block) for size in (self.sinks, self.window))
-        distance = places.own - places.at
+        distance = grid.first - grid.keys
         power = (distance > 0) & ((distance & (distance - 1)) == 0)
-        read = (places.at < sinks) | (distance < window) | power
+        read = (grid.keys < sinks) | (distance < window) | power
         return Tiles(read.expand(prompt.shape(self.block)), self.block)

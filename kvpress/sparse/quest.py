@@ -20,7 +20,7 @@ from kvpress.core.selector import Budget, spans_of
 from kvpress.kernels import Ranges, page_bounds
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.blocks import BlockSelector, behind, pairs_of
+from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
 
 
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024")
@@ -28,19 +28,19 @@ from kvpress.sparse.blocks import BlockSelector, behind, pairs_of
 class QuestPress(SelectorPress):
     """Keep every pair, but read only about `budget` of them for every token: the best pages of `page_size` pairs.
 
-    `budget` is a number of pairs, or a fraction in (0, 1) of those held.
+    `budget` is a number of pairs, or a fraction in (0, 1) of the stored ones.
 
     Each page stores the channel-wise minimum and maximum of its keys, which bound every logit in it:
 
         bound[page] = sum over d of max(q[d] * min[d], q[d] * max[d])
 
-    Pages are chosen per kv head by the largest bound over its query heads; those of the oldest `n_sink` and newest `n_recent`
-    sealed pairs always are. The newest pairs, up to 5 pages that are not sealed yet, are read besides. The first
-    `skip_layers` layers read everything.
+    A KV head reads the pages with the largest bound over its query heads. The pages of the oldest `n_sink` and newest
+    `n_recent` sealed pairs are always read. The newest pairs, up to 5 pages that are not sealed yet, are read in addition. The
+    first `skip_layers` layers read everything.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, 2024, arXiv:2406.10774.
-    Differs from the paper: query heads of a group share pages, because they share keys; pages count stored pairs, so it
-    works on evicted and on encoded caches.
+    Differs from the paper: query heads of a group share pages, because they share keys; pages count stored pairs, so that
+    caches after an eviction or with a codec work too.
     """
 
     page_size: Count = 16
@@ -58,65 +58,71 @@ class QuestPress(SelectorPress):
 @keep_whole
 @dataclass
 class PageIndex:
-    """Bounds of the keys of each page: `low` and `high [pages, D]`, laid out per stream as `layout`.
+    """Bounds of the keys of each page.
 
-    A page holds the next `size` pairs of a stream in the order of its `pairs`, whatever segments they lie in: what is chosen
-    does not depend on when and with whom they were sealed.
+    Pages count the pairs of a stream across its segments. So the choice depends neither on when pairs were sealed nor on other
+    rows of the batch.
     """
 
     low: Tensor
+    """Minimum of each channel, `[pages, D]`."""
     high: Tensor
+    """Maximum of each channel, `[pages, D]`."""
     layout: Layout
+    """Pages of each stream."""
     pairs: Layout
+    """Indexed pairs of each stream."""
 
     @classmethod
-    def build(cls, segments: Sequence[Segment], size: int, known: PageIndex | None = None) -> PageIndex:
-        """Index all pairs of some segments, of which the full pages of the first ones may be `known`."""
+    def build(cls, segments: Sequence[Segment], size: int, previous: PageIndex | None = None) -> PageIndex:
+        """Return the index of all pairs of the segments; the full pages of the `previous` index are copied."""
         pairs = pairs_of(segments)
         layout = Layout(-(-length // size) for length in pairs.lengths)
-        kept = torch.zeros(pairs.streams, dtype=torch.int64) if known is None else known.pairs.lengths_tensor // size
-        fresh = Layout((layout.lengths_tensor - kept).tolist())
-        low, high = _bounds(segments, pairs, kept * size, fresh, size)
-        if known is not None:
-            order = behind(known.layout, kept, fresh).to(low.device)
-            low, high = torch.cat([known.low, low])[order], torch.cat([known.high, high])[order]
+        kept = (
+            torch.zeros(pairs.streams, dtype=torch.int64) if previous is None else previous.pairs.lengths_tensor // size
+        )
+        added = Layout((layout.lengths_tensor - kept).tolist())
+        low, high = _bounds(segments, pairs, kept * size, added, size)
+        if previous is not None:
+            order = merged_order(previous.layout, kept, added).to(low.device)
+            low, high = torch.cat([previous.low, low])[order], torch.cat([previous.high, high])[order]
         return cls(low, high, layout, pairs)
 
     def bounds(self, queries: Tensor) -> Tensor:
-        """Upper bounds of the logits in each page, `[q * N, most pages]`, maximum over the G query rows of `[q * N, G, D]`.
+        """Return upper bounds of the logits in each page, `[q * N, most pages]`, the maximum over `queries [q * N, G, D]`.
 
-        They are -inf past the end of a stream.
+        Bounds past the end of a stream are -inf.
         """
-        where = Ranges(*spans_of(self.layout, queries))
-        return page_bounds(queries, self.low, self.high, where, capacity=self.layout.longest)
+        ranges = Ranges(*spans_of(self.layout, queries))
+        return page_bounds(queries, self.low, self.high, ranges, capacity=self.layout.longest)
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the stored tensors, for the memory report."""
         return [self.low, self.high]
 
 
 def _bounds(
     segments: Sequence[Segment], pairs: Layout, first: Tensor, pages: Layout, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Channel-wise minima and maxima, each `[pages, D]`, of the keys from rank `first [N]` of every stream on."""
-    device, none = segments[0].device, segments[0].read(slice(0, 0))[0]
-    low, high = (none.new_empty(pages.total, none.shape[1]) for _ in range(2))
-    step = max(1, attention.BLOCK_BYTES // (8 * pairs.streams * size * max(1, none.shape[1])))
+    """Return channel-wise minima and maxima, each `[pages, D]`, of the keys of every stream from rank `first [N]` on."""
+    device, empty = segments[0].device, segments[0].read(slice(0, 0))[0]
+    low, high = (empty.new_empty(pages.total, empty.shape[1]) for _ in range(2))
+    step = max(1, attention.BLOCK_BYTES // (8 * pairs.streams * size * max(1, empty.shape[1])))
     for start in range(0, pages.longest, step):
-        live = (pages.lengths_tensor > start).nonzero().flatten()
-        places = start + torch.arange(min(step, pages.longest - start))
-        ranks = first[live, None] + (places[:, None] * size + torch.arange(size)).flatten()
-        # The last page is filled up with its own last key, which changes neither bound.
-        keys = read_keys(segments, live, ranks.minimum(pairs.lengths_tensor[live, None] - 1))
+        streams = (pages.lengths_tensor > start).nonzero().flatten()
+        numbers = start + torch.arange(min(step, pages.longest - start))
+        ranks = first[streams, None] + (numbers[:, None] * size + torch.arange(size)).flatten()
+        # The last page is filled up with its last key, which changes neither bound.
+        keys = read_keys(segments, streams, ranks.minimum(pairs.lengths_tensor[streams, None] - 1))
         keys = keys.unflatten(1, (-1, size))
-        exists = (places < pages.lengths_tensor[live, None]).to(device)
-        at = (pages.starts_tensor[live, None] + places).to(device)[exists]
-        low[at], high[at] = keys.amin(dim=2)[exists], keys.amax(dim=2)[exists]
+        exists = (numbers < pages.lengths_tensor[streams, None]).to(device)
+        rows = (pages.starts_tensor[streams, None] + numbers).to(device)[exists]
+        low[rows], high[rows] = keys.amin(dim=2)[exists], keys.amax(dim=2)[exists]
     return low, high
 
 
 class QuestSelector(BlockSelector):
-    """Selects pages; see `QuestPress`."""
+    """Selects pages by the bounds of their logits; see `QuestPress`."""
 
     def __init__(self, budget: Budget, page_size: int) -> None:
         self.budget, self.unit = budget, page_size
@@ -129,8 +135,8 @@ class QuestSelector(BlockSelector):
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.unit) * 2 * dim * dtype.itemsize
 
-    def build(self, segments: Sequence[Segment], known: PageIndex | None) -> PageIndex:
-        return PageIndex.build(segments, self.unit, known)
+    def build(self, segments: Sequence[Segment], previous: PageIndex | None) -> PageIndex:
+        return PageIndex.build(segments, self.unit, previous)
 
     def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
         return index.bounds(queries), index.layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparQ: the channels in which a query is large tell which pairs are worth reading."""
+"""SparQ: choose pairs by the channels in which the query is large."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from kvpress.sparse.base import SelectorPress
 
 LIMITS = torch.finfo(torch.float32)
 BLOCK = 2**22
-"""Elements of keys that are copied at a time; larger blocks are slow to get from a system."""
+"""Elements of keys that are copied at a time; allocating larger blocks is slow."""
 
 
 @register("sparq", "select", "Ribar et al., 2023, arXiv:2312.04985", example="sparq:budget=256")
 @dataclass
 class SparQPress(SelectorPress):
-    """Read the `budget` pairs with the largest attention weights, as the `channels` largest channels of a query show them.
+    """Read the `budget` pairs with the largest attention weights, estimated from the `channels` largest channels of the query.
 
         share = softmax(scale * sqrt(|q|_1 / |q_r|_1) * q_r . k_r)      o = alpha * o_read + (1 - alpha) * mean(values)
 
-    q_r are the r = `channels` channels, at most all, with the largest sum of |q| over the query heads of a group; alpha is the
-    share of what is read, 1 without `mean_value`. Keys are stored twice, the second time channel by channel and unquantised: a
-    step reads r channels of all keys.
+    q_r are the r = `channels` channels (all, if the head dim is less) with the largest sum of |q| over the query heads of a
+    group; alpha is the share of the pairs that are read, 1 without `mean_value`. Keys are stored twice, the second time channel
+    by channel and unquantised: a step reads r channels of all keys.
 
     Paper: Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, 2023, arXiv:2312.04985.
-    Differs from the paper: shares and mean are those of the sealed pairs. The newest pairs, not sealed yet, are read besides:
+    Differs from the paper: share and mean are over the sealed pairs. The newest pairs, not sealed yet, are read in addition:
     they are the local window, which `n_recent` widens. Query heads of a group read the pairs with the largest summed shares.
     """
 
@@ -51,9 +51,10 @@ class SparQPress(SelectorPress):
 
 @dataclass(frozen=True)
 class Shared(Chosen):
-    """What is read of a segment, and its estimated `share [Q * N, G]` of the attention to all sealed pairs."""
+    """Chosen pairs of a segment, with their share of the attention."""
 
     share: Tensor
+    """Estimated share of the attention to all sealed pairs, `[Q * N, G]`."""
 
 
 class SparQSelector(Selector):
@@ -73,20 +74,20 @@ class SparQSelector(Selector):
 
     @torch.no_grad()
     def _index(self, segment: Segment) -> None:
-        """Keep keys channel by channel, and what a query of zeros attends to: the mean of the values, log of their number.
+        """Store keys channel by channel, and the attention of a zero query: the mean of the values, log of their number.
 
-        Keys of all streams lie flat, `[D, n]` of each stream of n pairs.
+        Keys of all streams are flat, `[D, n]` of each stream of n pairs.
         """
         if "sparq" in segment.index:
             return
-        layout, none = segment.layout, segment.read(slice(0, 0))[0]
-        keys = none.new_empty(layout.total * none.shape[1])
-        stored = [own for part in _parts(keys, layout) for own in part.keys]
+        layout, empty = segment.layout, segment.read(slice(0, 0))[0]
+        keys = empty.new_empty(layout.total * empty.shape[1])
+        stored = [stream for group in _stream_groups(keys, layout) for stream in group.keys]
         for block in segment.blocks():
-            at = block.rows.start - layout.offsets[block.streams.start]
-            for n, own in enumerate(block.keys, start=block.streams.start):
-                stored[n][:, at : at + len(own)] = own.mT
-        segment.index["sparq"] = keys, segment.attend(none.new_zeros(layout.streams, 1, none.shape[1]), Logits(1.0))
+            start = block.rows.start - layout.offsets[block.streams.start]
+            for n, stream in enumerate(block.keys, start=block.streams.start):
+                stored[n][:, start : start + len(stream)] = stream.mT
+        segment.index["sparq"] = keys, segment.attend(empty.new_zeros(layout.streams, 1, empty.shape[1]), Logits(1.0))
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         segments, size = call.store.segments, queries.float().abs()
@@ -96,67 +97,81 @@ class SparQSelector(Selector):
         few = queries.gather(2, index) * factor.sqrt()
         logits = [self._logits(call, segment, few, channels) for segment in segments]
         total = torch.cat(logits, dim=2).logsumexp(2, keepdim=True).clamp_min(LIMITS.min)
-        best = self.budget.best([(part - total).logsumexp(1) for part in logits], [part.layout for part in segments])
+        best = self.budget.best(
+            [(scores - total).logsumexp(1) for scores in logits], [segment.layout for segment in segments]
+        )
         if best is None:
             return None
         chosen: list[Chosen] = []
-        for segment, part, found in zip(segments, best, logits, strict=True):
-            real = torch.arange(part.rows.shape[1], device=part.rows.device) < part.counts[:, None]
-            ranks = (part.rows - spans_of(segment.layout, part.rows)[0][:, None]) * real
-            shares = (found.gather(2, ranks[:, None].expand(-1, found.shape[1], -1)) - total).exp()
-            chosen.append(Shared(part.rows, part.counts, (shares * real[:, None]).sum(2)))
+        for segment, pairs, estimate in zip(segments, best, logits, strict=True):
+            real = torch.arange(pairs.rows.shape[1], device=pairs.rows.device) < pairs.counts[:, None]
+            ranks = (pairs.rows - spans_of(segment.layout, pairs.rows)[0][:, None]) * real
+            shares = (estimate.gather(2, ranks[:, None].expand(-1, estimate.shape[1], -1)) - total).exp()
+            chosen.append(Shared(pairs.rows, pairs.counts, (shares * real[:, None]).sum(2)))
         return [chosen]
 
     def _logits(self, call: LayerCall, segment: Segment, few: Tensor, channels: Tensor) -> Tensor:
-        """Estimated logits `[q * N, G, longest]`, -inf past the end of a stream."""
+        """Return estimated logits `[q * N, G, longest]`, -inf past the end of a stream.
+
+        Args:
+            call: the layer's call.
+            segment: sealed pairs.
+            few: chosen channels of the queries, `[q * N, G, r]`, scaled.
+            channels: their indexes, `[q * N, r]`.
+        """
         self._index(segment)
         (keys, _), layout = segment.index["sparq"], segment.layout
-        asked = few.unflatten(0, (-1, layout.streams)), channels.unflatten(0, (-1, layout.streams))
+        queries = few.unflatten(0, (-1, layout.streams)), channels.unflatten(0, (-1, layout.streams))
         weight = torch.zeros(layout.total, device=few.device) if segment.log_weight is None else segment.log_weight
-        weight = for_tokens(layout.pad(weight, -torch.inf), len(asked[0]))[:, None]
-        parts = [
-            part.logits(call, *(of[:, part.streams].flatten(0, 1) for of in asked)) for part in _parts(keys, layout)
+        weight = for_tokens(layout.pad(weight, -torch.inf), len(queries[0]))[:, None]
+        groups = [
+            group.logits(call, *(tensor[:, group.streams].flatten(0, 1) for tensor in queries))
+            for group in _stream_groups(keys, layout)
         ]
-        if len(parts) == 1:
-            return parts[0].add_(weight)
-        found = torch.full((*few.shape[:2], layout.longest), -torch.inf, device=few.device)
-        for n, part in enumerate(parts):
-            found[n :: layout.streams, :, : part.shape[2]] = part
-        return found.add_(weight)
+        if len(groups) == 1:
+            return groups[0].add_(weight)
+        logits = torch.full((*few.shape[:2], layout.longest), -torch.inf, device=few.device)
+        for n, group in enumerate(groups):
+            logits[n :: layout.streams, :, : group.shape[2]] = group
+        return logits.add_(weight)
 
     def attend_to(self, call: LayerCall, queries: Tensor, selection: Selection) -> list[Partial]:
         parts = super().attend_to(call, queries, selection)
         if selection is None or not self.mean_value:
             return parts
-        share = torch.stack([part.share for part in selection[0] if isinstance(part, Shared)]).sum(0)
-        rest = ((1 - share).clamp_min(0) / share.clamp_min(LIMITS.tiny)).log()
+        share = torch.stack([pairs.share for pairs in selection[0] if isinstance(pairs, Shared)]).sum(0)
+        unread = ((1 - share).clamp_min(0) / share.clamp_min(LIMITS.tiny)).log()
         mean, _ = merge([segment.index["sparq"][1] for segment in call.store.segments])
         mean = for_tokens(mean, len(queries) // len(mean)).expand(-1, queries.shape[1], -1)
-        return [*parts, (mean, merge(parts)[1] + rest)]
+        return [*parts, (mean, merge(parts)[1] + unread)]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Keys `[S, D, n]` of some streams, channel by channel."""
+class _StreamGroup:
+    """Keys of equally long streams, channel by channel."""
 
     streams: slice
+    """Indexes of the streams."""
     keys: Tensor
+    """Keys `[S, D, n]`."""
 
     def logits(self, call: LayerCall, few: Tensor, channels: Tensor) -> Tensor:
-        """Logits `[q * S, G, n]` of `few [q * S, G, r]`, the chosen `channels [q * S, r]` of queries."""
+        """Return the logits `[q * S, G, n]` of `few [q * S, G, r]`, the `channels [q * S, r]` of queries."""
         count, dim, length = self.keys.shape
         rows = torch.arange(len(few), device=few.device)[:, None] % count * dim + channels
         step, keys = max(1, BLOCK // (rows.shape[1] * max(1, length))), self.keys.flatten(0, 1)
         return torch.cat([
-            call.logits(asked, keys.index_select(0, part.flatten()).unflatten(0, part.shape).mT)
-            for asked, part in zip(few.split(step), rows.split(step), strict=True)
+            call.logits(queries, keys.index_select(0, block.flatten()).unflatten(0, block.shape).mT)
+            for queries, block in zip(few.split(step), rows.split(step), strict=True)
         ])  # fmt: skip
 
 
-def _parts(keys: Tensor, layout: Layout) -> list[_Part]:
-    """Return all streams at once where they are equally long, else one by one."""
+def _stream_groups(keys: Tensor, layout: Layout) -> list[_StreamGroup]:
+    """Return one group of all streams if they are equally long, else one group for each stream."""
     dim = len(keys) // max(1, layout.total)
     if layout.uniform:
-        return [_Part(slice(0, layout.streams), keys.view(layout.streams, dim, layout.longest))]
+        return [_StreamGroup(slice(0, layout.streams), keys.view(layout.streams, dim, layout.longest))]
     bounds = itertools.pairwise(layout.offsets)
-    return [_Part(slice(n, n + 1), keys[dim * a : dim * b].view(1, dim, b - a)) for n, (a, b) in enumerate(bounds)]
+    return [
+        _StreamGroup(slice(n, n + 1), keys[dim * a : dim * b].view(1, dim, b - a)) for n, (a, b) in enumerate(bounds)
+    ]

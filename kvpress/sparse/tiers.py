@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage tiers: pairs that a selector chooses from lie in host memory or in a file."""
+"""Storage tiers: a selector's pairs in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -28,36 +28,38 @@ from kvpress.sparse.offload import HostCodec
     "Pan et al., 2024, arXiv:2409.04992",
     example="offload(quest:budget=1024):to=file",
     refuses=(
-        Refusal("offload(snapkv:0.5)", "it selects nothing, so that all pairs would be fetched for every token"),
-        Refusal("offload(tidal_decode)", "layers that choose for others read everything"),
-        Refusal("offload(double_sparsity:offload=true)", "its pairs lie in host memory already"),
-        Refusal("offload(kivi + quest):to=host", "host memory holds pairs as they are; a file holds encoded ones too"),
+        Refusal("offload(snapkv:0.5)", "without a selector, all pairs would be fetched for every token"),
+        Refusal("offload(tidal_decode)", "layers that choose for later layers read everything"),
+        Refusal("offload(double_sparsity:offload=true)", "its pairs are in host memory already"),
+        Refusal(
+            "offload(kivi + quest):to=host", "host memory stores pairs without a codec; a file stores encoded ones too"
+        ),
         Refusal("kivi + offload(quest)", "two codecs; put the codec inside: offload(kivi + quest)"),
-        Refusal("offload(quest):folder=/no/such/folder", "the folder is not there"),
+        Refusal("offload(quest):folder=/no/such/folder", "the folder does not exist"),
     ),
 )
 @dataclass
 class OffloadPress(BasePress):
-    """Keep the sealed pairs that a selector chooses from outside of the memory that the model runs in.
+    """Move the sealed pairs of a selector out of the model's memory: to files, or to host memory.
 
-    `press` is a selector, or a composition with one. What it chooses by, such as labels or the bounds of pages, stays where
-    the model runs, the choice is made there, and of the pairs only chosen ones are fetched. What is read is what would
-    be read without. Layers in which the selector reads everything (`skip_layers`) keep their pairs where they are.
+    `press` is a selector, or a composition with one. Its index, such as labels or the bounds of pages, stays on the model's
+    device and chooses there; only chosen pairs are fetched, and outputs do not change. Layers in which the
+    selector reads everything (`skip_layers`) are not moved.
 
-    `to` is "file" or "host". "file", for models on the CPU: pairs as they are stored, encoded ones too, lie in files that are
-    mapped into memory. The system reads the pages of chosen pairs, and keeps them while it has memory to spare. `folder` is
-    where the files are made, by default the system's folder for temporary files; the system removes them with the cache, or
-    when the process ends. Where there is no room, an OSError says so before pairs are let go. "host", for models on another
-    device: pairs lie in pinned host memory, as they are. A model on the CPU has them there anyway, so nothing moves, which a
-    warning says. `double_sparsity:offload=true` is the same and fetches a layer ahead.
+    `to` is "file" or "host". "file" is for models on the CPU: stored pairs, encoded ones too, move to memory-mapped files. The
+    operating system reads the pages of chosen pairs, and caches them in free memory. `folder` is the folder of the files, by
+    default the system's folder for temporary files. The files are removed with the cache, or when the process ends. On a full
+    disk, an OSError is raised and no pair is lost. "host" is for models on another device: pairs move to pinned host memory,
+    in the model's type. For a model on the CPU it changes nothing, and warns. `double_sparsity:offload=true` does the same and
+    fetches one layer ahead.
 
-    `kvpress.memory_report` lists `file` and `host` bytes apart, and `fetched_bytes`: the bytes of pairs that were
-    read from there, each time that a token chose them.
+    `kvpress.memory_report` lists `file` and `host` bytes separately, and `fetched_bytes`: the bytes of pairs that were read
+    from there, counted each time that a token chose them.
 
     Paper: Pan et al., InstInfer: In-Storage Attention Offloading for Cost-Effective Long-Context LLM Inference, 2024,
     arXiv:2409.04992.
     Differs from the paper: a memory map takes the place of its storage device; the attention to chosen pairs is computed by the
-    processor, not in the device; which pairs are chosen is up to the selector inside, where the paper has one of its own.
+    processor, not in the device; the inner selector chooses the pairs, where the paper has its selector.
     """
 
     press: BasePress
@@ -74,7 +76,9 @@ class OffloadPress(BasePress):
         if self.folder is not None and self.to == "host":
             raise ValueError(f"folder={self.folder!r} is for to='file'; leave it out with to='host'")
         if self.folder is not None and not (Path(self.folder).is_dir() and os.access(self.folder, os.W_OK)):
-            raise ValueError(f"folder must be a folder that can be written to, got {self.folder!r}; make it first")
+            raise ValueError(
+                f"folder must be an existing folder that can be written to, got {self.folder!r}; create it first"
+            )
         self.recipe()
 
     def post_init_from_model(self, model: nn.Module) -> None:
@@ -82,14 +86,14 @@ class OffloadPress(BasePress):
         device = next(model.parameters()).device.type
         if self.to == "file" and device != "cpu":
             raise NotImplementedError(
-                f"to='file' is for models on the CPU, which read the file's memory map, and this one is on {device}; use "
+                f"to='file' is for models on the CPU, which read the file's memory map, and this model is on {device}; use "
                 "to='host'"
             )
         if self.to == "file" and os.name != "posix":
             raise NotImplementedError("to='file' needs a POSIX system, which lets a file be removed while it is mapped")
         if self.to == "host" and device == "cpu":
             warnings.warn(
-                "to='host' changes nothing for a model on the CPU: its pairs lie in host memory; use to='file'",
+                "to='host' changes nothing for a model on the CPU, whose pairs are in host memory already; use to='file'",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -102,16 +106,18 @@ class OffloadPress(BasePress):
                 "every token; fetching all of them would take longer than the model"
             )
         if inner.offloads:
-            raise TypeError(f"OffloadPress cannot move pairs that {name} offloads; leave out one of both")
+            raise TypeError(
+                f"OffloadPress cannot move the pairs of {name}, which offloads them itself; remove one of the two"
+            )
         if self.to == "host" and inner.codec is not None:
-            raise ValueError(f"to='host' holds pairs as they are, and {name} encodes them; use to='file'")
+            raise ValueError(f"to='host' stores pairs without a codec, and {name} encodes them; use to='file'")
         selecting = [layer.index for layer in model.growing] if model is not None else [1 << 16]
         for layer in selecting:
-            found = inner.selector_at(layer)
-            if found is not None and type(found).after is not Selector.after:
+            selector = inner.selector_at(layer)
+            if selector is not None and type(selector).after is not Selector.after:
                 raise TypeError(
-                    f"OffloadPress cannot move pairs that {name} chooses from: some of its layers read all of them to choose "
-                    "for others; use a selector with an index, such as quest or double_sparsity"
+                    f"OffloadPress cannot move the pairs of {name}: some of its layers read all pairs to choose for later "
+                    "layers; use a selector with an index, such as quest or double_sparsity"
                 )
 
         def at(layer: int) -> Codec | None:

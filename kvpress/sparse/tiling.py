@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses that read prompts by tiles share: how many tiles at most, and how tiles are ranked."""
+"""Base of presses that read prompts by tiles: ranking tiles, and limiting their number."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvpress.kernels.prefill.contract import spans
 Density = Annotated[float, Range(0, 1, above=True)]
 IN_CHUNKS = Exemption(
     "fuzz",
-    "what is read depends on the chunks that a prompt comes in, by design; tests/sparse/test_patterns.py composes it",
+    "the tiles depend on the chunks of a prompt, by design; tests/sparse/test_patterns.py composes this press",
 )
-LEAST = 1e-12
-"""Mass that counts as none where shares of it are compared."""
+NEGLIGIBLE = 1e-12
+"""Attention mass that counts as zero where shares are compared."""
 
 
 @dataclass
 class PatternPress(BasePress):
-    """Keeps every pair, and reads some tiles of keys for each block of queries while a prompt is read.
+    """Base of presses that keep every pair, and in a prefill compute some tiles of keys for each block of queries.
 
-    Blocks have `block` tokens. A block of queries always reads the keys of its own tokens. Prompts, and turns, of up to two
-    blocks are read whole. What is sealed already, as earlier turns are, is read as without a pattern; generated tokens read
+    Blocks have `block` tokens. A block of queries always reads the keys of its tokens. Prompts and turns of up to two blocks
+    are read in full. Sealed pairs, such as those of earlier turns, are read as without a pattern, and generated tokens read
     everything.
     """
 
@@ -45,20 +45,20 @@ class PatternPress(BasePress):
         return Recipe(pattern=self.pattern_at)
 
     def pattern_at(self, layer: int) -> Pattern | None:
-        """Return how a layer reads a prompt; None reads all of it."""
+        """Return the pattern of a layer; None reads all of a prompt."""
         return Reading(partial(self.tiles, layer), self.block)
 
     @abstractmethod
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
-        """Return what is read in a layer."""
+        """Return the tiles that a layer reads of a prompt."""
 
 
 @dataclass
 class EstimatedPress(PatternPress):
-    """Chooses tiles by an estimate of their attention.
+    """Base of patterns that estimate the attention of tiles.
 
-    With `max_density`, a block of queries reads at most this share of the blocks up to its own, rounded up: the best of those
-    that are chosen, its own aside.
+    `max_density` limits a block of queries to this share of the key blocks up to its end, rounded up: the blocks that hold its
+    tokens, and the best of the chosen blocks before them.
     """
 
     max_density: Density = field(default=1.0, kw_only=True)
@@ -66,7 +66,7 @@ class EstimatedPress(PatternPress):
 
 @dataclass
 class Reading(Pattern):
-    """Asks a function for the tiles of a prompt."""
+    """Pattern whose tiles a function returns."""
 
     choose: Callable[[Prompt], Tiles]
     block: int = 64
@@ -76,28 +76,32 @@ class Reading(Pattern):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Key blocks `at [nk]`, and the first and last, `[nq, 1]`, that hold the queries of each query block of `block` tokens."""
+class BlockGrid:
+    """Key blocks of a prompt, and the key blocks that hold the tokens of each query block."""
 
-    at: Tensor
-    own: Tensor
+    keys: Tensor
+    """Indexes of the key blocks, `[nk]`."""
+    first: Tensor
+    """First key block with tokens of each query block, `[nq, 1]`."""
     last: Tensor
+    """Last key block with tokens of each query block, `[nq, 1]`."""
     block: int
+    """Tokens in a block."""
 
     @classmethod
-    def of(cls, prompt: Prompt, block: int) -> Places:
-        own, last = spans(prompt.new, prompt.total, block, prompt.keys.device)
-        at = torch.arange(prompt.shape(block)[-1], device=prompt.keys.device)
-        return cls(at, own[:, None], last[:, None], block)
+    def of(cls, prompt: Prompt, block: int) -> BlockGrid:
+        first, last = spans(prompt.new, prompt.total, block, prompt.keys.device)
+        keys = torch.arange(prompt.shape(block)[-1], device=prompt.keys.device)
+        return cls(keys, first[:, None], last[:, None], block)
 
     @property
-    def past(self) -> Tensor:
-        """Which key blocks are not of the future, bool `[nq, nk]`."""
-        return self.at <= self.last
+    def causal(self) -> Tensor:
+        """Mask of the tiles that hold a key which is no later than a query, bool `[nq, nk]`."""
+        return self.keys <= self.last
 
 
 def per_head(prompt: Prompt, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Call `estimate(queries [b, G, Q, D], keys [b, 1, T, D])` for each kv head; the results stand side by side in dim 1."""
+    """Call `estimate(queries [b, G, Q, D], keys [b, 1, T, D])` for each KV head, and concatenate the results along dim 1."""
     group = prompt.group
     return torch.cat(
         [
@@ -109,54 +113,60 @@ def per_head(prompt: Prompt, estimate: Callable[[Tensor, Tensor], Tensor]) -> Te
 
 
 def means(vectors: Tensor, block: int) -> Tensor:
-    """Means of blocks of `vectors [..., n, D]` in float32, the last one over what it has: `[..., ceil(n / block), D]`."""
+    """Return the means of blocks of `vectors [..., n, D]`, float32 `[..., ceil(n / block), D]`; the last block may be short."""
     count = vectors.shape[-2]
-    whole = count // block * block
-    parts = [vectors[..., :whole, :].float().unflatten(-2, (-1, block)).mean(dim=-2)]
-    if whole < count:
-        parts.append(vectors[..., whole:, :].float().mean(dim=-2, keepdim=True))
-    return torch.cat(parts, dim=-2)
+    full = count // block * block
+    blocks = [vectors[..., :full, :].float().unflatten(-2, (-1, block)).mean(dim=-2)]
+    if full < count:
+        blocks.append(vectors[..., full:, :].float().mean(dim=-2, keepdim=True))
+    return torch.cat(blocks, dim=-2)
 
 
-def of_means(prompt: Prompt, places: Places) -> Tensor:
-    """Softmax of mean queries and mean keys over the blocks that are not of the future, float32 `[b, Hq, nq, nk]`."""
+def mean_attention(prompt: Prompt, grid: BlockGrid) -> Tensor:
+    """Return the softmax over key blocks of mean queries and mean keys, causal, float32 `[b, Hq, nq, nk]`."""
 
     def weights(queries: Tensor, keys: Tensor) -> Tensor:
-        logits = prompt.logits(means(queries, places.block), means(keys, places.block))
-        return logits.masked_fill(~places.past, -torch.inf).softmax(dim=-1)
+        logits = prompt.logits(means(queries, grid.block), means(keys, grid.block))
+        return logits.masked_fill(~grid.causal, -torch.inf).softmax(dim=-1)
 
     return per_head(prompt, weights)
 
 
 def covering(scores: Tensor, share: float | Tensor) -> Tensor:
-    """Mark the largest of `scores [..., n]`, not negative, that sum up to a share of the sum: the smallest such set."""
+    """Mark the fewest of the non-negative `scores [..., n]` whose sum reaches a share of the total."""
     if isinstance(share, float) and share >= 1:
         return torch.ones_like(scores, dtype=torch.bool)
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(dim=-1) - ranked
-    needed = before < share * ranked.sum(dim=-1, keepdim=True).clamp_min(LEAST)
+    needed = before < share * ranked.sum(dim=-1, keepdim=True).clamp_min(NEGLIGIBLE)
     return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
-def capped(chosen: Tensor, scores: Tensor, places: Places, density: float, single: Tensor | None = None) -> Tensor:
-    """Leave of chosen tiles, both `[b, Hq, nq, nk]`, the best of every block of queries, as `EstimatedPress` says.
+def capped(chosen: Tensor, scores: Tensor, grid: BlockGrid, density: float, single: Tensor | None = None) -> Tensor:
+    """Return the best of the chosen tiles of every block of queries within a density, as `EstimatedPress` describes.
 
-    Keys `single [b, Hq, T]` that are read one by one count too, but not inside a tile that is read: tiles get what they leave.
+    Args:
+        chosen: mask of tiles, bool `[b, Hq, nq, nk]`.
+        scores: scores of all tiles, of the same shape.
+        grid: blocks of the prompt.
+        density: largest share of the key blocks up to a query block that is read.
+        single: mask of keys that are read one by one, bool `[b, Hq, T]`. They count too, unless they lie in a tile that is
+            read; tiles get the remaining room.
     """
     if density >= 1:
         return chosen
-    most = ((places.last + 1) * density).ceil().long() - (places.last + 1 - places.own)
-    others = chosen & (places.at < places.own)
-    order = scores.masked_fill(~others, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    room, costs = most * places.block, torch.full_like(order, places.block)
+    limit = ((grid.last + 1) * density).ceil().long() - (grid.last + 1 - grid.first)
+    earlier = chosen & (grid.keys < grid.first)
+    order = scores.masked_fill(~earlier, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    room, costs = limit * grid.block, torch.full_like(order, grid.block)
     if single is not None:
-        count = per_block(single.long(), places.block)[:, :, None]
-        room = room - (count * (places.at < places.own)).sum(dim=-1, keepdim=True)
+        count = per_block(single.long(), grid.block)[:, :, None]
+        room = room - (count * (grid.keys < grid.first)).sum(dim=-1, keepdim=True)
         costs = costs - count
     fits = costs.gather(-1, order).cumsum(dim=-1) <= room
-    return others & torch.zeros_like(others).scatter(-1, order, fits)
+    return earlier & torch.zeros_like(earlier).scatter(-1, order, fits)
 
 
 def per_block(columns: Tensor, block: int) -> Tensor:
-    """Sum `columns [b, Hq, T]` over blocks, `[b, Hq, nk]`."""
+    """Return the sums of `columns [b, Hq, T]` over blocks, `[b, Hq, nk]`."""
     return torch.nn.functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(dim=-1)

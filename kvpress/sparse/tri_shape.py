@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TriShape: first tokens, neighbours, and a last part of the prompt that reads everything."""
+"""TriShape: sinks, a local window, and full attention for the end of the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpress.core.checks import Size
 from kvpress.core.pattern import Prompt
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
+from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
 
 
 @register(
@@ -24,9 +24,9 @@ from kvpress.sparse.tiling import IN_CHUNKS, PatternPress, Places
 class TriShapePress(PatternPress):
     """Read the first `sinks` tokens and the newest `local` ones of a prompt, and everything for its `last` tokens.
 
-    Numbers of tokens are rounded up to blocks of `block` tokens; `local` counts the block of the query itself. The end of a
-    prompt, which asks the question, reads all of it, so the shape is the same for every head and costs no estimate. Where a
-    prompt comes in chunks, each of them has its own last tokens.
+    Numbers of tokens are rounded up to blocks of `block` tokens; `local` includes the block of the query. The end of a prompt,
+    with the question, reads all of it, so that the shape is the same for every head and needs no estimate. If a prompt comes in
+    chunks, each chunk has its `last` tokens.
 
     Paper: Li et al., SCBench: A KV Cache-Centric Analysis of Long-Context Methods, 2024, arXiv:2412.10319.
     Differs from the paper: default sizes are ours.
@@ -38,9 +38,9 @@ class TriShapePress(PatternPress):
 
     def tiles(self, layer: int, prompt: Prompt) -> Tiles:
         del layer
-        places = Places.of(prompt, self.block)
+        grid = BlockGrid.of(prompt, self.block)
         sinks, local = (-(-size // self.block) for size in (self.sinks, self.local))
-        read = (places.at < sinks) | (places.at > places.own - local)
+        read = (grid.keys < sinks) | (grid.keys > grid.first - local)
         if self.last:
             read[max(0, prompt.new - self.last) // self.block :] = True
         return Tiles(read.expand(prompt.shape(self.block)), self.block)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twilight: of what a selector would read, only the pairs that hold most of the attention."""
+"""Twilight: read only those of a selector's pairs that hold most of the attention."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ COPY = "twilight"
     example="twilight(quest:budget=1024):p=0.9",
     refuses=(
         Refusal("twilight(snapkv:0.5)", "it selects nothing"),
-        Refusal("twilight(tidal_decode)", "layers that choose for others read everything"),
+        Refusal("twilight(tidal_decode)", "layers that choose for later layers read everything"),
         Refusal(
-            "twilight(sparq)", "the mean that stands for what is not read would be counted twice; with mean_value=false"
+            "twilight(sparq)", "the mean that stands for unread pairs would be counted twice; use mean_value=false"
         ),
-        Refusal("twilight(kivi + quest)", "a codec stands beside it: kivi + twilight(quest)"),
+        Refusal("twilight(kivi + quest)", "write the codec outside: kivi + twilight(quest)"),
     ),
 )
 @dataclass
 class TwilightPress(BasePress):
-    """Read as few of the pairs that another selector chooses as hold the share `p` of their attention.
+    """Read the fewest pairs that hold the share `p` of the attention to the pairs of another selector.
 
         w = softmax over the chosen pairs t of scale * q . k'_t,    read the largest w until their sum reaches p
 
-    k' is a copy of the keys in `bits` bits, with a scale and zero for each, that is kept beside the pairs. So a head that looks
-    at one pair reads one, and one that looks everywhere reads all that the selector inside chose, as every head does with
-    p = 1: give `press`, any selector, a large budget. Every query head chooses for itself, and those of a group read what any
-    of them chose. The oldest and newest pairs that the selector inside always reads (`n_sink`, `n_recent`) stay, and pairs
-    that are not sealed yet are read besides.
+    k' is a copy of the keys in `bits` bits, with a scale and zero point for each key, stored in addition to the pairs. So a
+    head that attends to one pair reads one, and a head that attends to all pairs reads all that the inner selector chose. With
+    p = 1, every head reads all of them. `press` is any selector; give it a large budget. Every query head chooses its pairs,
+    and a group reads the union. Pairs that the inner selector always reads (`n_sink`, `n_recent`) are always read, and pairs
+    that are not sealed yet are read in addition.
 
     Paper: Lin et al., Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning, 2025, arXiv:2502.02770.
-    Differs from the paper: pairs are sorted by their weights, where its kernel searches for a threshold; shares are those
-    of the chosen sealed pairs; which layers read everything is up to the selector inside (`skip_layers`).
+    Differs from the paper: pairs are sorted by their weights, where its kernel searches for a threshold; shares are over the
+    chosen sealed pairs; the inner selector decides which layers read everything (`skip_layers`).
     """
 
     press: BasePress
@@ -75,20 +75,20 @@ class TwilightPress(BasePress):
         choose = inner.selector
         if choose is None or inner.codec is not None or inner.evictions or inner.offloads:
             raise TypeError(
-                f"TwilightPress needs a selector alone, such as QuestPress(budget=1024), got {name}; what evicts, encodes or "
-                "offloads stands beside it"
+                f"TwilightPress needs a selector alone, such as QuestPress(budget=1024), got {name}; write presses that evict, "
+                "encode or offload outside of it"
             )
 
         def at(layer: int) -> Selector | None:
-            found = choose(layer)
-            if found is None:
+            selector = choose(layer)
+            if selector is None:
                 return None
-            if found.adds or type(found).after is not Selector.after:
-                what = (
-                    "adds an estimate of what it does not read" if found.adds else "learns where layers read everything"
+            if selector.adds or type(selector).after is not Selector.after:
+                reason = (
+                    "adds an estimate of the unread pairs" if selector.adds else "needs layers that read everything"
                 )
-                raise TypeError(f"TwilightPress cannot prune what {name} reads, which {what}")
-            return TwilightSelector(found, self.p, self.bits)
+                raise TypeError(f"TwilightPress cannot prune the pairs of {name}, which {reason}")
+            return TwilightSelector(selector, self.p, self.bits)
 
         if model is not None:
             for layer in model.growing:
@@ -97,7 +97,7 @@ class TwilightPress(BasePress):
 
 
 class TwilightSelector(Selector):
-    """Prunes what another selector chooses; see `TwilightPress`."""
+    """Prunes the pairs that another selector chooses; see `TwilightPress`."""
 
     def __init__(self, inner: Selector, share: float, bits: int) -> None:
         self.inner, self.share, self.bits = inner, share, bits
@@ -105,7 +105,7 @@ class TwilightSelector(Selector):
 
     @property
     def sealing(self) -> Codec:  # type: ignore[override]
-        """That of the selector inside."""
+        """Sealing of the inner selector."""
         return self.inner.sealing
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
@@ -121,26 +121,29 @@ class TwilightSelector(Selector):
         segments = call.store.segments
         if not segments:
             return None
-        found = self.inner.choose(call, queries, first)
+        selection = self.inner.choose(call, queries, first)
         if self.share >= 1:
-            return found  # sums of estimated weights come to 1 before the last of them, and what they estimate may be large
-        sets = [[_everything(segment, queries) for segment in segments]] if found is None else found
+            # Rounded weights may sum to 1 too early, and would drop pairs with a large true weight.
+            return selection
+        sets = [[_everything(segment, queries) for segment in segments]] if selection is None else selection
         heads = queries.split(queries.shape[1] // len(sets), dim=1)
-        return [self._prune(call, segments, asking, chosen) for asking, chosen in zip(heads, sets, strict=True)]
+        return [
+            self._prune(call, segments, set_queries, chosen) for set_queries, chosen in zip(heads, sets, strict=True)
+        ]
 
     def _prune(
         self, call: LayerCall, segments: Sequence[Segment], queries: Tensor, chosen: Sequence[Chosen]
     ) -> list[Chosen]:
-        """Return the part of what is chosen that `queries [q * N, g, D]` look at, in every segment."""
+        """Return the chosen pairs of every segment that hold the attention of `queries [q * N, g, D]`."""
         read = list(zip(segments, chosen, strict=True))
-        logits = torch.cat([self._logits(call, segment, queries, part) for segment, part in read], dim=2)
+        logits = torch.cat([self._logits(call, segment, queries, pairs) for segment, pairs in read], dim=2)
         forced = torch.cat(self._forced(segments, chosen), dim=1)
         kept = top_share(logits.softmax(dim=-1), self.share).any(dim=1) | forced
-        masks = kept.split([part.rows.shape[1] for part in chosen], dim=1)
-        return [_narrow(part, mask) for part, mask in zip(chosen, masks, strict=True)]
+        masks = kept.split([pairs.rows.shape[1] for pairs in chosen], dim=1)
+        return [_narrow(pairs, mask) for pairs, mask in zip(chosen, masks, strict=True)]
 
     def _logits(self, call: LayerCall, segment: Segment, queries: Tensor, chosen: Chosen) -> Tensor:
-        """Estimated logits `[q * N, g, K]`, -inf past what is chosen."""
+        """Return estimated logits `[q * N, g, K]`, -inf past the chosen pairs."""
         rows = chosen.rows.long()
         keys = self._copy(segment).rows.read(rows.flatten()).view(*rows.shape, -1)
         weight = None if segment.log_weight is None else segment.log_weight[rows]
@@ -148,20 +151,20 @@ class TwilightSelector(Selector):
         return logits.masked_fill(~_real(chosen)[:, None], -torch.inf)
 
     def _forced(self, segments: Sequence[Segment], chosen: Sequence[Chosen]) -> list[Tensor]:
-        """Mark what is always read, `[q * N, K]` of every segment."""
+        """Mark the chosen pairs that are always read, bool `[q * N, K]` of every segment."""
         budget = getattr(self.inner, "budget", None)
         first, last = (0, 0) if budget is None else (budget.first, budget.last)
-        spans = [spans_of(segment.layout, part.rows) for segment, part in zip(segments, chosen, strict=True)]
+        spans = [spans_of(segment.layout, pairs.rows) for segment, pairs in zip(segments, chosen, strict=True)]
         total = torch.stack([length for _, length in spans]).sum(dim=0)
-        base, found = torch.zeros_like(total), []
-        for (start, length), part in zip(spans, chosen, strict=True):
-            rank = part.rows - (start - base)[:, None]
-            found.append(((rank < first) | (rank >= (total - last)[:, None])) & _real(part))
+        base, masks = torch.zeros_like(total), []
+        for (start, length), pairs in zip(spans, chosen, strict=True):
+            rank = pairs.rows - (start - base)[:, None]
+            masks.append(((rank < first) | (rank >= (total - last)[:, None])) & _real(pairs))
             base = base + length
-        return found
+        return masks
 
     def _copy(self, segment: Segment) -> Labels:
-        """Return all keys of a segment in few bits."""
+        """Return the quantised copy of all keys of a segment."""
         copy: Labels | None = segment.index.get(COPY)
         if copy is None:
             copy = segment.index[COPY] = Labels.build(segment, lambda keys, _: keys, self.bits)
@@ -169,7 +172,7 @@ class TwilightSelector(Selector):
 
 
 def top_share(weights: Tensor, share: float) -> Tensor:
-    """Mark the fewest of the `weights [..., K]`, which add up to 1, that reach a share together; the largest always."""
+    """Mark the fewest of the `weights [..., K]`, whose sum is 1, that add up to a share; the largest is always marked."""
     order = weights.sort(dim=-1, descending=True, stable=True)
     before = order.values.double().cumsum(dim=-1) - order.values
     enough = (before < share) & (order.values > 0)
@@ -177,18 +180,19 @@ def top_share(weights: Tensor, share: float) -> Tensor:
 
 
 def _everything(segment: Segment, queries: Tensor) -> Chosen:
-    """Return a choice of all pairs of a segment."""
+    """Return all pairs of a segment as chosen."""
     starts, lengths = spans_of(segment.layout, queries)
-    place = torch.arange(segment.layout.longest, device=queries.device)
-    return Chosen((starts[:, None] + place).masked_fill(place >= lengths[:, None], 0), lengths)
+    rank = torch.arange(segment.layout.longest, device=queries.device)
+    return Chosen((starts[:, None] + rank).masked_fill(rank >= lengths[:, None], 0), lengths)
 
 
 def _real(chosen: Chosen) -> Tensor:
+    """Mark the entries of `chosen.rows` that are chosen pairs, not filling."""
     return torch.arange(chosen.rows.shape[1], device=chosen.rows.device) < chosen.counts[:, None]
 
 
 def _narrow(chosen: Chosen, kept: Tensor) -> Chosen:
-    """Return what is marked of a choice; the rest of its rows, which nobody reads, is cut off where that costs no waiting."""
+    """Return the chosen pairs that are marked. Rows are shortened, except on a GPU, where that would wait for the device."""
     counts = kept.sum(dim=1)
     order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
     if not counts.is_cuda:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: a draft on a small cache proposes tokens, the target on its own cache verifies them."""
+"""Speculative decoding: a draft with a small cache proposes tokens, and the target verifies them with its cache."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before anything is read."""
+"""Checks of the arguments of `speculate`, before any work."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvpress.speculation.forms import RetrievedPassages
 from kvpress.speculation.prompt import reads_alike, selects_only
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers that tokens can be taken back from."""
+"""Kinds of layers from whose caches tokens can be removed."""
 REFUSED = {
     "assistant_model": "give the draft's model as draft=",
     "assistant_early_exit": "give a draft=",
     "prompt_lookup_num_tokens": "call model.generate inside `with press(model):`",
     "use_mtp": "give a draft=",
     "speculation_type": "give a draft=",
-    "custom_generate": "speculate stands in for the decoding loop itself",
-    "return_dict_in_generate": "what speculate returns has sequences and cache",
+    "custom_generate": "speculate is a decoding loop already",
+    "return_dict_in_generate": "the result of speculate has sequences and cache",
     "output_scores": "call model.generate",
     "output_logits": "call model.generate",
     "output_attentions": "call model.generate",
     "output_hidden_states": "call model.generate",
-    "guidance_scale": "a negative prompt needs a cache of its own; call model.generate",
+    "guidance_scale": "a negative prompt needs a separate cache; call model.generate",
     "prefill_chunk_size": "a press reads prompts in chunks: press='bounded(...)'",
     "cache_implementation": "leave it out: the cache grows",
     "stop_strings": "pass stopping_criteria=[StopStringCriteria(tokenizer, strings)]",
@@ -38,22 +38,27 @@ REFUSED = {
     "dola_layers": "call model.generate",
     "synced_gpus": "call model.generate",
 }
-"""Settings of `generate` that nothing would come of here, and what to do instead."""
+"""Settings of `generate` that are not supported, and the advice for each."""
 
 
 def inputs_of(inputs: Any) -> dict[str, Tensor]:
-    """Return the prompt as arguments of `generate`."""
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    if not isinstance(given, Mapping) or "input_ids" not in given:
+    """Return the prompt as arguments of `generate`.
+
+    Raises:
+        TypeError: inputs are not token ids.
+        ValueError: ids or mask are out of range, or there are other inputs.
+    """
+    arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    if not isinstance(arguments, Mapping) or "input_ids" not in arguments:
         raise TypeError(
-            f"inputs must be token ids [batch, tokens], or what a tokenizer returns with them, got {type(inputs).__name__}"
+            f"inputs must be token ids [batch, tokens], or the output of a tokenizer, got {type(inputs).__name__}"
         )
-    other = sorted(set(given) - {"input_ids", "attention_mask"})
-    if other:
+    extra = sorted(set(arguments) - {"input_ids", "attention_mask"})
+    if extra:
         raise ValueError(
-            f"inputs must hold input_ids and attention_mask alone, got {', '.join(other)} besides; leave it out"
+            f"inputs must have input_ids and attention_mask alone, got also {', '.join(extra)}; leave it out"
         )
-    ids, mask = given["input_ids"], given.get("attention_mask")
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise TypeError("input_ids must be a tensor [batch, tokens]: call the tokenizer with return_tensors='pt'")
     check_ids(ids)
@@ -67,67 +72,71 @@ def inputs_of(inputs: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
 
-def check_settings(given: Mapping[str, Any], settings: tuple[Any, ...]) -> None:
-    """Refuse what `generate` would do and this does not."""
-    tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
+def check_settings(arguments: Mapping[str, Any], settings: tuple[Any, ...]) -> None:
+    """Raise ValueError for settings of `generate` that are not supported."""
+    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
     if tensors:
         raise ValueError(
-            f"{', '.join(tensors)} cannot be given beside the prompt: inputs hold input_ids and attention_mask, from which "
-            "positions follow"
+            f"{', '.join(tensors)} cannot be an argument: pass input_ids and attention_mask as inputs; positions follow from "
+            "them"
         )
     for name, advice in REFUSED.items():
-        if setting(name, dict(given), settings):
-            raise ValueError(f"{name}={setting(name, dict(given), settings)!r} has no meaning for speculate: {advice}")
-    if (setting("num_beams", dict(given), settings) or 1) > 1:
-        raise ValueError("num_beams must be 1: drafts are for one sequence a row; call model.generate for beams")
-    if setting("use_cache", dict(given), settings) is False:
-        raise ValueError("use_cache=False leaves nothing to speculate on; leave it out")
-    check_cache(cache_among(given.values()))
+        if setting(name, dict(arguments), settings):
+            raise ValueError(
+                f"{name}={setting(name, dict(arguments), settings)!r} has no meaning for speculate: {advice}"
+            )
+    if (setting("num_beams", dict(arguments), settings) or 1) > 1:
+        raise ValueError(
+            "num_beams must be 1: a draft proposes one sequence per row; call model.generate for beam search"
+        )
+    if setting("use_cache", dict(arguments), settings) is False:
+        raise ValueError("speculation needs a cache; leave out use_cache=False")
+    check_cache(cache_among(arguments.values()))
 
 
 def check_cache(cache: Any) -> None:
-    """Refuse caches of a fixed size, and those that hold tokens."""
+    """Raise an error for caches of a fixed size, and for caches with tokens."""
     check_cache_kind(cache)
     if cache is not None and cache.get_seq_length():
         raise ValueError(
             f"the cache has seen {cache.get_seq_length()} tokens, which the draft has not; pass an empty cache, and the "
-            "whole prompt as inputs"
+            "complete prompt as inputs"
         )
 
 
 def check_models(model: Any, draft: Any) -> None:
-    """Refuse models that cannot speculate, or not together."""
-    for each, name in ((model, "model"), (draft, "draft")):
-        if each is None:
+    """Raise an error for models that cannot speculate, or not with each other."""
+    for candidate, name in ((model, "model"), (draft, "draft")):
+        if candidate is None:
             continue
-        if not hasattr(each, "generate") or not hasattr(each, "config"):
+        if not hasattr(candidate, "generate") or not hasattr(candidate, "config"):
             kind = "a press, its spec, a model or a kvpress.Draft" if name == "draft" else "a model that generates"
-            raise TypeError(f"{name} must be {kind}, got {type(each).__name__}")
-        if getattr(each, "_is_stateful", False) or any(
-            layer.kind not in ATTENTION for layer in cached_layers(each, attention_modules(each))
+            raise TypeError(f"{name} must be {kind}, got {type(candidate).__name__}")
+        if getattr(candidate, "_is_stateful", False) or any(
+            layer.kind not in ATTENTION for layer in cached_layers(candidate, attention_modules(candidate))
         ):
             raise NotImplementedError(
-                f"rejected tokens are taken back, but {type(each).__name__} has recurrent layers, whose state is a sum over "
-                "all tokens, from which none can be taken out; generate without a draft"
+                f"rejected tokens are removed from caches, but {type(candidate).__name__} has recurrent layers, whose state "
+                "is a sum over all tokens; generate without a draft"
             )
     if draft is None or draft is model:
         return
-    sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (model, draft)]
+    sizes = [candidate.config.get_text_config(decoder=True).vocab_size for candidate in (model, draft)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the draft has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: its tokens would mean other words; "
-            "use a draft with the same tokenizer"
+            f"the draft has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}; use a draft with the same "
+            "tokenizer"
         )
-    words = [_vocabulary(each) for each in (model, draft)]
-    if None not in words and words[0] != words[1]:
+    vocabularies = [_vocabulary(candidate) for candidate in (model, draft)]
+    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            "the tokenizers of the draft and the model have the same number of tokens, but other ones: its tokens would mean "
-            "other words; use a draft with the same tokenizer"
+            "the tokenizers of the draft and the model have equally many tokens, but different ones; use a draft with the "
+            "same tokenizer"
         )
 
 
 def _vocabulary(model: Any) -> dict[str, int] | None:
-    """Return the words of the tokenizer beside a model, None where there is none."""
+    """Return the vocabulary of the tokenizer in a model's folder; None without a tokenizer."""
     try:
         tokenizer = facts_of(model).tokenizer
         return None if tokenizer is None else dict(tokenizer().get_vocab())
@@ -135,17 +144,17 @@ def _vocabulary(model: Any) -> dict[str, int] | None:
         return None
 
 
-def check_draft(press: BasePress, proposing: BasePress, own: bool, retrieve: Any) -> None:
-    """Refuse a draft of the target itself that reads as much as the target."""
-    if own and not isinstance(retrieve, RetrievedPassages) and reads_alike(proposing, press):
+def check_draft(press: BasePress, proposing: BasePress, is_target: bool, retrieve: Any) -> None:
+    """Raise ValueError if the draft is the target model and reads all that the target reads."""
+    if is_target and not isinstance(retrieve, RetrievedPassages) and reads_alike(proposing, press):
         raise ValueError(
-            "the draft reads what the target reads, so it would propose what takes as long to propose as to generate; give it "
-            "a press that keeps or reads less, such as draft='streaming_llm:0.9' or 'quest:budget=256', or another model"
+            "the draft reads the same pairs as the target, so that proposing is as slow as generating; give it a press that "
+            "keeps or reads less, such as draft='streaming_llm:0.9' or 'quest:budget=256', or another model"
         )
 
 
 def check_head(model: Any, press: BasePress, head: EagleHead) -> None:
-    """Refuse heads of another target, and presses under which the target does not read the prompt in one pass."""
+    """Raise an error for heads of another target, and for presses that do not read the prompt in one plain pass."""
     lm_head = model.get_output_embeddings()
     words, width = lm_head.weight.shape
     if head.width != width:
@@ -153,23 +162,23 @@ def check_head(model: Any, press: BasePress, head: EagleHead) -> None:
             f"the head reads hidden states of {head.width} channels, and those of {type(model).__name__} have {width}: use "
             "a head that was trained for this model"
         )
-    own = head.weights.get("embed_tokens.weight")
-    if own is not None and tuple(own.shape) != (words, width):
+    table = head.weights.get("embed_tokens.weight")
+    if table is not None and tuple(table.shape) != (words, width):
         raise ValueError(
-            f"embed_tokens.weight of the head is {tuple(own.shape)}, and the model has {words} tokens of {width} channels: "
+            f"embed_tokens.weight of the head is {tuple(table.shape)}, and the model has {words} tokens of {width} channels: "
             "use a head that was trained for this model"
         )
     if not press.recipe().shares_prefill:
         raise NotImplementedError(
-            f"{type(press).__name__} reads a prompt in its own way, and a head needs the hidden states of one plain reading: "
-            "use another draft, such as 'streaming_llm:0.9'"
+            f"a head needs the hidden states of one plain pass over the prompt, and {type(press).__name__} reads it in "
+            "another way; use another draft, such as 'streaming_llm:0.9'"
         )
 
 
 def check_partial(press: BasePress, verifying: BasePress) -> None:
-    """Refuse a partial verification that does not select from the target's cache."""
+    """Raise ValueError if a partial verification does not select from the target's cache."""
     if not selects_only(verifying, press) or reads_alike(verifying, press):
         raise ValueError(
-            "a partial verification selects from the target's cache, so its press must be a selector, such as "
+            "a partial verification selects from the target's cache, so that its press must be a selector, such as "
             "PartialVerification('quest:budget=256')"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads: one decoder layer that guesses the target's next hidden state, loaded from the files that are published."""
+"""EAGLE heads: one decoder layer that predicts the target's next hidden state, loaded from published files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.nn import functional
 from kvpress.kernels.formats.rotary import rotate_halves
 
 QUERIES = 512
-"""How many queries attend at once, so that the mask of a long prompt stays small."""
+"""Queries that attend at a time, so that the mask of a long prompt stays small."""
 ROOM = 256
-"""Tokens for which there is free memory when the pairs of a head are moved to a larger one."""
+"""Spare tokens that are allocated when the memory of a head's pairs grows."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 LAYER = "layers.0."
 PROJECTIONS = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkvo")
@@ -28,30 +28,34 @@ NORM = f"{LAYER}post_attention_layernorm.weight"
 NEEDED = frozenset({"fc.weight", NORM, *(f"{name}.weight" for name in (*PROJECTIONS, *MLP))})
 OPTIONAL = frozenset({"embed_tokens.weight", "fc.bias", *(f"{name}.bias" for name in PROJECTIONS)})
 DERIVED = f"{LAYER}self_attn.rotary_emb.inv_freq"
-"""A buffer that old files hold beside the weights; it follows from the configuration."""
+"""Buffer in old files that is ignored; it follows from the configuration."""
 
 
 @dataclass(frozen=True, eq=False)
 class EagleHead:
-    """A draft head of the target's own width n, with which `kvpress.speculate` proposes tokens.
+    """Draft head with which `kvpress.speculate` proposes tokens; its width is that of the target.
 
         f'[t] = layer(fc([embedding of token t; f[t-1]])),   logits of token t+1 = the target's lm_head(f'[t])
 
-    f are the last hidden states of the target, those of its own guesses (f') for tokens that it has not read yet. `layer` is a
-    Llama decoder layer without its first norm. `weights` have the names of the published files; without `embed_tokens.weight`
-    the target's embeddings are read. `heads` are the query heads of the layer, `kv_heads` those of its keys.
+    f are the last hidden states of the target, and the head's predictions f' for tokens that the target has not read yet.
+    `layer` is a Llama decoder layer without its first norm.
 
     Paper: Li et al., EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty, 2024, arXiv:2401.15077; EAGLE-2,
-    2024, arXiv:2406.16858, has heads of the same form.
+    2024, arXiv:2406.16858, has heads of the same structure.
     Differs from the paper: one sequence is proposed, not a tree of them. Heads of EAGLE-3, which read several layers, and
     scaled rotary embeddings are refused.
     """
 
     weights: Mapping[str, Tensor]
+    """Weights by the names of the published files; without `embed_tokens.weight`, the target's embeddings are used."""
     heads: int
+    """Query heads of the layer."""
     kv_heads: int
+    """KV heads of the layer."""
     eps: float = 1e-6
+    """Epsilon of the RMS norm."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
 
     def __post_init__(self) -> None:
         check_names(self.weights)
@@ -59,16 +63,19 @@ class EagleHead:
             raise ValueError(
                 f"heads must be a multiple of kv_heads, both at least 1, got {self.heads} and {self.kv_heads}"
             )
-        width, across = self.width, self.weights[f"{PROJECTIONS[0]}.weight"].shape[0]
-        if across % self.heads or across // self.heads % 2:
+        width, attention_width = self.width, self.weights[f"{PROJECTIONS[0]}.weight"].shape[0]
+        if attention_width % self.heads or attention_width // self.heads % 2:
             raise ValueError(
-                f"the {across} channels of q_proj must be {self.heads} heads of an even number of channels"
+                f"the {attention_width} channels of q_proj must be {self.heads} heads of an even number of channels"
             )
-        inner, narrow = self.weights[f"{MLP[0]}.weight"].shape[0], across // self.heads * self.kv_heads
-        wanted = dict(zip((*PROJECTIONS, *MLP), ((across, width), (narrow, width), (narrow, width), (width, across),
-            (inner, width), (inner, width), (width, inner)), strict=True))  # fmt: skip
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in wanted.items()}
-        shapes |= {f"{name}.bias": (shape[0],) for name, shape in wanted.items()}
+        mlp_width, kv_width = self.weights[f"{MLP[0]}.weight"].shape[0], attention_width // self.heads * self.kv_heads
+        sizes = (
+            (attention_width, width), (kv_width, width), (kv_width, width), (width, attention_width),
+            (mlp_width, width), (mlp_width, width), (width, mlp_width),
+        )  # fmt: skip
+        projections = dict(zip((*PROJECTIONS, *MLP), sizes, strict=True))
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in projections.items()}
+        shapes |= {f"{name}.bias": (shape[0],) for name, shape in projections.items()}
         shapes |= {"fc.weight": (width, 2 * width), "fc.bias": (width,), NORM: (width,)}
         for name, tensor in self.weights.items():
             if name in shapes and tuple(tensor.shape) != shapes[name]:
@@ -79,9 +86,9 @@ class EagleHead:
         """Load a head from a folder with `config.json` and `model.safetensors` or `pytorch_model.bin`.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            NotImplementedError: it is a head of another form.
-            ValueError: weights are missing, unknown, or of another shape than the configuration says.
+            FileNotFoundError: a file is missing.
+            NotImplementedError: the head has another structure.
+            ValueError: weights are missing, unknown, or do not have the shapes of the configuration.
         """
         folder = Path(path)
         settings = folder / "config.json"
@@ -95,7 +102,7 @@ class EagleHead:
         scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         if scaled or config.get("hidden_act", "silu") != "silu" or config.get("num_hidden_layers", 1) != 1:
             raise NotImplementedError(
-                f"{settings}: only heads of one layer with hidden_act 'silu' and plain rotary embeddings are read, got "
+                f"{settings}: only heads of one layer with hidden_act 'silu' and plain rotary embeddings are supported, got "
                 f"num_hidden_layers={config.get('num_hidden_layers', 1)}, hidden_act={config.get('hidden_act', 'silu')!r}, "
                 f"rope_scaling={rope or None}"
             )
@@ -115,55 +122,55 @@ class EagleHead:
         return int(self.weights["fc.weight"].shape[0])
 
     def to(self, like: Tensor) -> EagleHead:
-        """Return the head in the dtype and on the device of a tensor of the target."""
+        """Return the head with the dtype and device of a tensor of the target."""
         weights = {name: weight.to(like) for name, weight in self.weights.items()}
         return EagleHead(weights, self.heads, self.kv_heads, self.eps, self.rope_theta)
 
     def linear(self, name: str, hidden: Tensor) -> Tensor:
-        """Apply the projection of a name."""
+        """Apply the projection `name`."""
         return functional.linear(hidden, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def embedded(self, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the embeddings of tokens, the head's own ones where it has any."""
-        own = self.weights.get("embed_tokens.weight")
-        return embed(ids) if own is None else functional.embedding(ids, own)
+        """Return the embeddings of tokens, by the head's table or else by the target's `embed`."""
+        table = self.weights.get("embed_tokens.weight")
+        return embed(ids) if table is None else functional.embedding(ids, table)
 
     def guess(self, embedded: Tensor, hidden: Tensor, past: Pairs, positions: Tensor, real: Tensor) -> Tensor:
-        """Return the hidden states that are guessed, `[B, n, width]`, and store the pairs of these tokens.
+        """Return predicted hidden states `[B, n, width]` of n tokens, and store the pairs of these tokens.
 
         Args:
-            embedded: embeddings of n tokens, `[B, n, width]`.
-            hidden: hidden states of the tokens before them, `[B, n, width]`.
-            past: the pairs of tokens before these, to which those of these are added.
-            positions: where the tokens before them stand in their rows, `[B, n]`.
-            real: which of all tokens so far are real, these included, bool `[B, past + n]`.
+            embedded: embeddings of the n tokens, `[B, n, width]`.
+            hidden: hidden state of the token before each of them, `[B, n, width]`.
+            past: pairs of earlier tokens; the new pairs are added.
+            positions: position of the token before each of them, `[B, n]`.
+            real: mask of the tokens that are not padding, earlier and new ones, bool `[B, past + n]`.
         """
         mixed = self.linear("fc", torch.cat([embedded, hidden], dim=-1))
         q, k, v = (self.linear(name, mixed).unflatten(2, (count, -1)).transpose(1, 2)
             for name, count in zip(PROJECTIONS[:3], (self.heads, self.kv_heads, self.kv_heads), strict=True))  # fmt: skip
         powers = torch.arange(0, q.shape[-1], 2, device=q.device) / q.shape[-1]
         angles = positions[:, None, :, None] * self.rope_theta**-powers
-        q, k = (rotate_halves(each.float(), angles.cos(), angles.sin()).to(each.dtype) for each in (q, k))
+        q, k = (rotate_halves(x.float(), angles.cos(), angles.sin()).to(x.dtype) for x in (q, k))
         before = past.length
         keys, values = past.add(k, v)
-        columns, parts = torch.arange(past.length, device=q.device), []
+        columns, outputs = torch.arange(past.length, device=q.device), []
         for start in range(0, q.shape[2], QUERIES):
-            at = columns[before + start : before + start + QUERIES, None]
+            rows = columns[before + start : before + start + QUERIES, None]
             # A padded token sees itself, so that no row of weights is empty.
-            seen = (columns <= at) & real[:, None, None] | (columns == at)
-            parts.append(
+            visible = (columns <= rows) & real[:, None, None] | (columns == rows)
+            outputs.append(
                 functional.scaled_dot_product_attention(
-                    q[:, :, start : start + QUERIES], keys, values, attn_mask=seen, enable_gqa=True
+                    q[:, :, start : start + QUERIES], keys, values, attn_mask=visible, enable_gqa=True
                 )
             )
-        mixed = mixed + self.linear(PROJECTIONS[3], torch.cat(parts, dim=2).transpose(1, 2).flatten(2))
+        mixed = mixed + self.linear(PROJECTIONS[3], torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
         normed = functional.rms_norm(mixed.float(), (self.width,), None, self.eps).to(mixed.dtype) * self.weights[NORM]
         gate, up, down = MLP
         return mixed + self.linear(down, functional.silu(self.linear(gate, normed)) * self.linear(up, normed))
 
 
 class Pairs:
-    """Keys and values `[B, H, length, D]` of the tokens that a head has read, in memory that grows `ROOM` tokens at a time."""
+    """Keys and values `[B, H, length, D]` of the tokens that a head has read, in memory with `ROOM` spare tokens."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -171,26 +178,31 @@ class Pairs:
 
     @property
     def bytes(self) -> int:
-        """What is held, free places included."""
-        return sum(each.nbytes for each in self.memory or ())
+        """Allocated bytes, with the spare ones."""
+        return sum(tensor.nbytes for tensor in self.memory or ())
 
     def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the pairs of further tokens; returns all, as views."""
+        """Add the pairs of new tokens and return all pairs, as views."""
         end = self.length + keys.shape[2]
         if self.memory is None or end > self.memory[0].shape[2]:
-            room = (*keys.shape[:2], end + ROOM, keys.shape[3])
-            fresh = (keys.new_empty(room), values.new_empty(room))
-            for new, old in zip(fresh, self.memory or (), strict=False):
+            shape = (*keys.shape[:2], end + ROOM, keys.shape[3])
+            larger = (keys.new_empty(shape), values.new_empty(shape))
+            for new, old in zip(larger, self.memory or (), strict=False):
                 new[:, :, : self.length] = old[:, :, : self.length]
-            self.memory = fresh
-        for held, new in zip(self.memory, (keys, values), strict=True):
-            held[:, :, self.length : end] = new
+            self.memory = larger
+        for stored, new in zip(self.memory, (keys, values), strict=True):
+            stored[:, :, self.length : end] = new
         self.length = end
         return self.memory[0][:, :, :end], self.memory[1][:, :, :end]
 
 
 def check_names(weights: Mapping[str, Any]) -> None:
-    """Refuse files that do not hold a head of this form."""
+    """Check the names of weights.
+
+    Raises:
+        NotImplementedError: the head is one of EAGLE-3.
+        ValueError: a weight is missing or unknown.
+    """
     if any(name.startswith("midlayer.") or name in ("d2t", "t2d") for name in weights):
         raise NotImplementedError(
             "this is a head of EAGLE-3, which reads several layers; use one of EAGLE-1 or EAGLE-2"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft head that reads what the target's last hidden states are (`EagleHead`)."""
+"""Reader of a draft head, which gets the hidden states of the target (`EagleHead`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from kvpress.speculation.reader import Reader
 
 
 class HeadReader:
-    """Proposes with a head behind the tokens whose hidden states the target has given, `mask [B, seen]` of them real.
+    """Proposes tokens with a head, after the tokens that the target has read.
 
-    The head reads token t with the hidden state of token t - 1, so the first token has no pair. Of the tokens that it has
-    `seen`, `exact` were read with hidden states of the target; the others, proposed ones, are taken back when a round ends and
-    are read again with the target's.
+    The head reads token t with the hidden state of token t - 1, so that the first token has no pair. The first `exact` of the
+    `seen` tokens were read with hidden states of the target. Proposed tokens were read with predicted ones: they are removed at
+    the end of a round, and read again with hidden states of the target.
+
+    Args:
+        model: the target.
+        head: the draft head.
+        mask: mask of the real tokens of the prompt, `[B, seen]`.
     """
 
     def __init__(self, model: Any, head: EagleHead, mask: Tensor) -> None:
@@ -29,8 +34,9 @@ class HeadReader:
         self.pairs = Pairs()
         self.passes = 0
         self.exact = 1
-        self.heard: list[Tensor] = []
-        self.known = self.guessed = self.lm_head.weight.new_empty(len(mask), 0, head.width)
+        self.recorded: list[Tensor] = []
+        # Hidden states of the target up to token `end`, and the newest predicted one.
+        self.hidden = self.guessed = self.lm_head.weight.new_empty(len(mask), 0, head.width)
         self.end = 0
 
     @property
@@ -40,35 +46,39 @@ class HeadReader:
 
     @property
     def bytes(self) -> int:
-        """What is held between rounds, the weights left out."""
-        return self.pairs.bytes + self.known.nbytes
+        """Bytes of pairs and hidden states, without the weights."""
+        return self.pairs.bytes + self.hidden.nbytes
 
     @contextmanager
-    def listening(self, reader: Reader) -> Iterator[None]:
-        """Keep the last hidden states of what a reader of the target reads in a block."""
+    def recording(self, reader: Reader) -> Iterator[None]:
+        """Record the last hidden states of the tokens that a reader of the target reads in a block."""
 
-        def hear(module: Any, args: Any, output: Any) -> None:
+        def record(module: Any, args: Any, output: Any) -> None:
             del module, args
-            self.heard.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+            self.recorded.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-        handle = self.model.get_decoder().register_forward_hook(hear)
+        handle = self.model.get_decoder().register_forward_hook(record)
         try:
             yield
-            self.known, self.end = torch.cat(self.heard, dim=1), reader.seen
+            self.hidden, self.end = torch.cat(self.recorded, dim=1), reader.seen
         finally:
             handle.remove()
-            self.heard = []
+            self.recorded = []
 
     def read_prompt(self, ids: Tensor) -> None:
-        """Read a prompt `[B, n]` of which the target has given all hidden states."""
-        if self.known.shape[1] != self.end:
-            raise RuntimeError(f"the target gave {self.known.shape[1]} hidden states of a prompt of {self.end} tokens")
+        """Read a prompt `[B, n]` whose hidden states were recorded.
+
+        Raises:
+            RuntimeError: hidden states are missing.
+        """
+        if self.hidden.shape[1] != self.end:
+            raise RuntimeError(f"{self.hidden.shape[1]} hidden states were recorded of a prompt of {self.end} tokens")
         if self.end > 1:
             self.read(ids[:, 1:])
-        self.exact, self.known = self.end, self.known[:, -1:].clone()
+        self.exact, self.hidden = self.end, self.hidden[:, -1:].clone()
 
     def read(self, ids: Tensor) -> Tensor:
-        """Read `ids [B, n]`; returns the logits behind the last of them, float32 `[B, 1, V]`."""
+        """Read `ids [B, n]` and return the logits after the last of them, float32 `[B, 1, V]`."""
         first, count = self.seen - 1, ids.shape[1]
         mask = self.mask
         if mask.shape[1] < first + count:
@@ -84,16 +94,16 @@ class HeadReader:
         return logits.float().to(ids.device)
 
     def _hidden(self, first: int, count: int) -> Tensor:
-        """Return the hidden states of the tokens `first` to `first + count - 1`, those of the target where it has read them."""
-        start = self.end - self.known.shape[1]
+        """Return the hidden states of `count` tokens from `first` on: the target's, or the predicted one after those."""
+        start = self.end - self.hidden.shape[1]
         if first + count <= self.end:
             self.exact = max(self.exact, first + count + 1)
-            return self.known[:, first - start : first - start + count]
+            return self.hidden[:, first - start : first - start + count]
         return self.guessed
 
-    def take_back(self, seen: int) -> None:
-        """Go back to the tokens, at most `seen`, that were read with hidden states of the target."""
+    def crop(self, seen: int) -> None:
+        """Remove all but the first `seen` tokens, and those that were not read with hidden states of the target."""
         if seen < self.end:
-            self.known, self.end = self.known[:, : self.known.shape[1] - (self.end - seen)], seen
+            self.hidden, self.end = self.hidden[:, : self.hidden.shape[1] - (self.end - seen)], seen
         self.pairs.length = min(self.pairs.length, self.exact - 1, max(0, seen))
         self.exact = min(self.exact, self.pairs.length + 1)

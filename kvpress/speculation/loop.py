@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate with drafts: propose, verify, accept, and take back what was rejected."""
+"""Speculative decoding: propose, verify, accept, and remove rejected tokens from the caches."""
 
 from __future__ import annotations
 
@@ -38,41 +38,44 @@ from kvpress.speculation.reader import Reader
 
 @dataclass
 class Speculation:
-    """What was generated, and how.
-
-    `sequences [B, T]` are prompts and answers as `generate` returns them, `cache` is the target's, which has read all of them
-    but the last token. `proposed` and `accepted` count the tokens of the draft in every round, which gives one token more
-    than were accepted. `target_passes` and `draft_passes` are forward passes behind the prompt, `full_rounds` the rounds that
-    the whole cache verified. `seconds` is the time behind the prompt, in which `tokens` were generated in every row.
-    `target_bytes` are those of the target's cache at the end, `draft_bytes` what other caches hold beside it: what they share
-    is counted once.
-    """
+    """Result of `speculate`."""
 
     sequences: Tensor
+    """Prompts and answers `[B, T]`, as `generate` returns them."""
     cache: Any
+    """Cache of the target, which has read all tokens but the last."""
     proposed: list[int] = field(default_factory=list)
+    """Tokens that the draft proposed in each round."""
     accepted: list[int] = field(default_factory=list)
+    """Tokens that were accepted in each round; a round generates one more."""
     full_rounds: int = 0
+    """Rounds that were verified with the full cache."""
     target_passes: int = 0
+    """Forward passes of the target after the prompt."""
     draft_passes: int = 0
+    """Forward passes of the draft after the prompt."""
     seconds: float = 0.0
+    """Time after the prompt."""
     tokens: int = 0
+    """Tokens that were generated in every row."""
     target_bytes: int = 0
+    """Bytes of the target's cache at the end."""
     draft_bytes: int = 0
+    """Bytes of the other caches at the end, without memory that they share with the target's."""
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were accepted."""
+        """Share of the proposed tokens that were accepted."""
         return sum(self.accepted) / max(1, sum(self.proposed))
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens that a round gives, on average."""
+        """Mean number of tokens that a round generates."""
         return (sum(self.accepted) + len(self.accepted)) / max(1, len(self.accepted))
 
     @property
     def seconds_per_token(self) -> float:
-        """Time per generated token of a row, the prompt left out."""
+        """Time per generated token of a row, without the prompt."""
         return self.seconds / max(1, self.tokens)
 
 
@@ -85,46 +88,46 @@ def speculate(
     verify: PartialVerification | None = None,
     **kwargs: Any,
 ) -> Speculation:
-    """Generate what `model.generate` generates under `press`, from tokens that a draft proposes and the model verifies.
+    """Generate the output of `model.generate` with `press`, faster, from tokens that a draft proposes and the model verifies.
 
-    In every round the draft proposes tokens one by one from a cache that is cheap to read, and the target reads them in one
-    pass. Greedy, what comes out is what plain greedy decoding under `press` generates, but for rounding: several tokens at
-    once are multiplied in another order than one by one. Sampled, it has the distribution of the target, whatever the draft.
-    Only `verify` and `RetrievedPassages(eta=...)` change what is generated.
+    In every round the draft proposes tokens one by one with a cache that is fast to read, and the target reads them in one
+    pass. Greedy decoding generates the tokens of plain greedy decoding with `press`, except where rounding differs: a pass of
+    several tokens sums products in another order. Sampled tokens have the distribution of the target for any draft. Only
+    `verify` and `RetrievedPassages(eta=...)` change the output.
 
-    A round that is interrupted leaves the cache as after the last accepted token, but for the newest token of all, which
-    only the next round would have read. Give a `past_key_values` of your own to have it then, and a `streamer` for the tokens.
+    An interrupted round leaves the cache as after the last accepted token, without the newest token, which the next round would
+    have read. To keep this cache, pass `past_key_values`; to receive the tokens, pass a `streamer`.
 
     Args:
         model: the target.
-        inputs: the prompt: token ids `[B, n]`, or what a tokenizer returns, with the `attention_mask` where rows are padded
-            on the left. Rows go on together: each round accepts what all unfinished rows accept.
-        draft: a press or its spec, under which the target itself proposes; another model; an
-            `EagleHead`; or a `Draft` that says more.
-        press: what the target reads and verifies under.
-        verify: verify by a part of the cache in most rounds; not lossless.
-        **kwargs: those of `generate`: `max_new_tokens`, `do_sample`, `temperature`, `stopping_criteria`, `streamer`, ...
+        inputs: the prompt: token ids `[B, n]`, or the output of a tokenizer, with an `attention_mask` if rows are padded on the
+            left. Rows advance together: each round accepts the tokens that all unfinished rows accept.
+        draft: a press or its spec, with which the target proposes; another model; an `EagleHead`; or a `Draft` with all
+            settings.
+        press: press of the target's cache, or its spec.
+        verify: verify with a part of the cache in most rounds; not lossless.
+        **kwargs: arguments of `generate`: `max_new_tokens`, `do_sample`, `temperature`, `stopping_criteria`, `streamer`, ...
 
     Returns:
-        The sequences, and how they came about.
+        The sequences, with counts of tokens, passes, bytes and time.
 
     Raises:
-        TypeError, ValueError: the draft reads what the target reads, or has another vocabulary, or something that was asked of
-            `generate` has no meaning here.
-        NotImplementedError: a model has layers from which no token can be taken back, or the cache has a fixed size.
+        TypeError, ValueError: the draft reads the same pairs as the target, or has another vocabulary, or an argument of
+            `generate` is not supported.
+        NotImplementedError: a model has layers from which no token can be removed, or the cache has a fixed size.
 
     Paper: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, arXiv:2211.17192.
-    Differs from the paper: the draft may be the target on less of its cache; rows of a batch go on together.
+    Differs from the paper: the draft may be the target with less of its cache; rows of a batch advance together.
     """
     loop = Loop(model, press, as_draft(draft), verify, kwargs.get("streamer"))
-    given = {name: tensor.to(model.device) for name, tensor in inputs_of(inputs).items()}
+    prompt = {name: tensor.to(model.device) for name, tensor in inputs_of(inputs).items()}
     check_settings(kwargs, (kwargs.get("generation_config"), model.generation_config))
-    found: Speculation = model.generate(**given, custom_generate=loop.generate, **kwargs)
-    return found
+    result: Speculation = model.generate(**prompt, custom_generate=loop.generate, **kwargs)
+    return result
 
 
 def as_draft(draft: Any) -> Draft:
-    """Return what a draft was given as."""
+    """Return the `Draft` of a `Draft`, head, press, spec or model."""
     if isinstance(draft, Draft):
         return draft
     if isinstance(draft, EagleHead):
@@ -133,25 +136,25 @@ def as_draft(draft: Any) -> Draft:
 
 
 class Loop:
-    """One call of `speculate`, first its arguments, checked, and then what is under way."""
+    """State of one call of `speculate`: its checked arguments, readers and results."""
 
     def __init__(
         self, model: Any, press: BasePress | str, draft: Draft, verify: PartialVerification | None, streamer: Any
     ) -> None:
-        self.streamer = streamer  # `generate` hands it to its own loops alone
+        self.streamer = streamer  # `generate` does not pass it to a custom loop
         self.model, self.draft, self.retrieve, self.verify = model, draft, draft.retrieve, verify
         if verify is not None and not isinstance(verify, PartialVerification):
             raise TypeError(f"verify must be kvpress.PartialVerification(...), got {type(verify).__name__}")
-        self.own = draft.model is None or draft.model is model
+        self.draft_is_target = draft.model is None or draft.model is model
         self.press, self.proposing = get_press(press), get_press(draft.press)
         if isinstance(self.retrieve, RetrievedChunks):
             self.proposing = self.proposing + ChunkPress(self.retrieve.chunk)
-        if self.own and not isinstance(self.retrieve, RetrievedPassages):
+        if self.draft_is_target and not isinstance(self.retrieve, RetrievedPassages):
             self.proposing = drafted(self.press, self.proposing)
         self.verifying = None if verify is None else drafted(self.press, get_press(verify.press))
         check_models(model, draft.model)
         if draft.head is None:
-            check_draft(self.press, self.proposing, self.own, self.retrieve)
+            check_draft(self.press, self.proposing, self.draft_is_target, self.retrieve)
         else:
             check_head(model, self.press, draft.head)
         if self.verifying is not None:
@@ -166,7 +169,7 @@ class Loop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Speculation:
-        """Stand in for the decoding loop of `generate`, with everything that it has prepared."""
+        """Replace the decoding loop of `generate`, with the arguments that it prepared."""
         del model
         cache, mask = cache_among(model_kwargs.values()), model_kwargs.get("attention_mask")
         check_cache(cache)
@@ -186,14 +189,14 @@ class Loop:
         self.report.seconds = now(input_ids.device) - started
         if self.streamer is not None:
             self.streamer.end()
-        return self._reported()
+        return self._finished_report()
 
     def _read_prompt(self, mask: Tensor) -> None:
-        """Read the prompt for all caches, and generate the token that follows it."""
+        """Fill all caches with the prompt, and generate the token after it."""
         self.target = Reader(self.model, self.press, self.report.cache, mask)
         self.drafter: Reader | HeadReader
         if self.draft.head is None:
-            self.drafter = Reader(self.model if self.own else self.draft.model, self.proposing, None, mask)
+            self.drafter = Reader(self.model if self.draft_is_target else self.draft.model, self.proposing, None, mask)
         else:
             self.drafter = HeadReader(self.model, self.draft.head, mask)
         self.partial = None if self.verifying is None else Reader(self.model, self.verifying, None, mask)
@@ -201,42 +204,44 @@ class Loop:
         readers = [reader for reader in self.others if isinstance(reader, Reader)]
         if isinstance(self.retrieve, RetrievedChunks) and self.target.session.reads_itself:
             raise NotImplementedError(
-                f"{type(self.model).__name__} computes attention by itself, so that its queries are not known and cannot "
-                "choose chunks; use a press as the draft"
+                f"{type(self.model).__name__} computes attention itself, so that its queries cannot choose chunks; use a "
+                "press as the draft"
             )
         short = self.retrieve if isinstance(self.retrieve, RetrievedPassages) else None
-        together = [reader for reader in readers if reader is self.partial or (self.own and short is None)]
-        with self._heard_of(self.target):
-            logits = read_prompt(self.target, together, self.ids)
+        sharing = [reader for reader in readers if reader is self.partial or (self.draft_is_target and short is None)]
+        with self._recording(self.target):
+            logits = read_prompt(self.target, sharing, self.ids)
         if isinstance(self.drafter, HeadReader):
             self.drafter.read_prompt(self.ids)
-        elif self.drafter not in together:
+        elif self.drafter not in sharing:
             ids, self.drafter.mask = (self.ids, mask) if short is None else shortened(short, self.ids, mask)
             self.drafter.cache = new_cache(self.drafter.model)
             read_prompt(self.drafter, [], ids)
         if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, Reader):
             choose(self.retrieve, mask).put(self.drafter.cache)
-            self.target.session.asked = []
+            self.target.session.recorded = []
         for reader in (self.target, *self.others):
             reader.passes = 0
-        self.due = 1
-        self.behind = self.drafter.seen - self.prompt
+        self.next_choice = 1
+        # Tokens seen by the draft minus those seen by the target; negative after a shortened prompt.
+        self.offset = self.drafter.seen - self.prompt
         self._append(draw(self._distribution(self.ids, logits[:, 0]))[:, None])
 
-    def _heard_of(self, reader: Reader) -> AbstractContextManager[None]:
-        """Hand a head the hidden states of what a reader of the target reads in a block."""
-        return self.drafter.listening(reader) if isinstance(self.drafter, HeadReader) else nullcontext()
+    def _recording(self, reader: Reader) -> AbstractContextManager[None]:
+        """Record the hidden states of tokens that a reader of the target reads in a block, if the draft is a head."""
+        return self.drafter.recording(reader) if isinstance(self.drafter, HeadReader) else nullcontext()
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
+        """Install the sessions of target and draft, and crop all caches to accepted tokens if an error is raised."""
         with ExitStack() as stack:
             stack.enter_context(self.target.opened())
-            if not self.own and isinstance(self.drafter, Reader):
+            if not self.draft_is_target and isinstance(self.drafter, Reader):
                 stack.enter_context(self.drafter.opened())
             try:
                 yield
             except BaseException:
-                self._take_back()
+                self._crop()
                 raise
             finally:
                 stop_recording(self.target.cache.layers)
@@ -244,7 +249,7 @@ class Loop:
     # -- rounds ----------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """Propose, verify, and go back to what was accepted."""
+        """Propose, verify, and remove rejected tokens."""
         count = min(self.draft.tokens, self.longest - self.ids.shape[1] - 1)
         proposed, draft = self._propose(count)
         rounds = len(self.report.accepted) + 1
@@ -252,9 +257,9 @@ class Loop:
         target = self._verify(self.target if full or self.partial is None else self.partial, proposed)
         if isinstance(self.retrieve, RetrievedPassages) and self.retrieve.eta and count:
             target[:, :count] = pulled(target[:, :count], draft, self.retrieve.eta, self.retrieve.alpha)
-        accepted, follows = accept(proposed, draft, target, self.running)
-        self._append(torch.cat([proposed[:, :accepted], follows[:, None]], dim=1))
-        self._take_back()
+        accepted, next_token = accept(proposed, draft, target, self.running)
+        self._append(torch.cat([proposed[:, :accepted], next_token[:, None]], dim=1))
+        self._crop()
         self.report.proposed.append(count)
         self.report.accepted.append(accepted)
         if full:
@@ -262,34 +267,34 @@ class Loop:
             self._refresh(rounds)
 
     def _propose(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return so many tokens of the draft, `[B, k]`, and the distributions that they were drawn from, `[B, k, V]`."""
+        """Return `count` tokens of the draft, `[B, k]`, and the distributions that they were drawn from, `[B, k, V]`."""
         ids, distributions = self.ids, []
         for _ in range(count):
-            logits = self.drafter.read(ids[:, self.drafter.seen - self.behind :])
+            logits = self.drafter.read(ids[:, self.drafter.seen - self.offset :])
             distributions.append(self._distribution(ids, logits[:, -1]))
             ids = torch.cat([ids, draw(distributions[-1])[:, None]], dim=1)
-        found = torch.stack(distributions, dim=1) if count else torch.empty(len(ids), 0, 0, device=ids.device)
-        return ids[:, self.ids.shape[1] :], found
+        stacked = torch.stack(distributions, dim=1) if count else torch.empty(len(ids), 0, 0, device=ids.device)
+        return ids[:, self.ids.shape[1] :], stacked
 
     def _verify(self, reader: Reader, proposed: Tensor) -> Tensor:
         """Return the distributions of the target at the proposed tokens and after them, `[B, k + 1, V]`."""
         ids = torch.cat([self.ids, proposed], dim=1)
-        with self._heard_of(reader):
+        with self._recording(reader):
             logits = reader.read(ids[:, reader.seen :], proposed.shape[1] + 1)
-        known = self.ids.shape[1]
+        length = self.ids.shape[1]
         return torch.stack(
-            [self._distribution(ids[:, : known + i], each) for i, each in enumerate(logits.unbind(1))], 1
+            [self._distribution(ids[:, : length + i], column) for i, column in enumerate(logits.unbind(1))], 1
         )
 
     def _distribution(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return what `generate` draws the token behind `ids [B, T]` from, `[B, V]`; all in one token where it is greedy."""
+        """Return the distribution of `generate` for the token after `ids [B, T]`, `[B, V]`; one-hot for greedy decoding."""
         scores = self.processors(ids, logits.float())
         if self.samples:
             return torch.softmax(scores, dim=-1)
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=-1, keepdim=True), 1.0)
 
     def _append(self, new: Tensor) -> None:
-        """Add tokens `[B, n]` until all rows have stopped; rows that have are padded."""
+        """Append tokens `[B, n]` until all rows have stopped; stopped rows are padded."""
         for token in new.unbind(1):
             token = token.masked_fill(~self.running, self.pad)
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
@@ -300,28 +305,33 @@ class Loop:
             if not bool(self.running.any()):
                 return
 
-    def _take_back(self) -> None:
-        """Let every cache hold accepted tokens alone, and not the newest, which nothing has read yet."""
-        read = self.ids.shape[1] - 1
+    def _crop(self) -> None:
+        """Crop every cache to the accepted tokens without the newest one, which no model has read yet."""
+        seen = self.ids.shape[1] - 1
         for reader in (self.target, *self.others):
-            reader.take_back(read + (self.behind if reader is self.drafter else 0))
+            reader.crop(seen + (self.offset if reader is self.drafter else 0))
 
     def _refresh(self, rounds: int) -> None:
-        """Choose anew what the draft and a partial verification read, after a round that the whole cache verified."""
-        if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, Reader) and rounds >= self.due:
-            self.due = rounds + self.retrieve.every
+        """Update the chunks of the draft and the partial cache, after a round that the full cache verified."""
+        if (
+            isinstance(self.retrieve, RetrievedChunks)
+            and isinstance(self.drafter, Reader)
+            and rounds >= self.next_choice
+        ):
+            self.next_choice = rounds + self.retrieve.every
             attention = self.target.newest_attention()
             choose(self.retrieve, self.target.mask, attention).put(self.drafter.cache)
         if self.partial is not None:
-            self.partial.copy_of(self.target)
+            self.partial.share(self.target)
 
     def _catch_up(self) -> None:
-        """Let the target's cache hold what a partial one verified."""
-        behind = self.ids[:, self.target.seen : -1]
-        if behind.shape[1]:
-            self.target.read(behind)
+        """Read the tokens that only the partial cache has seen into the target's cache."""
+        missing = self.ids[:, self.target.seen : -1]
+        if missing.shape[1]:
+            self.target.read(missing)
 
-    def _reported(self) -> Speculation:
+    def _finished_report(self) -> Speculation:
+        """Return the result with sequences, passes and bytes."""
         report, caches = self.report, [reader.cache for reader in self.others if isinstance(reader, Reader)]
         report.sequences = self.ids
         readers = [reader for reader in (self.target, self.partial) if reader is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt, read once where that is possible, for whoever verifies and whoever proposes."""
+"""Reading the prompt for target and draft, once if their presses allow it."""
 
 from __future__ import annotations
 
@@ -18,73 +18,73 @@ from kvpress.speculation.reader import Reader
 
 
 def read_prompt(target: Reader, others: list[Reader], ids: Tensor) -> Tensor:
-    """Fill the caches of readers of one model with a prompt `[B, n]`; returns the target's logits after it, `[B, 1, V]`.
+    """Fill the caches of readers of one model with a prompt `[B, n]` and return the target's logits after it, `[B, 1, V]`.
 
-    Readers that only select read the pairs of the target: they are held once. What others evict or encode is taken from the
-    same reading, unless a press has to read by itself.
+    Readers that only select share the pairs of the target. Readers that evict or encode are filled in the same pass, unless a
+    press needs a separate pass.
     """
     sharing = [reader for reader in others if selects_only(reader.press, target.press)]
-    apart = [reader for reader in others if reader not in sharing]
-    own, reads = target.cache, target.press.recipe()
-    # Pairs that are to be selected are sealed as they are read; whoever reads everything reads them so too.
-    first = sharing[0] if sharing and reads.codec is None and reads.selector is None else target
-    together = all(press.recipe().shares_prefill for press in (target.press, *(reader.press for reader in apart)))
-    if apart and together:
-        read = prefill(target.model, [first.press, *(reader.press for reader in apart)], ids, target.mask)
-        take(own, read.caches[0])
-        for reader, cache in zip(apart, read.caches[1:], strict=True):
+    separate = [reader for reader in others if reader not in sharing]
+    target_cache, recipe = target.cache, target.press.recipe()
+    # A selector needs sealed pairs, so that the prompt is read with its sealing; a target without a selector reads them too.
+    first = sharing[0] if sharing and recipe.codec is None and recipe.selector is None else target
+    in_one_pass = all(press.recipe().shares_prefill for press in (target.press, *(reader.press for reader in separate)))
+    if separate and in_one_pass:
+        shared = prefill(target.model, [first.press, *(reader.press for reader in separate)], ids, target.mask)
+        move_layers(shared.caches[0], target_cache)
+        for reader, cache in zip(separate, shared.caches[1:], strict=True):
             reader.cache = cache
-        logits = read.logits[:, None].float()
+        logits = shared.logits[:, None].float()
     else:
-        logits = _alone(first, own, ids)
-        for reader in apart:
+        logits = _read_separately(first, target_cache, ids)
+        for reader in separate:
             reader.cache = new_cache(reader.model)
-            _alone(reader, reader.cache, ids)
+            _read_separately(reader, reader.cache, ids)
     for reader in sharing:
-        reader.cache = branch(own, target.mask)
+        reader.cache = branch(target_cache, target.mask)
     for reader in (target, *others):
         reader.cache.activate_past_recording()
     return logits
 
 
-def _alone(reader: Reader, cache: Any, ids: Tensor) -> Tensor:
+def _read_separately(reader: Reader, cache: Any, ids: Tensor) -> Tensor:
     reader.cache = cache
     with reader.opened():
         return reader.read(ids)
 
 
-def take(cache: Any, other: Any) -> None:
-    """Let a cache that is empty hold what another one of the same model does."""
-    cache.layers = other.layers
-    cache.__dict__["_kvpress_shared"] = other.__dict__.setdefault("_kvpress_shared", {})
+def move_layers(source: Any, cache: Any) -> None:
+    """Move the layers of a cache to an empty cache of the same model."""
+    cache.layers = source.layers
+    cache.__dict__["_kvpress_shared"] = source.__dict__.setdefault("_kvpress_shared", {})
     for layer in cache.layers:
         if hasattr(layer, "belong_to"):
             layer.belong_to(cache)
 
 
 def drafted(base: BasePress, press: BasePress) -> BasePress:
-    """Return what a target's draft reads under: a press that stores nothing in its own way is put on how the target stores."""
+    """Return the draft's press; if it does not change the stored pairs, they are stored as the target's press does."""
     return press if _storing(press) else ComposedPress([*_storing(base), press]) if _storing(base) else press
 
 
 def selects_only(press: BasePress, base: BasePress) -> bool:
-    """Whether a press stores the same pairs as another: they differ in what they select at most."""
+    """Return whether two presses store the same pairs, so that they differ at most in selectors."""
     return same(_storing(press), _storing(base))
 
 
 def reads_alike(press: BasePress, base: BasePress) -> bool:
-    """Whether a press reads the same pairs as another in the same way."""
-    acting = ([part for part in _parts(each) if not part.recipe().is_identity] for each in (press, base))
+    """Return whether two presses store and read the same pairs."""
+    acting = ([inner for inner in _presses(p) if not inner.recipe().is_identity] for p in (press, base))
     return same(*acting)
 
 
-def _parts(press: BasePress) -> list[BasePress]:
+def _presses(press: BasePress) -> list[BasePress]:
     return press.presses if isinstance(press, ComposedPress) else [press]
 
 
 def _storing(press: BasePress) -> list[BasePress]:
-    """Return the parts of a press that say which pairs are stored, and how."""
-    return [part for part in _parts(press) if not _is_selector(part.recipe())]
+    """Return the presses of a composition that change which pairs are stored, or how."""
+    return [inner for inner in _presses(press) if not _is_selector(inner.recipe())]
 
 
 def _is_selector(recipe: Recipe) -> bool:

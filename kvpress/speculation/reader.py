@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that reads into a cache of its own under a press, and takes back what was rejected."""
+"""Reader: a model with a press and a cache, from which rejected tokens are removed."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from kvpress.observe.call import LayerCall
 from kvpress.speculation.chunks import attention_of
 
 
-class Watching(Session):
-    """A session that can keep what the last layer that attends to all tokens was asked.
+class RecordingSession(Session):
+    """Session that can record the queries of the last layer that attends to all tokens."""
 
-    `asked` holds, of every part of the newest pass, how many tokens came before, its queries `[B, Hq, n, D]`, the store and how
-    logits are formed; None where nothing is to be kept.
-    """
-
-    asked: list[tuple[int, Tensor, KVStore, Logits]] | None = None
+    recorded: list[tuple[int, Tensor, KVStore, Logits]] | None = None
+    """For each chunk of the newest pass: tokens seen before it, queries `[B, Hq, n, D]`, store, logits; None: off."""
 
     def observe(self, call: LayerCall) -> None:
         super().observe(call)
-        if self.asked is not None and call.module is self.modules[self.growing[-1]]:
-            self.asked.append((call.seen_before, call.queries, call.store, call.logits))
+        if self.recorded is not None and call.module is self.modules[self.growing[-1]]:
+            self.recorded.append((call.seen_before, call.queries, call.store, call.logits))
 
 
 class Reader:
-    """Reads tokens behind a `cache`, whose real tokens `mask [B, seen]` marks; `passes` counts how often.
+    """Reads tokens with a model, a press and a cache.
 
-    The session of one reader of a model is installed (`opened`), those of others stand in for it pass by pass.
+    The session of one reader of a model is installed for a block (`opened`). Other readers of the model replace it for the
+    length of a pass.
+
+    Args:
+        model: the model.
+        press: press of the cache.
+        cache: cache of the tokens that were read.
+        mask: mask of its real tokens, `[B, seen]`.
     """
 
     def __init__(self, model: Any, press: BasePress, cache: Any, mask: Tensor) -> None:
         self.model, self.press, self.cache, self.mask = model, press, cache, mask
-        self.session = Watching(press, model, private=True)
+        self.session = RecordingSession(press, model, private=True)
         self.session.prepare()
-        self.installed = False
+        self.is_installed = False
         self.passes = 0
 
     @property
@@ -58,22 +62,22 @@ class Reader:
     def opened(self) -> Iterator[None]:
         """Install the session for the length of a block."""
         self.session.enter()
-        self.installed = True
+        self.is_installed = True
         try:
             yield
         finally:
-            self.installed = False
+            self.is_installed = False
             self.session.exit()
 
     def read(self, ids: Tensor, logits: int = 1) -> Tensor:
-        """Read `ids [B, n]`; returns the logits after the newest `logits` of them, float32 `[B, logits, V]`."""
+        """Read `ids [B, n]` and return the logits after the newest `logits` of them, float32 `[B, logits, V]`."""
         mask = self.mask
         if mask.shape[1] < self.seen + ids.shape[1]:
             mask = torch.cat([mask, mask.new_ones(len(ids), self.seen + ids.shape[1] - mask.shape[1])], dim=1)
-        if self.session.asked is not None:
-            self.session.asked = []
+        if self.session.recorded is not None:
+            self.session.recorded = []
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        with torch.no_grad(), nullcontext() if self.installed else as_pass(Forward(self.session)):
+        with torch.no_grad(), nullcontext() if self.is_installed else as_pass(Forward(self.session)):
             output = self.model(
                 ids.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
@@ -85,21 +89,25 @@ class Reader:
         self.mask, self.passes = mask, self.passes + 1
         return output.logits[:, -logits:].float().to(ids.device)
 
-    def take_back(self, seen: int) -> None:
-        """Go back to the first `seen` tokens, which are accepted; also after a pass that failed between two layers."""
+    def crop(self, seen: int) -> None:
+        """Remove all but the first `seen` tokens, also after a pass that failed between two layers."""
         for layer in self.cache.layers:
             if layer.is_initialized:
                 layer.crop(min(0, seen - layer.get_seq_length()))
         self.mask = self.mask[:, :seen]
 
     def newest_attention(self) -> Tensor:
-        """Return the attention `[B, seen]` that the newest token, one of the newest pass, pays in the layer that is watched."""
-        place = self.seen - 1
-        for before, queries, store, logits in self.session.asked or ():
-            if before <= place < before + queries.shape[2]:
-                return attention_of(queries[:, :, place - before, None], store, logits, self.mask)
-        raise ValueError(f"token {place} is not one of the newest pass")
+        """Return the attention `[B, seen]` of the newest token in the recorded layer.
 
-    def copy_of(self, other: Reader) -> None:
-        """Go on from what another reader of the same model holds, shared with it."""
-        self.cache, self.mask = branch(other.cache, other.mask), other.mask
+        Raises:
+            ValueError: the token was not read in the newest pass.
+        """
+        newest = self.seen - 1
+        for before, queries, store, logits in self.session.recorded or ():
+            if before <= newest < before + queries.shape[2]:
+                return attention_of(queries[:, :, newest - before, None], store, logits, self.mask)
+        raise ValueError(f"token {newest} was not read in the newest pass")
+
+    def share(self, source: Reader) -> None:
+        """Replace the cache by a copy of the cache of another reader of the model; the copy shares its memory."""
+        self.cache, self.mask = branch(source.cache, source.mask), source.mask

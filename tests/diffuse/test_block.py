@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that are replaced: what is read afterwards is what a store of the new pairs reads, or a sentence says why not."""
+"""Replacing pairs: a store reads the new pairs, or refuses to replace encoded, evicted or missing ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SLOTS = torch.tensor([6, 9, 10, 21])
 
 
 def pairs(seed: int, count: int = T, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(seed)
-    keys, values = (torch.rand(B, H, count, D, generator=drawn, dtype=torch.float32).to(dtype) for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.rand(B, H, count, D, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
     return keys, values
 
 
@@ -34,7 +34,7 @@ def read(store: KVStore, mask: Tensor | None = MASK, causal: bool = False) -> Te
 
 
 def filled(seed: int = 0, sealed: int = 0, dtype: torch.dtype = torch.float32) -> KVStore:
-    """A store of `T` tokens, of which the first ones are sealed."""
+    """Return a store of `T` tokens, the first `sealed` of which are sealed."""
     keys, values = pairs(seed, dtype=dtype)
     store = KVStore(keys, values)
     if sealed:
@@ -46,9 +46,9 @@ def filled(seed: int = 0, sealed: int = 0, dtype: torch.dtype = torch.float32) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sealed", [0, 10, T])
-def test_written_pairs_are_read_as_if_they_had_always_been_there(sealed: int, dtype: torch.dtype) -> None:
+def test_replaced_pairs_are_read(sealed: int, dtype: torch.dtype) -> None:
     store, new = filled(0, sealed, dtype), pairs(1, len(SLOTS), dtype)
-    keys, values = (part.clone() for part in pairs(0, dtype=dtype))
+    keys, values = (tensor.clone() for tensor in pairs(0, dtype=dtype))
     keys[:, :, SLOTS], values[:, :, SLOTS] = new
     expected = KVStore(keys, values)
     expected.append(keys, values)
@@ -58,7 +58,7 @@ def test_written_pairs_are_read_as_if_they_had_always_been_there(sealed: int, dt
 
 
 @pytest.mark.parametrize("sealed", [0, 10, T])
-def test_copies_keep_their_pairs_and_no_recorded_token_is_lost(sealed: int) -> None:
+def test_a_copy_and_cropping_restore_the_replaced_pairs(sealed: int) -> None:
     store, new = filled(0, sealed), pairs(1, len(SLOTS))
     before, twin = read(store), copy.deepcopy(store)
     write_rows(twin, SLOTS, *new, MASK)
@@ -73,7 +73,7 @@ def test_copies_keep_their_pairs_and_no_recorded_token_is_lost(sealed: int) -> N
     torch.testing.assert_close(read(store), before)
 
 
-def test_without_recording_tokens_are_closed() -> None:
+def test_replacing_pairs_without_recording_closes_tokens() -> None:
     store = filled()
     assert store.open_tokens == T
     write_rows(store, SLOTS, *pairs(1, len(SLOTS)), MASK)
@@ -81,7 +81,7 @@ def test_without_recording_tokens_are_closed() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_encoded_pairs_are_refused_and_dense_ones_beside_them_written(name: str) -> None:
+def test_dense_pairs_are_replaced_and_encoded_pairs_refused(name: str) -> None:
     codec, _ = CODECS[name]
     store = filled()
     store.settle(codec, Sealing(heads=H, seen=T, mask=MASK))
@@ -101,29 +101,29 @@ def test_encoded_pairs_are_refused_and_dense_ones_beside_them_written(name: str)
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 4), (8, 14), (20, T)])
-def test_a_block_between_held_pairs_sees_them_all(first: int, stop: int) -> None:
-    mask = MASK if first else None  # a block begins behind the padding
+def test_a_block_attends_to_all_pairs_around_it(first: int, stop: int) -> None:
+    mask = MASK if first else None  # a block begins after the padding
     keys, values = pairs(0)
     store = hold_around(keys, values, first, stop, mask)
     open_block(store, first, keys[:, :, first:stop], values[:, :, first:stop], mask)
-    whole = KVStore(keys, values)
-    whole.append(keys, values)
-    torch.testing.assert_close(read(store, mask), read(whole, mask))
+    expected = KVStore(keys, values)
+    expected.append(keys, values)
+    torch.testing.assert_close(read(store, mask), read(expected, mask))
     assert store.stored() == ([T] * 4 if mask is None else [T, T, T - 5, T - 5])
     new = pairs(3, stop - first)
     write_rows(store, torch.arange(first, stop), *new, mask)
-    write_rows(whole, torch.arange(first, stop), *new, mask)
-    torch.testing.assert_close(read(store, mask), read(whole, mask))
+    write_rows(expected, torch.arange(first, stop), *new, mask)
+    torch.testing.assert_close(read(store, mask), read(expected, mask))
 
 
-def test_held_pairs_share_no_memory_with_what_they_came_from() -> None:
+def test_pairs_around_a_block_are_copies() -> None:
     keys, values = pairs(0)
     store = hold_around(keys, values, 8, 14, None)
     open_block(store, 8, keys[:, :, 8:14], values[:, :, 8:14], None)
     write_rows(store, torch.arange(8, 14), *pairs(1, 6))
     assert torch.equal(keys, pairs(0)[0])
-    held = {t.untyped_storage().data_ptr() for part in store.tensors().values() for t in part}
-    assert not held & {keys.untyped_storage().data_ptr(), values.untyped_storage().data_ptr()}
+    pointers = {t.untyped_storage().data_ptr() for tensors in store.tensors().values() for t in tensors}
+    assert not pointers & {keys.untyped_storage().data_ptr(), values.untyped_storage().data_ptr()}
 
 
 def evicted() -> KVStore:
@@ -156,7 +156,7 @@ BAD: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_written_is_refused_and_nothing_is(name: str) -> None:
+def test_bad_pairs_are_refused_and_the_store_does_not_change(name: str) -> None:
     make, arguments, error, message = BAD[name]
     store = make()
     before = read(store)

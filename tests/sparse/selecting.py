@@ -29,7 +29,7 @@ STORAGE = {
 
 @cache
 def channels_file(model: Any) -> str:
-    """A file of random channel orderings in the authors' form."""
+    """Write a file of random channel orderings in the authors' format, and return its path."""
     config = model.config
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "qk": config.num_attention_heads}
     orders = {
@@ -47,7 +47,7 @@ def channels_file(model: Any) -> str:
 
 @cache
 def grouped_model(groups: int) -> Any:
-    """A tiny Llama with two kv heads and `groups` query heads each."""
+    """Return a tiny Llama with two KV heads and `groups` query heads each."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2 * groups,
@@ -59,13 +59,13 @@ def grouped_model(groups: int) -> Any:
 
 
 def build(spec: str, budget: float, storage: str = "dense", model: Any = None) -> Any:
-    """Build the press of a spec with gaps for its budget and its channels, on some storage."""
+    """Return the press of a spec with placeholders for budget and channels, on a kind of storage."""
     channels = channels_file(tiny_model("llama") if model is None else model)
     return kvpress.get_press(STORAGE[storage] + spec.format(budget=budget, channels=channels))
 
 
 def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, int] = (300, 190)) -> Any:
-    """Read a prompt under a press: `(model, cache, mask)`."""
+    """Read a prompt with a press, and return `(model, cache, mask)`."""
     model = tiny_model("llama") if model is None else model
     ids, mask = padded_batch(list(lengths)) if padded else (tokens(2, lengths[0]), None)
     cache = DynamicCache(config=model.config)
@@ -76,9 +76,9 @@ def prefilled(press: Any, padded: bool, model: Any = None, lengths: tuple[int, i
 
 
 def read_at_a_step(press: Any) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Read a token of a padded batch and yield, for every layer and kv head, what is sealed and what was read of it.
+    """Read a token of a padded batch and yield, for every layer and stream, the sealed pairs and those that were read.
 
-    That is the keys `[n, D]`, the queries `[G, D]` that asked, and the ranks of the pairs that were read, as they come.
+    Each item holds the sealed keys `[n, D]`, the queries `[G, D]`, and the ranks of the pairs that were read, in order.
     """
     model, cache, mask = prefilled(press, padded=True)
     before, seen = copy.deepcopy(cache), {}
@@ -90,18 +90,19 @@ def read_at_a_step(press: Any) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
     with kvpress.reading(model, press) as session, watching(session, see):
         model(tokens(2, 1, seed=8), attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
     for index, layer in enumerate(before.layers):
-        asked, (chosen,) = seen[index]
+        all_queries, (chosen,) = seen[index]
         for n in range(layer.store.batch * layer.store.heads):
             keys = torch.cat([segment.read(segment.layout.rows(n))[0] for segment in layer.store.segments])
-            base, found = 0, []
-            for segment, part in zip(layer.store.segments, chosen, strict=True):
-                found += (part.rows[n, : part.counts[n]] - segment.layout.offsets[n] + base).tolist()
+            base, ranks = 0, []
+            for segment, pairs in zip(layer.store.segments, chosen, strict=True):
+                ranks += (pairs.rows[n, : pairs.counts[n]] - segment.layout.offsets[n] + base).tolist()
                 base += segment.layout.lengths[n]
-            yield keys, asked.flatten(0, 1).unflatten(0, (-1, asked.shape[1] // layer.store.heads))[n, :, 0], found
+            groups = all_queries.shape[1] // layer.store.heads
+            yield keys, all_queries.flatten(0, 1).unflatten(0, (-1, groups))[n, :, 0], ranks
 
 
 def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | None = None) -> Tensor:
-    """Logits of one more token, or of the `new` ones together."""
+    """Return the logits of one more token, or of the `new` tokens in one pass."""
     new = tokens(2, 1, seed=8) if new is None else new
     grown = grow(mask, new.shape[1])
     at = position_ids(grown, new.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels in order of importance: calibrated from all tokens, kept in two forms of file, checked against the model."""
+"""Channels in order of importance: calibration from all tokens, two file formats, and checks against the model."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FAMILIES = ["llama", "qwen3", "phi3", "gemma3_text"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_means_over_all_tokens_of_all_sequences(family: str, tmp_path: Path) -> None:
     model, ids = tiny_model(family), tokens(3, 21)
-    found = calibrate(model, ids, ChannelSettings(), tmp_path / "channels.safetensors")
-    assert sorted({int(name.split(".")[0]) for name in found.tensors}) == full_layers(model)
+    calibrated = calibrate(model, ids, ChannelSettings(), tmp_path / "channels.safetensors")
+    assert sorted({int(name.split(".")[0]) for name in calibrated.tensors}) == full_layers(model)
     for layer in full_layers(model):
         seen = projected(model, ids, layer)
         product = seen["turned_q"] * seen["turned_k"].repeat_interleave(HEADS // KV_HEADS, dim=1)
         for name, vectors in {"q": seen["q"], "k": seen["k"], "qk": product}.items():
-            assert found.tensors[f"{layer}.{name}"].dtype == torch.float32
+            assert calibrated.tensors[f"{layer}.{name}"].dtype == torch.float32
             torch.testing.assert_close(
-                found.tensors[f"{layer}.{name}"], vectors.abs().mean(dim=(0, 2)), atol=1e-5, rtol=1e-4
+                calibrated.tensors[f"{layer}.{name}"], vectors.abs().mean(dim=(0, 2)), atol=1e-5, rtol=1e-4
             )
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Both forms of the same calibration of the llama model."""
+    """Return files of one calibration of the llama model in both formats."""
     folder = tmp_path_factory.mktemp("channels")
     paths = folder / "a.safetensors", folder / "a.json"
     for path in paths:
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return paths
 
 
-def test_both_forms_hold_the_same_order(files: tuple[Path, Path]) -> None:
+def test_both_formats_have_the_same_order(files: tuple[Path, Path]) -> None:
     model = tiny_model("llama")
     statistics = calibration.read(files[0]).tensors
     content = json.loads(files[1].read_text())
@@ -62,8 +62,8 @@ def test_both_forms_hold_the_same_order(files: tuple[Path, Path]) -> None:
             assert (ranked[:, :-1] >= ranked[:, 1:]).all()
     # Keys have no group to aggregate over.
     for layer in range(3):
-        both = [Channels.load(path, facts_of(model), key="k").of(layer, 32) for path in files]
-        assert torch.equal(*both)
+        channels = [Channels.load(path, facts_of(model), key="k").of(layer, 32) for path in files]
+        assert torch.equal(*channels)
 
 
 def test_query_heads_of_a_group_share_channels(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_a_file_of_all_decoder_layers_serves_a_model_with_sliding_layers(tmp_pat
     model, path = tiny_model("gemma3_text"), tmp_path / "all.json"
     order = torch.randperm(32).tolist()
     path.write_text(json.dumps({f"model.layers.{i}.self_attn.k_proj": [order, order] for i in range(3)}))
-    found = Channels.load(path, facts_of(model), key="k")
-    assert sorted(found.orderings) == full_layers(model)
-    assert found.of(1, 4).tolist() == [order[:4]] * 2
+    channels = Channels.load(path, facts_of(model), key="k")
+    assert sorted(channels.orderings) == full_layers(model)
+    assert channels.of(1, 4).tolist() == [order[:4]] * 2
 
 
-def test_other_files_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
     model, path = tiny_model("llama"), tmp_path / "bad.json"
     name = "model.layers.1.self_attn.qk_proj"
 
@@ -103,7 +103,7 @@ def test_other_files_are_refused(files: tuple[Path, Path], tmp_path: Path) -> No
         with pytest.raises(ValueError, match=message):
             Channels.load(path, facts_of(model))
 
-    refused(lambda content: content.pop(name), "'model.layers.1.self_attn.qk_proj' is in only one of them")
+    refused(lambda content: content.pop(name), "'model.layers.1.self_attn.qk_proj' is in only one of the two")
     refused(lambda content: content.update({name.replace("1", "3"): content[name]}), "layers.3.* is for another model")
     refused(lambda content: content[name].pop(), r"expected 4 heads of 32 channels, got shape \[3, 32\]")
     refused(lambda content: content[name][2].pop(), "expected a list of 4 lists of 32 channels")
@@ -127,11 +127,11 @@ def test_other_files_are_refused(files: tuple[Path, Path], tmp_path: Path) -> No
     channels = Channels.load(files[0], facts_of(model))
     with pytest.raises(ValueError, match="r must be at most the head dim 32, got 33"):
         channels.of(0, 33)
-    with pytest.raises(ValueError, match=r"no channels are known of layer 3, only of layers \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"layer 3 has no channels; layers with channels are \[0, 1, 2\]"):
         channels.of(3, 1)
 
 
-def test_the_command_writes_the_authors_form_and_the_reference_model_has_its_file(tmp_path: Path) -> None:
+def test_the_command_writes_the_authors_format_and_the_reference_model_has_a_file(tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     data = str(Path(kvpress.reference_path()) / "calibration.jsonl")
     arguments = ["calibrate", "--model", "reference", "--method", "double_sparsity", "--data", data, "--out", str(out),
@@ -140,9 +140,9 @@ def test_the_command_writes_the_authors_form_and_the_reference_model_has_its_fil
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     model, _ = kvpress.load_model("reference")
     shipped = Channels.load(calibration.shipped("double-sparsity"), facts_of(model))
-    own = Channels.load(out, facts_of(model))
+    written = Channels.load(out, facts_of(model))
     for layer in range(4):
-        assert shipped.of(layer, 16).shape == own.of(layer, 16).shape == (2, 16)
+        assert shipped.of(layer, 16).shape == written.of(layer, 16).shape == (2, 16)
     refused = CliRunner().invoke(app, [*arguments, "--no-fisher"])
     assert refused.exit_code == 2
     assert "--fisher does not belong to double_sparsity, which takes no options of its own" in " ".join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Double Sparsity: labels, exact choice where labels say everything, files of channels."""
+"""Double Sparsity: labels, the exact choice with labels of all channels, and files of channels."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_labels_of_all_channels_choose_the_largest_logits(
             keys = torch.cat([s.read(s.layout.rows(n))[0] for s in call.store.segments])
             products = queries[n] @ keys.T
             best = (products.amax(dim=0) if reduce == "max" else products.sum(dim=0)).topk(20).indices.sort().values
-            base, found = 0, []
-            for segment, part in zip(call.store.segments, sets[0], strict=True):
-                found += [int(r) - segment.layout.offsets[n] + base for r in part.rows[n, : part.counts[n]]]
+            base, ranks = 0, []
+            for segment, pairs in zip(call.store.segments, sets[0], strict=True):
+                ranks += [int(r) - segment.layout.offsets[n] + base for r in pairs.rows[n, : pairs.counts[n]]]
                 base += segment.layout.lengths[n]
-            checked.append(found == best.tolist())
+            checked.append(ranks == best.tolist())
         return original(selector, call, queries)
 
     monkeypatch.setattr(Selector, "attend", checking)
@@ -77,8 +77,8 @@ def test_labels_are_the_chosen_channels_of_the_keys(storage: str, bits: int) -> 
             assert float((codes - expected).abs().max()) <= float(spread) / 2 + 1e-3
 
 
-def test_the_authors_file_and_our_own_choose_alike(tmp_path: Path) -> None:
-    """Orderings by statistics that are all equal within a group of query heads lose nothing when they become ranks."""
+def test_a_file_of_the_authors_and_a_calibration_choose_alike(tmp_path: Path) -> None:
+    """Statistics of keys are equal within a group of query heads, so that ranks order channels like the statistics."""
     model, _ = kvpress.load_model("reference")
     ours = Channels.load(kvpress.DoubleSparsityPress().source, facts_of(model), "k")
     layers = {f"model.layers.{i}.self_attn.k_proj": order.tolist() for i, order in ours.orderings.items()}
@@ -88,9 +88,9 @@ def test_the_authors_file_and_our_own_choose_alike(tmp_path: Path) -> None:
     press = DoubleSparsityPress(0.25, calibration=str(tmp_path / "official.json"), statistic="k")
     ids = torch.randint(20, 900, (1, 300), generator=torch.Generator().manual_seed(0))
     with press(model):
-        found = model.generate(ids, max_new_tokens=8, do_sample=False)
+        generated = model.generate(ids, max_new_tokens=8, do_sample=False)
     with DoubleSparsityPress(0.25, statistic="k")(model):
-        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), found)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), generated)
 
 
 def test_other_models_and_bad_arguments_are_refused() -> None:
@@ -117,7 +117,7 @@ def test_other_models_and_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text", "gpt_oss", "olmo2"])
-def test_families(family: str) -> None:
+def test_model_families_work(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     dim = FAMILIES[family].get("head_dim", 32)
     press = build(
@@ -150,13 +150,13 @@ def test_families(family: str) -> None:
         ),
     ],
 )
-def test_replayed_steps_choose_on_the_device_alone(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_steps_choose_without_the_host(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpress.hf.replay.SPARE", 24)
     model, press, recorder = tiny_model("llama"), build(spec, 0.3), TapeRecorder()
     ids, mask = padded_batch([130, 100]) if padded else (tokens(2, 130), None)
     with press(model):
         expected = generate(model, ids, mask)
     with session(press, model, recorder=recorder):
-        found = generate(model, ids, mask)
-    assert torch.equal(found.sequences, expected.sequences)
+        replayed = generate(model, ids, mask)
+    assert torch.equal(replayed.sequences, expected.sequences)
     assert recorder.replayed > 0.6 * STEPS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InfLLM v2: blocks by the attention of their mean keys, against loops, and means that grow with the pairs."""
+"""InfLLM v2: blocks by the attention of their mean keys, against loops, and an index that grows with the pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC = "infllm_v2:budget={budget},block_size=8,kernel_size=8,stride=4,n_sink=8,n
 
 
 def blocks_read(keys: Tensor, queries: Tensor, budget: int) -> list[int]:
-    """Pairs that queries `[G, D]` read of the `keys [n, D]` of a stream, by loops."""
+    """Return the ranks of the pairs that queries `[G, D]` read of the `keys [n, D]` of a stream, by loops."""
     n = len(keys)
     starts = range(0, n - 8 + 1, 4)
     means = torch.stack([keys[s : s + 8].mean(dim=0) for s in starts])
@@ -27,18 +27,18 @@ def blocks_read(keys: Tensor, queries: Tensor, budget: int) -> list[int]:
         for b in range(count)
     }
     always = {0, count - 2, count - 1}
-    rest = sorted((b for b in scores if b not in always), key=lambda b: -scores[b])[: budget // 8 - len(always)]
-    return [t for b in sorted({*always, *rest}) for t in range(8 * b, min(8 * b + 8, n))]
+    best = sorted((b for b in scores if b not in always), key=lambda b: -scores[b])[: budget // 8 - len(always)]
+    return [t for b in sorted({*always, *best}) for t in range(8 * b, min(8 * b + 8, n))]
 
 
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
-def test_the_blocks_whose_mean_keys_get_most_are_read(storage: str) -> None:
+def test_the_blocks_whose_mean_keys_get_most_attention_are_read(storage: str) -> None:
     press = build(SPEC, 64, storage)
-    for keys, queries, found in read_at_a_step(press):
-        assert found == blocks_read(keys, queries, 64)
+    for keys, queries, ranks in read_at_a_step(press):
+        assert ranks == blocks_read(keys, queries, 64)
 
 
-def test_means_that_grow_are_those_that_are_built_at_once() -> None:
+def test_an_index_that_grew_equals_one_that_is_built_at_once() -> None:
     press = build(SPEC, 64)
     model, cache, mask = prefilled(press, padded=True, lengths=(90, 61))
     for i in range(30):
@@ -47,14 +47,14 @@ def test_means_that_grow_are_those_that_are_built_at_once() -> None:
     for layer in cache.layers:
         store = layer.store
         (grown,) = store.index.values()
-        whole = MeanKeys.build(store.segments, 8, 4)
-        assert grown.layout.lengths == whole.layout.lengths
+        built = MeanKeys.build(store.segments, 8, 4)
+        assert grown.layout.lengths == built.layout.lengths
         assert min(grown.pairs.lengths) > 61
-        assert torch.equal(grown.means, whole.means)
+        assert torch.equal(grown.means, built.means)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
-def test_families(family: str) -> None:
+def test_model_families_work(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([150, 70])
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
@@ -65,7 +65,7 @@ def test_families(family: str) -> None:
     assert "indexes" in kvpress.memory_report(session.cache).components
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     for words, arguments in {
         "block_size must be a multiple of stride=16, got 40": {"block_size": 40},
         "n_recent must be a whole number >= 32, got 3|n_recent must be >= 32, got 3": {"n_recent": 3},

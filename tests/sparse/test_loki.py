@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loki: directions of the keys, what they choose, and how long they stay."""
+"""Loki: directions of the keys, the pairs that they choose, and their lifetime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = "loki:budget=20,channels=8,label_bits=16"
 
 
 def directions(keys: Tensor, channels: int) -> Tensor:
-    """Right singular vectors `[D, r]` of the centred keys `[n, D]`."""
+    """Return the right singular vectors `[D, r]` of the centred keys `[n, D]`."""
     return torch.linalg.svd(keys.double() - keys.double().mean(dim=0)).Vh[:channels].T
 
 
@@ -32,15 +32,15 @@ def stored(layer: Any, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
-def test_the_pairs_that_agree_best_along_the_main_directions_are_read(storage: str) -> None:
+def test_the_pairs_with_the_largest_products_along_the_directions_are_read(storage: str) -> None:
     press = build(SPEC, 20, storage)
-    for keys, queries, found in read_at_a_step(press):
+    for keys, queries, ranks in read_at_a_step(press):
         basis = directions(keys, 8)
         scores = ((queries.double() @ basis) @ (keys.double() @ basis).T).amax(dim=0)
-        assert found == scores.topk(20).indices.sort().values.tolist()
+        assert ranks == scores.topk(20).indices.sort().values.tolist()
 
 
-def test_directions_stay_those_of_the_first_sealed_pairs_of_a_row() -> None:
+def test_directions_are_fitted_to_the_first_sealed_pairs_of_a_row() -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([150, 70])  # the second row seals its first pairs while tokens are generated
     cache = DynamicCache(config=model.config)
@@ -66,7 +66,7 @@ def test_directions_stay_those_of_the_first_sealed_pairs_of_a_row() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
-def test_families(family: str) -> None:
+def test_model_families_work(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([150, 120])
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
@@ -77,7 +77,7 @@ def test_families(family: str) -> None:
     assert "indexes" in kvpress.memory_report(session.cache).components
 
 
-def test_a_calibration_gives_the_directions_of_the_models_keys(tmp_path: Path) -> None:
+def test_a_calibration_has_the_directions_of_the_models_keys(tmp_path: Path) -> None:
     model, ids, path = tiny_model("qwen3"), tokens(3, 40), tmp_path / "loki.safetensors"
     calibrate(model, ids, KeyDirectionSettings(), path)
     seen: dict[str, list[Tensor]] = {"rotated": [], "unrotated": []}
@@ -89,10 +89,10 @@ def test_a_calibration_gives_the_directions_of_the_models_keys(tmp_path: Path) -
             seen["rotated"].append(cache.layers[1].keys[0])
     hook.remove()
     unrotated = torch.cat([keys[0].transpose(0, 1) for keys in seen["unrotated"]], dim=1)
-    found = calibration.read(path).tensors
+    calibrated = calibration.read(path).tensors
     for name, keys in {"rotated": torch.cat(seen["rotated"], dim=1), "unrotated": unrotated}.items():
         for head in range(2):
-            overlap = directions(keys[head], 8).T @ found[f"1.{name}"][head, :, :8].double()
+            overlap = directions(keys[head], 8).T @ calibrated[f"1.{name}"][head, :, :8].double()
             torch.testing.assert_close(overlap.abs(), torch.eye(8, dtype=torch.float64), atol=1e-3, rtol=0)
     reads = []
     for keys in ("rotated", "unrotated"):
@@ -110,7 +110,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="label_bits must be 4, 8 or 16, got 2"):
         kvpress.LokiPress(label_bits=2)  # type: ignore[arg-type]
     for words, press in {
-        "channels must be a multiple of 2 .* head dim 32 .* got 40": kvpress.LokiPress(channels=40),
+        "channels must be a multiple of 2 .* head dim 32, got 40": kvpress.LokiPress(channels=40),
         "no calibration file 'missing.safetensors'.*--method loki": kvpress.LokiPress(
             calibration="missing.safetensors"
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long turns: what a pass of many tokens holds at once; and turns on pairs in host memory."""
+"""Long turns: the memory of a pass of many tokens; and turns with pairs in host memory."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from tests.sparse.test_tidal_decode import deep_model
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operator makes, views aside."""
+    """Records the size of the largest tensor that an operator makes, except views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and not tensor._is_view():
                 self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return found
+        return result
 
 
 @pytest.mark.parametrize("kernels_serve", [True, False])
 @every_selector
-def test_a_long_turn_never_holds_the_scores_of_all_its_tokens(
+def test_a_long_turn_never_stores_the_scores_of_all_its_tokens(
     spec: str, kernels_serve: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels_serve:
         monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
     monkeypatch.setattr(attention, "BLOCK_BYTES", 2**19)
-    heads, groups, dim, held, budget = 2, 2, 32, 2048, 16
-    keys, values = torch.randn(2, 1, heads, held, dim, generator=torch.Generator().manual_seed(0))
+    heads, groups, dim, stored, budget = 2, 2, 32, 2048, 16
+    keys, values = torch.randn(2, 1, heads, stored, dim, generator=torch.Generator().manual_seed(0))
     store = KVStore(keys[:, :, :0], values[:, :, :0])
     store.append(keys, values)
     store.settle(DenseCodec(64, 0), Sealing(heads))
@@ -73,24 +73,24 @@ def test_a_long_turn_never_holds_the_scores_of_all_its_tokens(
         largest[new] = noted.bytes
         results = heads * groups * new * dim * 4
         chosen = heads * new * budget * groups * 8
-        # Pairs of one token, gathered, are never cut.
+        # The gathered pairs of one token are never split.
         assert noted.bytes <= max(attention.BLOCK_BYTES, results, chosen)
-        assert heads * new * held * 4 >= attention.BLOCK_BYTES
-    assert largest[512] <= 512 * heads * held * 4 / 4
+        assert heads * new * stored * 4 >= attention.BLOCK_BYTES
+    assert largest[512] <= 512 * heads * stored * 4 / 4
 
 
-# -- what tests of whole passes do not reach -----------------------------------------------------------------
+# -- helpers ------------------------------------------------------------------------------------------------
 
 
-def test_tokens_and_streams_change_places_and_back() -> None:
+def test_by_stream_inverts_by_token() -> None:
     rows = torch.arange(2 * 6 * 4).view(2, 6, 4)  # two streams, two query heads, three tokens
-    asked = by_token(rows, 3)
-    assert asked.shape == (3, 2, 2, 4)
-    assert torch.equal(asked[1, 0], rows[0, [1, 4]])
-    assert torch.equal(by_stream([asked[:2].flatten(0, 1), asked[2:].flatten(0, 1)], 2), rows)
+    queries = by_token(rows, 3)
+    assert queries.shape == (3, 2, 2, 4)
+    assert torch.equal(queries[1, 0], rows[0, [1, 4]])
+    assert torch.equal(by_stream([queries[:2].flatten(0, 1), queries[2:].flatten(0, 1)], 2), rows)
 
 
-def test_formats_with_operands_of_streams_are_asked_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_with_operands_of_streams_attend_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     press = press_for("quest:budget={budget},page_size=4,skip_layers=0", 32, "columns")
     _, cache, _ = prefilled(press, padded=True)
     (segment, *_) = cache.layers[0].store.segments
@@ -115,7 +115,7 @@ def offloaded(model: Any, offload: bool) -> DoubleSparsityPress:
 
 
 @padded_or_not
-def test_pairs_in_host_memory_give_the_same_as_on_the_device(padded: bool) -> None:
+def test_pairs_in_host_memory_give_the_logits_of_pairs_on_the_device(padded: bool) -> None:
     model, logits = deep_model(7), []
     for offload in (False, True):
         press = offloaded(model, offload)
@@ -123,9 +123,9 @@ def test_pairs_in_host_memory_give_the_same_as_on_the_device(padded: bool) -> No
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
-def test_what_was_fetched_for_a_step_that_failed_is_not_read_by_a_turn() -> None:
+def test_a_turn_ignores_the_fetch_of_a_failed_step() -> None:
     model = deep_model(7)
-    press, found = offloaded(model, True), []
+    press, logits = offloaded(model, True), []
     for failing in (False, True):
         cache = DynamicCache(config=model.config)
         with press(model):
@@ -138,8 +138,8 @@ def test_what_was_fetched_for_a_step_that_failed_is_not_read_by_a_turn() -> None
                 handle.remove()
                 for layer in cache.layers:
                     layer.crop(300 - layer.get_seq_length())
-            found.append(model(tokens(1, 2, seed=3), past_key_values=cache).logits)
-    torch.testing.assert_close(*found)
+            logits.append(model(tokens(1, 2, seed=3), past_key_values=cache).logits)
+    torch.testing.assert_close(*logits)
 
 
 def stop(module: Any, args: Any) -> None:

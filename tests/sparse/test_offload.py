@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs in host memory: the same results, fetched a layer ahead, into buffers that take turns."""
+"""Pairs in host memory: equal results, prefetch of the next layer, and alternating buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def press_for(budget: float, model: Any, **settings: Any) -> DoubleSparsityPress
     )
 
 
-def test_pairs_lie_in_host_memory_and_are_reported_there() -> None:
+def test_pairs_are_stored_and_reported_in_host_memory() -> None:
     model = deep_model(LAYERS)
     with press_for(0.25, model)(model) as session:
         model.generate(tokens(2, 200), max_new_tokens=4, do_sample=False)
@@ -47,7 +47,7 @@ def test_pairs_lie_in_host_memory_and_are_reported_there() -> None:
 
 
 @pytest.mark.parametrize(("padded", "beams"), [(False, 1), (True, 3)])
-def test_a_budget_of_everything_is_exact(padded: bool, beams: int) -> None:
+def test_a_budget_of_all_pairs_is_exact(padded: bool, beams: int) -> None:
     model = deep_model(LAYERS)
     ids, mask = padded_batch([200, 140]) if padded else (tokens(2, 200), None)
     settings = {"max_new_tokens": 80, "num_beams": beams, "do_sample": False}
@@ -66,8 +66,8 @@ def test_rows_of_a_padded_batch_equal_those_rows_alone() -> None:
             assert torch.equal(together[row, -80:], alone[0, -80:])
 
 
-def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guess for a layer comes from its own weights and the input of the layer before it."""
+def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate for a layer uses its weights and the input of the layer before."""
     model = deep_model(LAYERS)
     press = press_for(0.2, model)
     inputs: dict[int, LayerCall] = {}
@@ -75,26 +75,26 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
     original = DoubleSparsitySelector.attend
 
     def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
-        ahead = selector.fetching is not None and selector in selector.fetching.pending
+        is_prefetched = selector.fetching is not None and selector in selector.fetching.pending
         inputs[call.layer] = call
-        found = original(selector, call, queries)
-        assert ahead == (SKIPPED < call.layer < LAYERS - 1)
-        asking = queries
-        if ahead:
+        partials = original(selector, call, queries)
+        assert is_prefetched == (SKIPPED < call.layer < LAYERS - 1)
+        choosing = queries
+        if is_prefetched:
             module = model.model.layers[call.layer].self_attn
             before = inputs[call.layer - 1]
-            asking = group_queries(asked(module, before.hidden_states, before.kwargs).queries, 2)
-        (chosen,) = selector.choose(call, asking) or []
-        for segment, part, (out, lse) in zip(call.store.segments, chosen, found, strict=True):
+            choosing = group_queries(asked(module, before.hidden_states, before.kwargs).queries, 2)
+        (chosen,) = selector.choose(call, choosing) or []
+        for segment, pairs, (out, lse) in zip(call.store.segments, chosen, partials, strict=True):
             keys, values = segment.read(slice(None))
             for n in range(segment.layout.streams):
-                own = torch.zeros(segment.layout.total, dtype=torch.bool)
-                own[part.rows[n, : part.counts[n]].long()] = True
-                expected = attend(queries[n : n + 1], keys[None], values[None], call.logits, own[None, None])
+                is_read = torch.zeros(segment.layout.total, dtype=torch.bool)
+                is_read[pairs.rows[n, : pairs.counts[n]].long()] = True
+                expected = attend(queries[n : n + 1], keys[None], values[None], call.logits, is_read[None, None])
                 torch.testing.assert_close(out[n], expected[0][0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(lse[n], expected[1][0], atol=1e-4, rtol=1e-4)
         checked.append(call.layer)
-        return found
+        return partials
 
     cache = DynamicCache(config=model.config)
     with press(model):
@@ -105,7 +105,7 @@ def test_what_is_fetched_is_what_the_guessed_queries_choose(monkeypatch: pytest.
     assert checked == [*range(SKIPPED, LAYERS)] * 3
 
 
-def test_a_layer_is_sent_for_before_the_one_before_it_attends_and_buffers_take_turns(
+def test_a_layer_is_fetched_before_the_layer_before_attends_and_buffers_alternate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, events = deep_model(LAYERS), []
@@ -127,14 +127,14 @@ def test_a_layer_is_sent_for_before_the_one_before_it_attends_and_buffers_take_t
         monkeypatch.setattr(Prefetcher, "start", starting)
         monkeypatch.setattr(DoubleSparsitySelector, "attend", attending)
         model(tokens(1, 1), past_key_values=cache)
-    assert [(what, layer) for what, layer, _ in events] == [
+    assert [(kind, layer) for kind, layer, _ in events] == [
         ("start", 3), ("attend", 2), ("start", 4), ("attend", 3), ("start", 5), ("attend", 4), ("attend", 5), ("attend", 6),
     ]  # fmt: skip
-    buffers = [buffer for what, _, buffer in events if what == "start"]
-    assert all(one != other for one, other in pairwise(buffers))
+    buffers = [buffer for kind, _, buffer in events if kind == "start"]
+    assert all(a != b for a, b in pairwise(buffers))
 
 
-def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_waits_for_a_slow_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, gate = deep_model(LAYERS), []
     ids = tokens(1, 300)
     with press_for(0.2, model)(model):
@@ -151,7 +151,7 @@ def test_a_slow_fetch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(gate) == 4 * 3
 
 
-def test_threads_fetch_for_themselves() -> None:
+def test_threads_have_separate_fetches() -> None:
     model, press = deep_model(LAYERS), press_for(0.2, deep_model(LAYERS))
     prompts = [tokens(1 + n % 2, 200 + 60 * n, seed=n) for n in range(3)]
 
@@ -167,23 +167,23 @@ def stop(module: Any, args: Any) -> None:
     raise RuntimeError("stop")
 
 
-def test_a_step_that_failed_leaves_nothing_for_the_next() -> None:
+def test_a_failed_step_does_not_change_the_next() -> None:
     model = deep_model(LAYERS)
-    one, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    failing_cache, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with press_for(0.2, model)(model):
-        model(tokens(1, 300), past_key_values=one)
-        model(tokens(1, 200, seed=2), past_key_values=other)
-        expected = model(tokens(1, 1, seed=3), past_key_values=other).logits
-        other.crop(-1)
+        model(tokens(1, 300), past_key_values=failing_cache)
+        model(tokens(1, 200, seed=2), past_key_values=cache)
+        expected = model(tokens(1, 1, seed=3), past_key_values=cache).logits
+        cache.crop(-1)
         failing = model.model.layers[3].mlp.register_forward_pre_hook(stop)
         with pytest.raises(RuntimeError, match="stop"):
-            model(tokens(1, 1, seed=1), past_key_values=one)
+            model(tokens(1, 1, seed=1), past_key_values=failing_cache)
         failing.remove()
-        torch.testing.assert_close(model(tokens(1, 1, seed=3), past_key_values=other).logits, expected)
+        torch.testing.assert_close(model(tokens(1, 1, seed=3), past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mistral", "qwen3_next"}))
-def test_queries_of_a_module_are_those_that_its_attention_gets(family: str) -> None:
+def test_computed_queries_of_a_module_are_those_of_its_attention(family: str) -> None:
     model = tiny_model(family, "eager" if family in ("gpt_oss", "gemma2") else "sdpa")
     seen = []
 
@@ -194,11 +194,11 @@ def test_queries_of_a_module_are_those_that_its_attention_gets(family: str) -> N
     with Watching(look)(model):
         model(tokens(2, 20), use_cache=True)
     assert seen
-    for found, used in seen:
-        torch.testing.assert_close(found, used)
+    for computed, used in seen:
+        torch.testing.assert_close(computed, used)
 
 
-def test_it_cannot_be_combined_with_a_codec_or_replayed() -> None:
+def test_offloading_refuses_a_codec_and_capture() -> None:
     model = deep_model(LAYERS)
     with pytest.raises(ValueError, match="one codec"):
         kvpress.get_press("kivi:bits=4") + press_for(0.2, model)

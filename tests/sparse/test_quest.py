@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quest: bounds of pages, and which pages are read."""
+"""Quest: bounds of pages, and the pages that are read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def segment(lengths: list[int], dim: int = 16, seed: int = 0) -> DenseSegment:
     st.lists(st.integers(0, 70), min_size=1, max_size=4), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**20)
 )
 def test_a_page_bounds_every_logit_in_it(lengths: list[int], size: int, groups: int, seed: int) -> None:
-    part = segment(lengths, seed=seed)
-    if not part.layout.total:
+    sealed = segment(lengths, seed=seed)
+    if not sealed.layout.total:
         return
     queries = torch.randn(len(lengths), groups, 16, generator=torch.Generator().manual_seed(seed + 1))
-    bounds = PageIndex.build([part], size).bounds(queries)
+    bounds = PageIndex.build([sealed], size).bounds(queries)
     for n, length in enumerate(lengths):
-        logits = queries[n] @ part.keys[part.layout.rows(n)].T
+        logits = queries[n] @ sealed.keys[sealed.layout.rows(n)].T
         for page in range(bounds.shape[1]):
             inside = logits[:, page * size : (page + 1) * size]
             if page * size < length:
@@ -44,19 +44,19 @@ def test_a_page_bounds_every_logit_in_it(lengths: list[int], size: int, groups: 
 
 
 def test_the_best_pages_are_read() -> None:
-    part = segment([256, 256])
+    sealed = segment([256, 256])
     queries = torch.zeros(2, 2, 16)
-    part.keys[100], part.keys[256 + 33] = 5.0, 5.0
+    sealed.keys[100], sealed.keys[256 + 33] = 5.0, 5.0
     queries[:] = 1.0
     call: Any = SimpleNamespace(
-        store=SimpleNamespace(segments=[part], index={}), logits=Logits(1.0), queries=queries[:, :, None]
+        store=SimpleNamespace(segments=[sealed], index={}), logits=Logits(1.0), queries=queries[:, :, None]
     )
     selector = QuestPress(budget=16).selector_at(2)
     assert selector is not None
     out, lse = merge(selector.attend(call, queries))
-    for n, at in enumerate((100, 33)):
-        page = at // 16
+    for n, position in enumerate((100, 33)):
+        page = position // 16
         rows = slice(256 * n + 16 * page, 256 * n + 16 * page + 16)
-        expected = attend(queries[n : n + 1], part.keys[None, rows], part.values[None, rows], call.logits)
+        expected = attend(queries[n : n + 1], sealed.keys[None, rows], sealed.values[None, rows], call.logits)
         torch.testing.assert_close(out[n], expected[0][0])
         torch.testing.assert_close(lse[n], expected[1][0])

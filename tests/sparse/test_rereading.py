@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are read once more: which ones can be, and that the correction of TidalDecode works beside eviction."""
+"""Rereading tokens: the tokens that can be reread, and the correction of TidalDecode combined with eviction."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ TIDAL = "tidal_decode:budget=8,skip_layers=1,reselect_layer=2"
 
 
 def stored(store: KVStore, mask: Tensor | None) -> list[list[dict[str, Tensor]]]:
-    """Slots, keys, values and side arrays of every stream, part by part, the newest last."""
+    """Return slots, keys, values and side arrays of every stream, segment by segment, the newest last."""
     streams = []
-    for part in [*store.segments, store.open_segment(mask)]:
-        keys, values = part.read(slice(None))
-        held = {"slots": part.slots(), "keys": keys, "values": values, **part.side}
-        streams.append(
-            [{name: array[part.layout.rows(n)] for name, array in held.items()} for n in range(part.layout.streams)]
-        )
+    for segment in [*store.segments, store.open_segment(mask)]:
+        keys, values = segment.read(slice(None))
+        arrays = {"slots": segment.slots(), "keys": keys, "values": values, **segment.side}
+        rows = [segment.layout.rows(n) for n in range(segment.layout.streams)]
+        streams.append([{name: array[span] for name, array in arrays.items()} for span in rows])
     return streams
 
 
@@ -44,34 +43,36 @@ def stored(store: KVStore, mask: Tensor | None) -> list[list[dict[str, Tensor]]]
         ("decoding(streaming_llm):compression_interval=1,target_size=40", set()),
     ],
 )
-def test_correction_beside_eviction_leaves_the_pairs_of_full_attention(
+def test_correction_with_eviction_stores_the_pairs_of_full_attention(
     evicting: str, sides: set[str], padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over what is stored: whatever was evicted stays away, and what observers recorded stays as it was."""
+    """Evicted pairs stay evicted, and records of observers do not change."""
     model, press = deep_model(6), kvpress.get_press(f"{evicting} + {TIDAL},correction=4")
     reread, checked = DecoderReader.reread, []
 
-    def checking(reader: DecoderReader, done: Pass, count: int) -> None:
-        mask, twin = done.mask, copy.deepcopy(done.cache)
-        before = [stored(layer.store, mask) for layer in done.cache.layers]
-        reread(reader, done, count)
-        after = [stored(layer.store, mask) for layer in done.cache.layers]
-        ids, at = done.ids[:, -count:], done.position + torch.arange(-count, 0)
+    def checking(reader: DecoderReader, finished: Pass, count: int) -> None:
+        mask, twin = finished.mask, copy.deepcopy(finished.cache)
+        before = [stored(layer.store, mask) for layer in finished.cache.layers]
+        reread(reader, finished, count)
+        after = [stored(layer.store, mask) for layer in finished.cache.layers]
+        ids, positions = finished.ids[:, -count:], finished.position + torch.arange(-count, 0)
         for layer in twin.layers:
             layer.store.take_back(count)
         with as_pass(Forward(reader.session, watch=lambda call: None)):
-            reader.session.decoder(ids, attention_mask=mask, position_ids=at, past_key_values=twin, use_cache=True)
+            reader.session.decoder(
+                ids, attention_mask=mask, position_ids=positions, past_key_values=twin, use_cache=True
+            )
         expected = [stored(layer.store, mask) for layer in twin.layers]
-        for held, new, full in zip(before, after, expected, strict=True):
-            for ours, theirs, oracle in zip(held[-1], new[-1], full[-1], strict=True):
-                assert set(theirs) == {"slots", "keys", "values"} | sides
+        for old, new, full in zip(before, after, expected, strict=True):
+            for old_arrays, new_arrays, oracle in zip(old[-1], new[-1], full[-1], strict=True):
+                assert set(new_arrays) == {"slots", "keys", "values"} | sides
                 for name in ("slots", *sides):
-                    assert torch.equal(theirs[name], ours[name])
+                    assert torch.equal(new_arrays[name], old_arrays[name])
                 for name in ("keys", "values"):
-                    assert torch.equal(theirs[name][:-count], ours[name][:-count])
-                    torch.testing.assert_close(theirs[name], oracle[name], atol=1e-5, rtol=1e-5)
-                assert theirs["slots"].tolist()[-count:] == list(range(done.seen - count, done.seen))
-        checked.append((count, done.seen, float((new[-1][0]["keys"] - held[-1][0]["keys"]).abs().max())))
+                    assert torch.equal(new_arrays[name][:-count], old_arrays[name][:-count])
+                    torch.testing.assert_close(new_arrays[name], oracle[name], atol=1e-5, rtol=1e-5)
+                assert new_arrays["slots"].tolist()[-count:] == list(range(finished.seen - count, finished.seen))
+        checked.append((count, finished.seen, float((new[-1][0]["keys"] - old[-1][0]["keys"]).abs().max())))
 
     monkeypatch.setattr(DecoderReader, "reread", checking)
     ids, mask = padded_batch([120, 90]) if padded else (tokens(2, 120), None)
@@ -82,20 +83,22 @@ def test_correction_beside_eviction_leaves_the_pairs_of_full_attention(
     assert [count for count, _, _ in checked] == [4, 4, 4]
 
 
-def test_tokens_that_are_left_are_read_once_more_where_others_were_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This press evicts newest tokens of some heads, so that not all heads store the last four."""
-    model, asked = deep_model(6), []
+def test_fewer_tokens_are_reread_if_some_were_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This press evicts some of the newest tokens, so that not all heads store the last four."""
+    model, counts = deep_model(6), []
     press = kvpress.get_press(f"decoding(keydiff):compression_interval=3,target_size=40 + {TIDAL},correction=4")
     reread = DecoderReader.reread
-    monkeypatch.setattr(DecoderReader, "reread", lambda reader, done, n: (asked.append(n), reread(reader, done, n)))
+    monkeypatch.setattr(
+        DecoderReader, "reread", lambda reader, finished, n: (counts.append(n), reread(reader, finished, n))
+    )
     with press(model):
         model.generate(tokens(2, 120), max_new_tokens=30, do_sample=False)
-    assert len(asked) == 7
-    assert min(asked) < 4
-    assert all(1 <= n <= 4 for n in asked)
+    assert len(counts) == 7
+    assert min(counts) < 4
+    assert all(1 <= n <= 4 for n in counts)
 
 
-def test_tokens_that_some_stream_evicted_cannot_be_read_once_more() -> None:
+def test_tokens_that_a_stream_evicted_cannot_be_reread() -> None:
     keys, values = torch.randn(2, 1, 2, 10, 4, generator=torch.Generator().manual_seed(0))
     store = KVStore(keys[:, :, :0], values[:, :, :0])
     store.append(keys, values)
@@ -114,7 +117,7 @@ def test_tokens_that_some_stream_evicted_cannot_be_read_once_more() -> None:
     assert store.rereadable_tokens == 0
 
 
-def test_side_arrays_of_the_newest_tokens_are_found_on_both_sides_of_the_border() -> None:
+def test_newest_side_reads_sealed_and_open_tokens() -> None:
     keys, values = torch.randn(2, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
     store = KVStore(keys[:, :, :0], values[:, :, :0])
     store.append(keys, values)
@@ -125,16 +128,16 @@ def test_side_arrays_of_the_newest_tokens_are_found_on_both_sides_of_the_border(
     store.evict([kept, kept], None)
     store.append(keys[:, :, :2], values[:, :, :2])
     store.window.side["mass"] = torch.tensor([[[100.0, 101.0], [102.0, 103.0]]])
-    whole = torch.cat([mass, store.window.side["mass"]], dim=-1)
+    joint = torch.cat([mass, store.window.side["mass"]], dim=-1)
     for count in range(1, 7):
-        assert torch.equal(store.newest_side(count)["mass"], whole[..., -count:])
+        assert torch.equal(store.newest_side(count)["mass"], joint[..., -count:])
     store.take_back(4)
     assert (store.seen, store.stored()) == (4, [3, 3])
 
 
 @pytest.mark.parametrize("every", [1, 4, 16])
-def test_correction_beside_a_codec_that_seals_early(every: int) -> None:
-    """Fewer tokens than wished may still be dense."""
+def test_correction_works_with_a_codec_that_seals_early(every: int) -> None:
+    """The codec may have sealed some of the tokens that a correction would read again."""
     model = deep_model(6)
     press = kvpress.get_press(f"kivi:bits=8,group_size=16,residual_length=16 + {TIDAL},correction={every}")
     model, cache, mask = prefilled(press, True, model, lengths=(120, 90))

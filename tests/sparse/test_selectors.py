@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every selector: exactness, what is read, what is kept beside the pairs, and how well it chooses."""
+"""Properties of every selector: exactness, the pairs that are read, the index, and the quality of the choice."""
 
 from __future__ import annotations
 
@@ -41,74 +41,76 @@ padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["even", "p
 
 
 class Record:
-    """Every choice that selectors make, with the call it was made for."""
+    """Records every choice of the selectors, with its call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.choices: list[tuple[LayerCall, Tensor, Selection, list[Partial]]] = []
-        # Kernels round to int8 here and there; what is chosen is the same.
+        # Some kernels round queries to int8, which does not change the choice.
         monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
         original = Selector.attend
 
         def recording(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
             sets = selector.choose(call, queries)
-            found = original(selector, call, queries)
-            self.choices.append((call, queries, sets, found))
-            return found
+            partials = original(selector, call, queries)
+            self.choices.append((call, queries, sets, partials))
+            return partials
 
         monkeypatch.setattr(Selector, "attend", recording)
 
     @property
     def read(self) -> list[tuple[LayerCall, int, Tensor]]:
-        """Columns that each set of heads of each stream read: `(call, stream, columns)`."""
-        found = []
+        """Return the columns that each set of heads of each stream read, as `(call, stream, columns)`."""
+        columns = []
         for call, _, sets, _ in self.choices:
             for chosen in sets or []:
                 for n in range(len(chosen[0].counts)):
-                    parts = zip(call.store.segments, chosen, strict=True)
-                    at = [segment.slots()[part.rows[n, : part.counts[n]].long()] for segment, part in parts]
-                    found.append((call, n, torch.cat(at)))
-        return found
+                    slots = [
+                        segment.slots()[pairs.rows[n, : pairs.counts[n]].long()]
+                        for segment, pairs in zip(call.store.segments, chosen, strict=True)
+                    ]
+                    columns.append((call, n, torch.cat(slots)))
+        return columns
 
 
 @every_combination
-def test_a_budget_of_everything_is_exact(spec: str, storage: str, padded: bool) -> None:
+def test_a_budget_of_all_pairs_is_exact(spec: str, storage: str, padded: bool) -> None:
     press = build(spec, 512, storage)
     model, cache, mask = prefilled(press, padded)
-    whole = step(model, copy.deepcopy(cache), mask, kvpress.NonePress())
-    torch.testing.assert_close(step(model, cache, mask, press), whole, atol=1e-5, rtol=1e-5)
+    expected = step(model, copy.deepcopy(cache), mask, kvpress.NonePress())
+    torch.testing.assert_close(step(model, cache, mask, press), expected, atol=1e-5, rtol=1e-5)
 
 
 @every_combination
-def test_fewer_pairs_equal_attention_with_the_rest_masked(
+def test_the_result_is_attention_with_unread_pairs_masked(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is returned, the result is dense attention to exactly those pairs, each once and of its own stream."""
+    """The result is dense attention to exactly the chosen pairs, each read once and by its stream."""
     press = build(spec, 64, storage)
     state = prefilled(press, padded)
     record = Record(monkeypatch)
     assert torch.isfinite(step(*state, press)).all()
     checked = 0
-    for call, queries, sets, found in record.choices:
+    for call, queries, sets, partials in record.choices:
         for i, segment in enumerate(call.store.segments if sets else []):
             keys, values = segment.read(slice(None))
             for head in range(queries.shape[1]):
                 rows, counts = vars(sets[head * len(sets) // queries.shape[1]][i]).values()
                 for n in range(segment.layout.streams):
-                    own = torch.zeros(segment.layout.total, dtype=torch.bool)
-                    own[rows[n, : counts[n]].long()] = True
-                    assert int(own.sum()) == counts[n]
-                    assert int(own[segment.layout.rows(n)].sum()) == counts[n]
+                    is_read = torch.zeros(segment.layout.total, dtype=torch.bool)
+                    is_read[rows[n, : counts[n]].long()] = True
+                    assert int(is_read.sum()) == counts[n]
+                    assert int(is_read[segment.layout.rows(n)].sum()) == counts[n]
                     expected = attend(
-                        queries[n : n + 1, head : head + 1], keys[None], values[None], call.logits, own[None, None]
+                        queries[n : n + 1, head : head + 1], keys[None], values[None], call.logits, is_read[None, None]
                     )
-                    for ours, theirs in zip(found[i], expected, strict=True):
+                    for ours, theirs in zip(partials[i], expected, strict=True):
                         torch.testing.assert_close(ours[n, head], theirs[0, 0], atol=1e-5, rtol=1e-4)
                     checked += 1
     assert checked
 
 
 @every_combination
-def test_the_budget_is_kept_and_what_is_forced_is_read(
+def test_the_budget_is_kept_and_sinks_and_recent_pairs_are_read(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     press = build(spec, 64, storage)
@@ -117,40 +119,41 @@ def test_the_budget_is_kept_and_what_is_forced_is_read(
     step(*state, press)
     assert record.read
     for call, n, columns in record.read:
-        held = torch.cat([segment.slots()[segment.layout.rows(n)] for segment in call.store.segments])
+        stored = torch.cat([segment.slots()[segment.layout.rows(n)] for segment in call.store.segments])
         assert len(columns) <= 64
         if "tidal" not in spec:
-            assert len(columns) == min(64, len(held))
+            assert len(columns) == min(64, len(stored))
         if "n_sink" in spec and "tidal" not in spec:
-            assert set(held[:4].tolist()) | set(held[-8:].tolist()) <= set(columns.tolist())
+            assert set(stored[:4].tolist()) | set(stored[-8:].tolist()) <= set(columns.tolist())
 
 
 @padded_or_not
 @every_selector
-def test_a_fraction_counts_the_pairs_of_each_row(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fractional_budget_counts_the_pairs_of_each_row(
+    spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     press = build(spec, 0.25)
     state = prefilled(press, padded)
     record = Record(monkeypatch)
     step(*state, press)
     for call, n, columns in record.read:
-        held = sum(segment.layout.lengths[n] for segment in call.store.segments)
-        assert len(columns) == -(-held // 4) // 4 * 4 if "quest" in spec else -(-held // 4)
+        count = sum(segment.layout.lengths[n] for segment in call.store.segments)
+        assert len(columns) == -(-count // 4) // 4 * 4 if "quest" in spec else -(-count // 4)
 
 
 def decoded(store: Any, stream: int) -> Tensor:
-    """Keys and values `[n, D + Dv]` of a stream, as what is sealed of it is read."""
-    parts = [torch.cat(part.read(part.layout.rows(stream)), dim=1) for part in store.segments]
-    return torch.cat(parts) if parts else torch.empty(0)
+    """Return the sealed keys and values `[n, D + Dv]` of a stream, decoded."""
+    pairs = [torch.cat(segment.read(segment.layout.rows(stream)), dim=1) for segment in store.segments]
+    return torch.cat(pairs) if pairs else torch.empty(0)
 
 
 def decoded_alike(batch: DynamicCache, row: int, alone: DynamicCache) -> bool:
-    """Whether what is sealed of a row of a batch was given the same codes as of the row alone."""
-    for one, other in zip(
-        (layer.store for layer in batch.layers), (layer.store for layer in alone.layers), strict=True
-    ):
-        for head in range(other.heads):
-            found, expected = decoded(one, row * other.heads + head), decoded(other, head)
-            if found.shape != expected.shape or not torch.allclose(found, expected, atol=1e-4, rtol=0):
+    """Return whether the sealed pairs of a row have the same codes in a batch and alone."""
+    for in_batch, expected in zip(batch.layers, alone.layers, strict=True):
+        heads = expected.store.heads
+        for head in range(heads):
+            ours, theirs = decoded(in_batch.store, row * heads + head), decoded(expected.store, head)
+            if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-4, rtol=0):
                 return False
     return True
 
@@ -169,18 +172,18 @@ def test_a_padded_row_decodes_as_if_it_were_alone(spec: str, storage: str) -> No
         cache = DynamicCache(config=model.config)
         with press(model):
             model(ids, past_key_values=cache)
-        # Where padding, which rounds keys in another way, gave a number the next code, logits differ by up to 1.3e-4 at 8 bits;
-        # a page less to read changes them by 0.15 and more.
-        close = 2e-3 if "packed" in storage and not decoded_alike(batch, row, cache) else 1e-4
+        # Padding rounds keys differently. Where a code differs, logits differ by up to 1.3e-4 at 8 bits; a missing page would
+        # change them by 0.15 and more.
+        tolerance = 2e-3 if "packed" in storage and not decoded_alike(batch, row, cache) else 1e-4
         for i, seed in enumerate((8, 9)):
             with kvpress.reading(model, press):
                 alone = model(tokens(2, 1, seed=seed)[row : row + 1], past_key_values=cache).logits
-            torch.testing.assert_close(together[i][row], alone[0], atol=close, rtol=close)
+            torch.testing.assert_close(together[i][row], alone[0], atol=tolerance, rtol=tolerance)
 
 
 @every_storage
 @every_selector
-def test_taking_tokens_back_and_reordering_rows_restore_what_is_read(spec: str, storage: str) -> None:
+def test_cropping_and_reordering_rows_restore_the_choice(spec: str, storage: str) -> None:
     press = build(spec, 32, storage)
     model, cache, _ = prefilled(press, padded=False)
     twin = copy.deepcopy(cache)
@@ -189,26 +192,25 @@ def test_taking_tokens_back_and_reordering_rows_restore_what_is_read(spec: str, 
         step(model, cache, None, press, tokens(2, 1, seed=20 + seed))
     cache.crop(-3)
     cache.batch_select_indices(torch.tensor([1, 0]))
-    found = step(model, cache, None, press, tokens(2, 1, seed=8).flip(0))
-    torch.testing.assert_close(found.flip(0), expected, atol=1e-5, rtol=1e-5)
+    logits = step(model, cache, None, press, tokens(2, 1, seed=8).flip(0))
+    torch.testing.assert_close(logits.flip(0), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @every_selector
-def test_groups_of_every_size(spec: str, groups: int) -> None:
-    """Query heads that are all alike choose as one does."""
+def test_groups_of_every_size_work(spec: str, groups: int) -> None:
     model = grouped_model(groups)
     press = build(spec, 32, model=model)
     state = prefilled(press, True, model)
     assert torch.isfinite(step(*state, press)).all()
-    whole = build(spec, 512, model=model)
-    _, cache, mask = prefilled(whole, True, model)
+    dense_press = build(spec, 512, model=model)
+    _, cache, mask = prefilled(dense_press, True, model)
     exact = step(model, copy.deepcopy(cache), mask, kvpress.NonePress())
-    torch.testing.assert_close(step(model, cache, mask, whole), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step(model, cache, mask, dense_press), exact, atol=1e-5, rtol=1e-5)
 
 
 @every_selector
-def test_what_is_kept_beside_the_pairs_is_the_same_whether_grown_or_built_at_once(spec: str) -> None:
+def test_an_index_that_grew_equals_one_that_is_built_at_once(spec: str) -> None:
     press = build(spec, 64)
     model, cache, _ = prefilled(press, padded=False, lengths=(150, 150))
     for seed in range(120):
@@ -217,11 +219,11 @@ def test_what_is_kept_beside_the_pairs_is_the_same_whether_grown_or_built_at_onc
     for number, layer in enumerate(cache.layers):
         assert len(layer.store.segments) <= 5
         owners = [layer.store, *layer.store.segments]
-        held = [dict(owner.index) for owner in owners]
+        grown = [dict(owner.index) for owner in owners]
         for owner in owners:
             owner.index = {}
         recipe.selector_at(number).prepare(layer.store)
-        for owner, before in zip(owners, held, strict=True):
+        for owner, before in zip(owners, grown, strict=True):
             for name, entry in owner.index.items():
                 for ours, theirs in zip(before[name].tensors(), entry.tensors(), strict=True):
                     assert torch.equal(ours, theirs)
@@ -238,26 +240,26 @@ def test_nothing_is_evicted_and_the_index_is_reported(spec: str) -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[Any, list[Tensor]]:
-    """The reference model and prompts that end where the answer begins."""
+    """Return the reference model, and prompts that end where the answer begins."""
     model, tokenizer = kvpress.load_model("reference", dtype=torch.float32)
     return model, read_prompts(tokenizer, 2)
 
 
 @pytest.mark.parametrize("budget", [32, 64])
 @pytest.mark.parametrize(
-    ("spec", "least"),
+    ("spec", "smallest_gain"),
     [
         ("quest:budget={},page_size=4,skip_layers=0", 0.5),
-        # The four layers of this model look at different places, so that positions persist a little only.
+        # The four layers of this model attend to different positions, so that positions hardly persist.
         ("tidal_decode:budget={},skip_layers=1,reselect_layer=3", 0.0),
         ("tidal_decode:budget={},skip_layers=1,reselect_layer=3,heads=query", 0.0),
         ("double_sparsity:budget={},skip_layers=0", 0.5),
         ("double_sparsity:budget={},skip_layers=0,label_bits=16", 0.5),
     ],
 )
-def test_more_attention_is_read_than_at_random_and_no_more_than_the_best_pairs_get(
-    spec: str, least: float, budget: int, reference: tuple[Any, list[Tensor]]
+def test_chosen_pairs_hold_more_attention_than_random_ones(
+    spec: str, smallest_gain: float, budget: int, reference: tuple[Any, list[Tensor]]
 ) -> None:
     model, prompts = reference
-    found = recall(model, prompts, kvpress.get_press(spec.format(budget)))
-    assert found.random + least * (found.best - found.random) < found.read <= found.best
+    attention = recall(model, prompts, kvpress.get_press(spec.format(budget)))
+    assert attention.random + smallest_gain * (attention.best - attention.random) < attention.read <= attention.best

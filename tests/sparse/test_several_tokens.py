@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several new tokens at once: each chooses for itself, exactly as if it had come alone behind the same sealed pairs."""
+"""Passes of several tokens: each token reads the pairs that it would read in a pass of one token."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def press_for(spec: str, budget: float, storage: str, model: Any = None) -> Any:
 def with_segments(
     press: Any, padded: bool, several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, DynamicCache, Tensor | None]:
-    """A prompt, and behind it, for several segments, a turn long enough to be sealed by itself."""
+    """Read a prompt and, for several segments, a turn that is long enough for a segment."""
     if several:
-        # Short ones would be joined.
+        # Short segments would be joined.
         monkeypatch.setattr(KVStore, "_join_tail", lambda store: None)
     model, cache, mask = prefilled(press, padded)
     if several:
@@ -52,8 +52,8 @@ def with_segments(
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerCall, list[list[list[set[int]]]] | None]]:
-    """Every call of a selector, with the flat rows that are read: by token, set of heads, segment and stream."""
-    found: list[Any] = []
+    """Record every call of a selector with the flat rows that are read, by token, set of heads, segment and stream."""
+    calls: list[Any] = []
     original = Selector.attend
 
     def recording(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
@@ -63,16 +63,16 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerCall, list[list[li
         if call.read is not None:
             rows = [
                 [
-                    [rows_of(part.of_tokens(slice(t * streams, (t + 1) * streams))) for part in heads]
+                    [rows_of(pairs.of_tokens(slice(t * streams, (t + 1) * streams))) for pairs in heads]
                     for heads in call.read
                 ]
                 for t in range(length)
             ]
-        found.append((call, rows))
+        calls.append((call, rows))
         return parts
 
     monkeypatch.setattr(Selector, "attend", recording)
-    return found
+    return calls
 
 
 def rows_of(chosen: Chosen) -> list[set[int]]:
@@ -88,7 +88,7 @@ def rows_of(chosen: Chosen) -> list[set[int]]:
 def test_a_pass_of_several_tokens_equals_passes_of_one(
     spec: str, storage: str, padded: bool, segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)  # 16-bit queries share their scale
+    monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)  # 16-bit queries share a scale
     press = press_for(spec, 32, storage)
     model, cache, mask = with_segments(press, padded, segments == "several segments", monkeypatch)
     before, new = copy.deepcopy(cache), tokens(2, NEW, seed=8)
@@ -104,41 +104,41 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
         with noise(seed):
             return one_by_one()
 
-    found = reads(monkeypatch)
-    together = step(model, cache, mask, press, new)
-    many, found[:] = list(found), []
-    apart = one_by_one()
-    single, found[:] = list(found), []
-    same(together, apart, noisy, "several tokens", free=1e-4)
-    layers = len(many)
-    assert len(single) == NEW * layers
-    assert any(rows is not None for _, rows in many)
-    for layer, (call, rows) in enumerate(many):
+    calls = reads(monkeypatch)
+    logits = step(model, cache, mask, press, new)
+    together_calls, calls[:] = list(calls), []
+    expected = one_by_one()
+    single_calls, calls[:] = list(calls), []
+    same(logits, expected, noisy, "several tokens", free=1e-4)
+    layers = len(together_calls)
+    assert len(single_calls) == NEW * layers
+    assert any(rows is not None for _, rows in together_calls)
+    for layer, (call, rows) in enumerate(together_calls):
         for t in range(NEW):
-            one, alone = single[t * layers + layer]
-            assert one.layer == call.layer
-            assert (alone is None) == (rows is None)
-            assert rows is None or rows[t] == alone[0]
+            single, single_rows = single_calls[t * layers + layer]
+            assert single.layer == call.layer
+            assert (single_rows is None) == (rows is None)
+            assert rows is None or rows[t] == single_rows[0]
 
 
 every_combination = every_pair(spec=SELECTORS, storage=list(STORAGES), padded={"even": False, "padded": True})
 
 
 @every_combination
-def test_a_budget_of_everything_is_exact(spec: str, storage: str, padded: bool) -> None:
+def test_a_budget_of_all_pairs_is_exact(spec: str, storage: str, padded: bool) -> None:
     press, new = press_for(spec, 512, storage), tokens(2, NEW, seed=8)
     model, cache, mask = prefilled(press, padded)
 
-    def whole(seed: int | None = None) -> Tensor:
+    def full_attention(seed: int | None = None) -> Tensor:
         with nullcontext() if seed is None else noise(seed):
             return step(model, copy.deepcopy(cache), mask, kvpress.NonePress(), new)
 
-    found = step(model, copy.deepcopy(cache), mask, press, new)
-    same(found, whole(), whole, "a budget of everything", free=1e-5)
+    logits = step(model, copy.deepcopy(cache), mask, press, new)
+    same(logits, full_attention(), full_attention, "a budget of all pairs", free=1e-5)
 
 
 @every_combination
-def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
+def test_every_token_attends_to_its_chosen_pairs_within_the_budget(
     spec: str, storage: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)
@@ -148,27 +148,27 @@ def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
 
     def checking(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
         nonlocal checked
-        found = original(selector, call, queries)
+        partials = original(selector, call, queries)
         streams, groups = len(queries), queries.shape[1] // NEW
         for s, heads in enumerate(call.read or ()):
             for t in range(NEW):
-                part = [chosen.of_tokens(slice(t * streams, (t + 1) * streams)) for chosen in heads]
+                selection = [chosen.of_tokens(slice(t * streams, (t + 1) * streams)) for chosen in heads]
                 for n in range(streams):
-                    held = [segment.layout.lengths[n] for segment in call.store.segments]
-                    count = sum(int(chosen.counts[n]) for chosen in part)
-                    # Heads of which the layer that chooses holds no more than the budget are read whole.
-                    assert count <= 64 or ("tidal" in spec and count == sum(held))
-                    assert "tidal" in spec or count == min(64, sum(held))
-                for segment, chosen, (out, lse) in zip(call.store.segments, part, found, strict=True):
+                    stored = sum(segment.layout.lengths[n] for segment in call.store.segments)
+                    count = sum(int(chosen.counts[n]) for chosen in selection)
+                    # TidalDecode reads a head in full if it is within the budget in the layer that chooses.
+                    assert count <= 64 or ("tidal" in spec and count == stored)
+                    assert "tidal" in spec or count == min(64, stored)
+                for segment, chosen, (out, lse) in zip(call.store.segments, selection, partials, strict=True):
                     keys, values = segment.read(slice(None))
                     for n in range(streams):
                         rows = chosen.rows[n, : chosen.counts[n]].long()
                         ranks = set((rows - segment.layout.offsets[n]).tolist())
-                        held = segment.layout.lengths[n]
+                        length = segment.layout.lengths[n]
                         assert len(ranks) == len(rows)
-                        assert all(0 <= rank < held for rank in ranks)
+                        assert all(0 <= rank < length for rank in ranks)
                         if "n_sink" in spec and "tidal" not in spec:
-                            assert {*range(min(4, held)), *range(max(0, held - 8), held)} <= ranks
+                            assert {*range(min(4, length)), *range(max(0, length - 8), length)} <= ranks
                         for g in range(s * groups // len(call.read), (s + 1) * groups // len(call.read)):
                             m = g * NEW + t
                             expected = attend(
@@ -177,7 +177,7 @@ def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
                             torch.testing.assert_close(out[n, m], expected[0][0, 0], atol=1e-5, rtol=1e-4)
                             torch.testing.assert_close(lse[n, m], expected[1][0, 0], atol=1e-5, rtol=1e-4)
                             checked += 1
-        return found
+        return partials
 
     monkeypatch.setattr(Selector, "attend", checking)
     assert torch.isfinite(step(*state, press, tokens(2, NEW, seed=8))).all()
@@ -186,8 +186,8 @@ def test_every_token_reads_dense_attention_to_its_own_pairs_within_its_budget(
 
 @every_storage
 @every_selector
-def test_a_row_whose_turn_is_padded_equals_that_row_alone(spec: str, storage: str) -> None:
-    """Rows ask questions of 5 and of 3 tokens: two of the new tokens of the second row are padding."""
+def test_a_row_with_a_padded_turn_equals_that_row_alone(spec: str, storage: str) -> None:
+    """The turns have 5 and 3 tokens: two of the new tokens of the second row are padding."""
     press = press_for(spec, 32, storage)
     model, cache, mask = prefilled(press, padded=True)
     new, short = tokens(2, NEW, seed=8), 2
@@ -212,30 +212,32 @@ def test_a_row_whose_turn_is_padded_equals_that_row_alone(spec: str, storage: st
             with noise(seed):
                 return alone()
 
-        found, expected = together[row, skipped:], alone()
-        # Where rounding turns a code into its neighbour, the difference is larger; noise must explain it.
-        same(found, expected, noisy, f"row {row}", free=1e-4)
+        logits, expected = together[row, skipped:], alone()
+        # Where rounding changes a code, the difference is larger, but no larger than noise makes it.
+        same(logits, expected, noisy, f"row {row}", free=1e-4)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @every_selector
-def test_groups_of_every_size(spec: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_every_size_choose_alike(spec: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, new = grouped_model(groups), tokens(2, NEW, seed=8)
     press = build(spec, 32, model=model)
     model, cache, mask = prefilled(press, True, model)
-    twin, found = copy.deepcopy(cache), reads(monkeypatch)
+    twin, calls = copy.deepcopy(cache), reads(monkeypatch)
     together = step(model, cache, mask, press, new)
-    many, found[:] = list(found), []
+    together_calls, calls[:] = list(calls), []
     for t in range(NEW):
         alone = step(model, twin, mask, press, new[:, t : t + 1])
         mask = grow(mask, 1)
-        # The wide weights of this model magnify the rounding of its first layer a hundredfold.
+        # The large weights of this model multiply the rounding of its first layer by about a hundred.
         torch.testing.assert_close(together[:, t : t + 1], alone, atol=1e-3, rtol=1e-3)
-        assert [rows and rows[0] for _, rows in found[-len(many) :]] == [rows and rows[t] for _, rows in many]
+        assert [rows and rows[0] for _, rows in calls[-len(together_calls) :]] == [
+            rows and rows[t] for _, rows in together_calls
+        ]
 
 
 @every_selector
-def test_a_turn_that_is_taken_back_leaves_no_trace(spec: str) -> None:
+def test_a_cropped_turn_leaves_no_trace(spec: str) -> None:
     press, new = build(spec, 32), tokens(2, NEW, seed=8)
     model, cache, _ = prefilled(press, padded=False)
     expected = step(model, copy.deepcopy(cache), None, press, new)
@@ -252,20 +254,20 @@ def test_reordered_rows_choose_as_before(spec: str, storage: str) -> None:
     step(model, cache, None, press, tokens(2, NEW, seed=20))
     expected = step(model, copy.deepcopy(cache), None, press, new)
     cache.batch_select_indices(torch.tensor([1, 0]))
-    found = step(model, cache, None, press, new.flip(0))
-    torch.testing.assert_close(found.flip(0), expected, atol=1e-5, rtol=1e-5)
+    logits = step(model, cache, None, press, new.flip(0))
+    torch.testing.assert_close(logits.flip(0), expected, atol=1e-5, rtol=1e-5)
 
 
 @every_selector
-def test_beams_behind_a_turn(spec: str) -> None:
+def test_beam_search_after_a_turn_is_exact_with_a_budget_of_all_pairs(spec: str) -> None:
     press = build(spec, 512)
-    found = []
+    outputs = []
     for reader in (press, kvpress.NonePress()):
         model, cache, mask = prefilled(press, padded=True)
         ids = torch.cat([padded_batch([300, 190])[0], tokens(2, NEW, seed=8)], dim=1)
         cache.batch_repeat_interleave(3)
         with kvpress.reading(model, reader):
-            found.append(
+            outputs.append(
                 model.generate(
                     ids,
                     attention_mask=grow(mask, NEW),
@@ -275,65 +277,63 @@ def test_beams_behind_a_turn(spec: str) -> None:
                     do_sample=False,
                 )
             )
-    assert torch.equal(*found)
+    assert torch.equal(*outputs)
 
 
 @every_selector
 def test_a_mask_that_hides_sealed_tokens_reads_everything(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     press, new = build(spec, 32), tokens(2, NEW, seed=8)
-    found = reads(monkeypatch)
+    calls = reads(monkeypatch)
     logits = []
     for reader in (press, kvpress.NonePress()):
         model, cache, mask = prefilled(press, padded=True)
         assert mask is not None
         mask[:, 150:160] = 0
         logits.append(step(model, cache, mask, reader, new))
-    assert not found
+    assert not calls
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 @every_selector
-def test_blocks_of_tokens_change_nothing(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_in_blocks_of_tokens_changes_nothing(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     press, new = build(spec, 32), tokens(2, 40, seed=8)
     model, cache, mask = prefilled(press, padded=True)
-    twin, found = copy.deepcopy(cache), reads(monkeypatch)
+    twin, calls = copy.deepcopy(cache), reads(monkeypatch)
     expected = step(model, cache, mask, press, new)
-    whole, found[:] = list(found), []
+    at_once, calls[:] = list(calls), []
     monkeypatch.setattr(attention, "BLOCK_BYTES", 2**16)
     torch.testing.assert_close(step(model, twin, mask, press, new), expected, atol=1e-5, rtol=1e-5)
-    for (call, one), (_, other) in zip(whole, found, strict=True):
+    for (call, rows), (_, rows_in_blocks) in zip(at_once, calls, strict=True):
         blocks = build(spec, 32).selector_at(call.layer).blocks(call)
         assert len(blocks) > 3
-        assert one == other
+        assert rows == rows_in_blocks
 
 
 @pytest.mark.parametrize("storage", ["dense", "ragged"])
 @pytest.mark.parametrize("spec", [spec for name, spec in SELECTORS.items() if "tidal" not in name])
-def test_what_a_token_reads_follows_from_its_queries_alone(
-    spec: str, storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the very same queries the choice is the same to the last row, and so is the result to the last bit."""
+def test_equal_queries_choose_and_read_equally(spec: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token in a pass of several, and the same queries in a pass of one, give the same choice and the same bits."""
     press = press_for(spec, 32, storage)
     state, checked = prefilled(press, padded=True), []
     original = Selector.attend
 
     def checking(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
-        found = original(selector, call, queries)
+        partials = original(selector, call, queries)
         streams = len(queries)
         for t in range(NEW):
-            one = replace(call, queries=call.queries[:, :, t : t + 1])
-            parts = original(selector, one, group_queries(one.queries, call.store.heads))
-            assert one.read is not None
+            single = replace(call, queries=call.queries[:, :, t : t + 1])
+            single_partials = original(selector, single, group_queries(single.queries, call.store.heads))
+            assert single.read is not None
             assert call.read is not None
-            for mine, alone in zip(call.read[0], one.read[0], strict=True):
-                mine = mine.of_tokens(slice(t * streams, (t + 1) * streams))
-                assert torch.equal(mine.counts, alone.counts)
-                assert torch.equal(mine.rows.long(), alone.rows.long())
-            for (out, lse), (alone_out, alone_lse) in zip(found, parts, strict=True):
-                assert torch.equal(by_token(out, NEW)[t], alone_out)
-                assert torch.equal(by_token(lse, NEW)[t], alone_lse)
+            for ours, theirs in zip(call.read[0], single.read[0], strict=True):
+                ours = ours.of_tokens(slice(t * streams, (t + 1) * streams))
+                assert torch.equal(ours.counts, theirs.counts)
+                assert torch.equal(ours.rows.long(), theirs.rows.long())
+            for (out, lse), (single_out, single_lse) in zip(partials, single_partials, strict=True):
+                assert torch.equal(by_token(out, NEW)[t], single_out)
+                assert torch.equal(by_token(lse, NEW)[t], single_lse)
             checked.append(t)
-        return found
+        return partials
 
     monkeypatch.setattr(Selector, "attend", checking)
     step(*state, press, tokens(2, NEW, seed=8))

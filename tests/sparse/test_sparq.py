@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparQ: what is read, the mean value of the rest, and the second copy of the keys."""
+"""SparQ: the pairs that are read, the mean value of the unread pairs, and the second copy of the keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import facts_of
 from kvpress.plan import Geometry, plan
-from kvpress.sparse.sparq import Shared, SparQPress, _parts
+from kvpress.sparse.sparq import Shared, SparQPress, _stream_groups
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
@@ -42,22 +42,22 @@ def segment(lengths: list[int], seed: int) -> DenseSegment:
 
 
 def call_of(segments: list[Any], queries: Tensor, softcap: float | None = None) -> Any:
-    """A pass of `queries [B, Hq, Q, D]` on these segments."""
+    """Return a call of `queries [B, Hq, Q, D]` on these segments."""
     store = SimpleNamespace(segments=segments, batch=len(queries), heads=HEADS)
     return SimpleNamespace(store=store, logits=Logits(0.3, softcap), queries=queries)
 
 
-def by_hand(
+def expected_attention(
     segments: list[DenseSegment], n: int, q: Tensor, channels: int, budget: int, mean: bool, softcap: float | None
 ) -> tuple[Tensor, set[int]]:
-    """SparQ for the query heads `q [G, D]` of stream n in double precision: the output, and the ranks of what is read."""
+    """Return SparQ's output for query heads `q [G, D]` of stream n, in float64, and the ranks of the pairs that are read."""
     q = q.double()
-    rows = [part.layout.rows(n) for part in segments]
-    keys = torch.cat([part.keys[own] for part, own in zip(segments, rows, strict=True)]).double()
-    values = torch.cat([part.values[own] for part, own in zip(segments, rows, strict=True)]).double()
+    rows = [s.layout.rows(n) for s in segments]
+    keys = torch.cat([s.keys[span] for s, span in zip(segments, rows, strict=True)]).double()
+    values = torch.cat([s.values[span] for s, span in zip(segments, rows, strict=True)]).double()
     weights = [
-        torch.zeros(part.layout.lengths[n]) if part.log_weight is None else part.log_weight[own]
-        for part, own in zip(segments, rows, strict=True)
+        torch.zeros(s.layout.lengths[n]) if s.log_weight is None else s.log_weight[span]
+        for s, span in zip(segments, rows, strict=True)
     ]
     weight = torch.cat(weights).double()
 
@@ -68,7 +68,7 @@ def by_hand(
 
     largest = q.abs().sum(0).argsort(descending=True)[:channels]
     few = q[:, largest]
-    # The paper divides by sqrt(D * |q_r|_1 / |q|_1); the scale of the layer stands for 1 / sqrt(D).
+    # The paper divides by sqrt(D * |q_r|_1 / |q|_1); here the layer's scale replaces 1 / sqrt(D).
     factor = (q.abs().sum(1, keepdim=True) / few.abs().sum(1, keepdim=True)).sqrt()
     shares = softmax(few @ keys[:, largest].T, 0.3 * factor)
     read = shares.sum(0).argsort(descending=True)[:budget]
@@ -84,12 +84,12 @@ def by_hand(
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("channels", "budget"), [(4, 10), (DIM, 5), (40, 16), (1, 1)])
-def test_the_formula_in_double_precision(
+def test_the_output_is_that_of_the_formula_in_float64(
     channels: int, budget: int, softcap: float | None, mean: bool, weighted: bool
 ) -> None:
     segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
-    for seed, part in enumerate(segments if weighted else []):
-        part.log_weight = torch.randn(part.layout.total, generator=torch.Generator().manual_seed(9 + seed))
+    for seed, sealed in enumerate(segments if weighted else []):
+        sealed.log_weight = torch.randn(sealed.layout.total, generator=torch.Generator().manual_seed(9 + seed))
     queries = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
     call = call_of(segments, queries, softcap)
     rows = group_queries(queries, HEADS)
@@ -97,31 +97,31 @@ def test_the_formula_in_double_precision(
     out, lse = merge(selector.attend(call, rows))
     assert torch.isfinite(lse).all()
     for n in range(4):
-        expected, read = by_hand(segments, n, rows[n], channels, budget, mean, softcap)
+        expected, read = expected_attention(segments, n, rows[n], channels, budget, mean, softcap)
         torch.testing.assert_close(out[n].double(), expected, atol=1e-5, rtol=1e-5)
-        chosen, found = zip(segments, call.read[0], strict=True), set()
-        for i, (part, own) in enumerate(chosen):
-            ranks = own.rows[n, : own.counts[n]].long() - part.layout.offsets[n]
-            found |= set((ranks + i * LENGTHS[0][n]).tolist())
-        assert found == read
+        chosen, ranks_read = zip(segments, call.read[0], strict=True), set()
+        for i, (sealed, pairs) in enumerate(chosen):
+            ranks = pairs.rows[n, : pairs.counts[n]].long() - sealed.layout.offsets[n]
+            ranks_read |= set((ranks + i * LENGTHS[0][n]).tolist())
+        assert ranks_read == read
 
 
-def test_all_channels_find_the_best_pairs_of_one_query() -> None:
-    part, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
-    call = call_of([part], queries)
+def test_all_channels_choose_the_pairs_with_the_largest_products() -> None:
+    sealed, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    call = call_of([sealed], queries)
     SparQPress(7, DIM, False).selector_at(0).attend(call, queries[0])
     for n in range(2):
-        best = (part.keys[part.layout.rows(n)] @ queries[0, n, 0]).topk(7).indices + 60 * n
+        best = (sealed.keys[sealed.layout.rows(n)] @ queries[0, n, 0]).topk(7).indices + 60 * n
         assert set(call.read[0][0].rows[n].tolist()) == set(best.tolist())
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e4])
-def test_extreme_queries_stay_finite(size: float) -> None:
+def test_extreme_queries_give_finite_results(size: float) -> None:
     segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     queries = size * torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
     selector = SparQPress(6, 4).selector_at(0)
-    for part in merge(selector.attend(call_of(segments, queries), group_queries(queries, HEADS))):
-        assert torch.isfinite(part).all()
+    for result in merge(selector.attend(call_of(segments, queries), group_queries(queries, HEADS))):
+        assert torch.isfinite(result).all()
 
 
 def test_streams_without_sealed_pairs_add_nothing() -> None:
@@ -132,9 +132,9 @@ def test_streams_without_sealed_pairs_add_nothing() -> None:
     assert torch.isfinite(out).all()
 
 
-def test_what_is_forced_is_read() -> None:
-    part, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
-    call = call_of([part], queries)
+def test_sinks_and_recent_pairs_are_read() -> None:
+    sealed, queries = segment([60, 60], 0), torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    call = call_of([sealed], queries)
     SparQPress(16, 4, n_sink=3, n_recent=8).selector_at(0).attend(call, queries[0])
     for n in range(2):
         assert {60 * n, 60 * n + 2, *range(60 * n + 52, 60 * n + 60)} <= set(call.read[0][0].rows[n].tolist())
@@ -145,12 +145,14 @@ def test_what_is_forced_is_read() -> None:
 
 @every_storage
 @padded_or_not
-def test_a_budget_of_everything_is_exact(storage: str, padded: bool) -> None:
+def test_a_budget_of_all_pairs_is_exact(storage: str, padded: bool) -> None:
     press = build(SPEC, 512, storage)
     model, cache, mask = prefilled(press, padded)
     for new in (tokens(2, 1, seed=8), tokens(2, 5, seed=8)):
-        whole, found = (step(model, copy.deepcopy(cache), mask, reader, new) for reader in (kvpress.NonePress(), press))
-        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+        expected, logits = (
+            step(model, copy.deepcopy(cache), mask, reader, new) for reader in (kvpress.NonePress(), press)
+        )
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=["mean", "plain"])
@@ -185,16 +187,16 @@ def test_several_new_tokens_equal_one_by_one(
         mask = grow(mask, 100)
     if blocks == "many blocks":
         monkeypatch.setattr(attention, "BLOCK_BYTES", 2**16)
-    twin, apart = copy.deepcopy(cache), []
+    twin, one_by_one = copy.deepcopy(cache), []
     together = step(model, cache, mask, press, new)
     for t in range(5):
-        apart.append(step(model, twin, mask, press, new[:, t : t + 1]))
+        one_by_one.append(step(model, twin, mask, press, new[:, t : t + 1]))
         mask = grow(mask, 1)
-    torch.testing.assert_close(together, torch.cat(apart, dim=1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(together, torch.cat(one_by_one, dim=1), atol=1e-4, rtol=1e-4)
 
 
 @every_storage
-def test_taking_tokens_back_and_reordering_rows_restore_what_is_read(storage: str) -> None:
+def test_cropping_and_reordering_rows_restore_the_choice(storage: str) -> None:
     press = build(SPEC, 32, storage)
     model, cache, _ = prefilled(press, padded=False)
     expected = step(model, copy.deepcopy(cache), None, press)
@@ -202,23 +204,23 @@ def test_taking_tokens_back_and_reordering_rows_restore_what_is_read(storage: st
         step(model, cache, None, press, tokens(2, 1, seed=20 + seed))
     cache.crop(-3)
     cache.batch_select_indices(torch.tensor([1, 0]))
-    found = step(model, cache, None, press, tokens(2, 1, seed=8).flip(0))
-    torch.testing.assert_close(found.flip(0), expected, atol=1e-5, rtol=1e-5)
+    logits = step(model, cache, None, press, tokens(2, 1, seed=8).flip(0))
+    torch.testing.assert_close(logits.flip(0), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
-def test_groups_of_every_size(groups: int) -> None:
+def test_groups_of_every_size_work(groups: int) -> None:
     model = grouped_model(groups)
     assert torch.isfinite(step(*prefilled(build(SPEC, 32, model=model), True, model), build(SPEC, 32))).all()
-    whole = build(SPEC, 512, model=model)
-    _, cache, mask = prefilled(whole, True, model)
+    dense_press = build(SPEC, 512, model=model)
+    _, cache, mask = prefilled(dense_press, True, model)
     exact = step(model, copy.deepcopy(cache), mask, kvpress.NonePress())
-    torch.testing.assert_close(step(model, cache, mask, whole), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step(model, cache, mask, dense_press), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
-def test_the_mean_value_leaves_no_family_worse_off(family: str) -> None:
-    """With one channel and a few pairs, what is not read holds much of the attention."""
+def test_the_mean_value_raises_the_error_of_no_family(family: str) -> None:
+    """With four channels and eight pairs, unread pairs hold much of the attention."""
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([300, 260, 190])
     errors = dict.fromkeys(("mean", "plain"), 0.0)
@@ -248,36 +250,36 @@ def index_of(segment: Segment) -> list[Tensor]:
     return [keys, mean, lse]
 
 
-def test_the_index_of_ragged_heads_holds_every_key_once() -> None:
+def test_the_index_of_ragged_heads_stores_every_key_once() -> None:
     model = tiny_model("llama")
     with kvpress.get_press("adakv(knorm:0.3) + sparq:budget=16")(model) as session:
         model.generate(tokens(2, 400), max_new_tokens=3)
-    parts = [part for layer in session.cache.layers for part in layer.store.segments]
-    assert not all(part.layout.uniform for part in parts)
-    for part in parts:
-        assert index_of(part)[0].shape == (part.layout.total * 32,)
+    segments = [sealed for layer in session.cache.layers for sealed in layer.store.segments]
+    assert not all(sealed.layout.uniform for sealed in segments)
+    for sealed in segments:
+        assert index_of(sealed)[0].shape == (sealed.layout.total * 32,)
 
 
 @pytest.mark.parametrize("storage", ["dense", "packed"])
-def test_the_index_is_the_same_whether_grown_or_built_at_once(storage: str) -> None:
+def test_an_index_that_grew_equals_one_that_is_built_at_once(storage: str) -> None:
     press = build(SPEC, 64, storage)
     model, cache, _ = prefilled(press, padded=False, lengths=(150, 150))
     for seed in range(100):
         step(model, cache, None, press, tokens(2, 1, seed=seed))
     selector = press.recipe(facts_of(model)).selector_at(0)
     for layer in cache.layers:
-        for part in layer.store.segments:
-            held, part.index = index_of(part), {}
+        for sealed in layer.store.segments:
+            grown, sealed.index = index_of(sealed), {}
             selector.prepare(layer.store)
-            for ours, theirs in zip(held, index_of(part), strict=True):
+            for ours, theirs in zip(grown, index_of(sealed), strict=True):
                 assert torch.equal(ours, theirs)
-            keys, values = part.read(slice(None))
-            stored = [own.mT for some in _parts(held[0], part.layout) for own in some.keys]
+            keys, values = sealed.read(slice(None))
+            stored = [stream.mT for group in _stream_groups(grown[0], sealed.layout) for stream in group.keys]
             assert torch.equal(torch.cat(stored), keys)
-            mean = values.unflatten(0, (part.layout.streams, -1)).mean(1)
-            torch.testing.assert_close(held[1][:, 0], mean, atol=1e-4, rtol=1e-4)
+            mean = values.unflatten(0, (sealed.layout.streams, -1)).mean(1)
+            torch.testing.assert_close(grown[1][:, 0], mean, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(
-                held[2], torch.full_like(held[2], math.log(part.layout.longest)), atol=1e-4, rtol=0
+                grown[2], torch.full_like(grown[2], math.log(sealed.layout.longest)), atol=1e-4, rtol=0
             )
 
 
@@ -292,24 +294,24 @@ def test_the_plan_counts_the_second_copy_of_the_keys(spec: str) -> None:
     with press(model):
         model(ids, past_key_values=cache, logits_to_keep=1)
     report = kvpress.memory_report(cache)
-    segments = [part for layer in cache.layers for part in layer.store.segments]
-    expected = sum(part.layout.total for part in segments) * model.config.head_dim * model.dtype.itemsize
-    assert sum(index_of(part)[0].nbytes for part in segments) == expected
+    segments = [sealed for layer in cache.layers for sealed in layer.store.segments]
+    expected = sum(sealed.layout.total for sealed in segments) * model.config.head_dim * model.dtype.itemsize
+    assert sum(index_of(sealed)[0].nbytes for sealed in segments) == expected
     assert plan(press, Geometry.of(model.config), 1024, 2).total_bytes == pytest.approx(report.total_bytes, rel=0.01)
 
 
-def test_what_was_chosen_names_its_share_and_what_is_recorded_does_not() -> None:
+def test_a_choice_has_the_share_of_every_query_head() -> None:
     segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     queries = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
     chosen = SparQPress(6, 4).selector_at(0).choose(call_of(segments, queries), group_queries(queries, HEADS))
     assert chosen is not None
-    shares = torch.stack([part.share for part in chosen[0] if isinstance(part, Shared)])
+    shares = torch.stack([pairs.share for pairs in chosen[0] if isinstance(pairs, Shared)])
     assert shares.shape == (2, 4, GROUPS)
     assert (shares >= 0).all()
     assert (shares.sum(0) <= 1 + 1e-6).all()
 
 
-def test_bad_arguments_are_named() -> None:
+def test_errors_name_bad_arguments() -> None:
     for arguments, message in (
         ({"channels": 0}, "channels must be >= 1, got 0"),
         ({"budget": 0}, "budget must be >= 1, got 0"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TidalDecode: which layers choose, that positions persist, and the correction of the cache."""
+"""TidalDecode: the layers that choose, the layers that reuse their positions, and the correction of the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def deep_model(layers: int) -> Any:
 
 
 def columns_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[set[int]] | None]:
-    """What each layer reads of each stream in the newest step, None for everything; filled as the model runs."""
+    """Return a dict that records, as the model runs, the columns that each layer reads of each stream; None for all."""
     read: dict[int, list[set[int]] | None] = {}
     original = Selector.attend
 
@@ -41,8 +41,8 @@ def columns_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[set[int]] | 
             read[call.layer] = [
                 {
                     int(column)
-                    for segment, part in zip(call.store.segments, chosen, strict=True)
-                    for column in segment.slots()[part.rows[n, : part.counts[n]].long()]
+                    for segment, pairs in zip(call.store.segments, chosen, strict=True)
+                    for column in segment.slots()[pairs.rows[n, : pairs.counts[n]].long()]
                 }
                 for chosen in sets
                 for n in range(segment_streams(call))
@@ -60,13 +60,13 @@ def segment_streams(call: LayerCall) -> int:
 @pytest.mark.parametrize(
     ("arguments", "everything"),
     [
-        ({}, {2, 4}),  # the second choice at 0.4 times 10 layers
+        ({}, {2, 4}),  # chooses again at 0.4 times 10 layers
         ({"reselect_layer": 7}, {2, 7}),
         ({"skip_layers": 0, "reselect_layer": 1}, {0, 1}),
         ({"skip_layers": 5}, {5}),
     ],
 )
-def test_two_layers_choose_and_the_others_read_what_they_chose(
+def test_two_layers_choose_and_later_layers_read_their_positions(
     arguments: dict[str, Any], everything: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, press = deep_model(10), TidalDecodePress(24, **arguments)
@@ -99,8 +99,8 @@ def test_the_positions_with_the_most_attention_are_chosen(heads: str, monkeypatc
     weights = model(ids, output_attentions=True).attentions[1][0, :, -1, :sealed].view(2, 2, sealed)
     scores = {"mean": weights.mean(dim=1, keepdim=True), "max": weights.amax(dim=1, keepdim=True), "query": weights}
     expected = scores[heads].topk(16, dim=-1).indices.sort(dim=-1).values
-    found = [part[0].rows.view(2, 1, 16) - torch.tensor([0, sealed]).view(2, 1, 1) for part in chosen[0].selection]
-    assert torch.equal(torch.cat(found, dim=1).long(), expected)
+    ranks = [heads[0].rows.view(2, 1, 16) - torch.tensor([0, sealed]).view(2, 1, 1) for heads in chosen[0].selection]
+    assert torch.equal(torch.cat(ranks, dim=1).long(), expected)
 
 
 def remembering(chosen: list[Any]) -> Any:
@@ -117,10 +117,10 @@ def remembering(chosen: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-def test_layers_that_hold_other_pairs_read_those_of_them_that_were_chosen(
+def test_layers_with_other_evictions_read_their_pairs_at_the_chosen_positions(
     padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer and head has evicted its own pairs; no position is read that it does not hold, and none is missed."""
+    """Each layer and head has evicted other pairs; it reads exactly the chosen positions that it still stores."""
     model, press = deep_model(6), build("tidal_decode:budget={budget},skip_layers=1,reselect_layer=5", 48, "ragged")
     state = prefilled(press, padded, model)
     chosen: list[Any] = []
@@ -128,9 +128,9 @@ def test_layers_that_hold_other_pairs_read_those_of_them_that_were_chosen(
     read = columns_read(monkeypatch)
     step(*state, press)
     (positions,) = chosen
-    wanted = [
-        set(positions.segments[0].slots()[part.rows[n, : part.counts[n]].long()].tolist())
-        for part in positions.selection[0][:1]
+    chosen_positions = [
+        set(positions.segments[0].slots()[pairs.rows[n, : pairs.counts[n]].long()].tolist())
+        for pairs in positions.selection[0][:1]
         for n in range(4)
     ]
     for layer in (2, 3, 4):
@@ -138,11 +138,11 @@ def test_layers_that_hold_other_pairs_read_those_of_them_that_were_chosen(
         assert sets is not None
         segments = state[1].layers[layer].store.segments
         for n in range(4):
-            held = {c for segment in segments for c in segment.slots()[segment.layout.rows(n)].tolist()}
-            assert sets[n] == wanted[n] & held
+            stored = {c for segment in segments for c in segment.slots()[segment.layout.rows(n)].tolist()}
+            assert sets[n] == chosen_positions[n] & stored
 
 
-def test_a_step_that_is_taken_back_does_not_lend_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_of_a_cropped_step_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, press = deep_model(6), TidalDecodePress(16, skip_layers=1, reselect_layer=3)
     _, cache, _ = prefilled(press, padded=False, model=model)
     first = step(model, cache, None, press, tokens(2, 1, seed=5))
@@ -157,7 +157,7 @@ CORRECTED = "tidal_decode:budget=8,skip_layers=1,reselect_layer=2"
 
 
 def decode(press: Any, padded: bool) -> tuple[DynamicCache, Tensor | None]:
-    """Read a prompt and `STEPS` given tokens under a press; returns the cache and its mask."""
+    """Read a prompt and `STEPS` tokens with a press, and return the cache and its mask."""
     model = deep_model(6)
     _, cache, mask = prefilled(press, padded, model, lengths=LENGTHS)
     follow = tokens(2, STEPS, seed=9)
@@ -172,20 +172,20 @@ def decode(press: Any, padded: bool) -> tuple[DynamicCache, Tensor | None]:
 
 @cache
 def generated_keys(press: str, padded: bool) -> Tensor:
-    """Keys of all generated tokens, `[layer, stream, token, D]`."""
-    found, mask = decode(kvpress.get_press(press), padded)
+    """Return the keys of all generated tokens, `[layer, stream, token, D]`."""
+    filled, mask = decode(kvpress.get_press(press), padded)
     stored = []
-    for layer in found.layers:
+    for layer in filled.layers:
         store = layer.store
-        parts = [*store.segments, store.open_segment(None if mask is None else mask.bool())]
+        segments = [*store.segments, store.open_segment(None if mask is None else mask.bool())]
         streams = range(store.batch * store.heads)
-        stored.append([torch.cat([p.read(p.layout.rows(n))[0][-STEPS:] for p in parts])[-STEPS:] for n in streams])
+        stored.append([torch.cat([s.read(s.layout.rows(n))[0][-STEPS:] for s in segments])[-STEPS:] for n in streams])
     return torch.stack([torch.stack(layer) for layer in stored])
 
 
 @cache
 def exact_keys(padded: bool) -> Tensor:
-    """The same of the model in float64, without any press."""
+    """Return the keys of the same tokens by the model in float64 without a press."""
     model = copy.deepcopy(deep_model(6)).double()
     ids, mask = padded_batch(list(LENGTHS)) if padded else (tokens(2, LENGTHS[0]), None)
     mask = grow(mask, STEPS)
@@ -197,7 +197,7 @@ def exact_keys(padded: bool) -> Tensor:
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("every", [1, 4, 16])
 def test_correction_leaves_the_pairs_of_full_attention(every: int, padded: bool) -> None:
-    """Right after a correction, all generated pairs are those of full attention, up to twice what rounding costs that."""
+    """After a correction, generated pairs differ from exact ones by at most twice the rounding of full attention."""
     exact = exact_keys(padded)
     corrected, full, sparse = (
         float((generated_keys(spec, padded) - exact).abs().max())
@@ -207,19 +207,19 @@ def test_correction_leaves_the_pairs_of_full_attention(every: int, padded: bool)
     assert sparse > 0.1
 
 
-def test_bad_arguments_are_named() -> None:
+def test_errors_name_bad_arguments() -> None:
     for words, arguments in {
         "heads must be 'mean', 'max' or 'query', got 'sum'": {"heads": "sum"},
         "reselect_layer must be >= 3, got 2": {"reselect_layer": 2},
         "correction must be >= 0": {"correction": -1},
-        r"budget must be a whole number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},
+        r"budget must be an integer number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},
         "budget must be >= 20, got 16": {"budget": 16, "n_sink": 4, "n_recent": 16},
     }.items():
         with pytest.raises(ValueError, match=words):
             TidalDecodePress(**arguments)  # type: ignore[arg-type]
 
 
-def test_generate_with_padding_and_beams() -> None:
+def test_generate_works_with_padding_and_beams() -> None:
     model = deep_model(6)
     ids, mask = padded_batch([150, 110])
     with TidalDecodePress(0.25, skip_layers=1, reselect_layer=3, correction=8)(model):

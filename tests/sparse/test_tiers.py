@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs in a file: what is read of it is what would be read without, and it is counted."""
+"""Pairs in a file: outputs are equal, and fetched bytes are counted."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def sealed(cache: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_tokens_are_those_without_a_tier(name: str, tmp_path: Path) -> None:
+def test_outputs_are_those_without_a_tier(name: str, tmp_path: Path) -> None:
     model = tiny_model("llama")
     expected, plain = answer(model, SELECTORS[name])
-    found, cache = answer(model, f"offload({SELECTORS[name]}):folder={tmp_path}")
-    assert torch.equal(found, expected)
+    out, cache = answer(model, f"offload({SELECTORS[name]}):folder={tmp_path}")
+    assert torch.equal(out, expected)
     assert not os.listdir(tmp_path)
     ours, theirs = kvpress.memory_report(cache), kvpress.memory_report(plain)
     assert ours.total_bytes == theirs.total_bytes
@@ -57,21 +57,21 @@ def test_tokens_are_those_without_a_tier(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "beams"), [("qwen3", 3), ("gpt_oss", 1), ("gemma3_text", 1), ("phi3", 1)])
-def test_other_models_and_beams(family: str, beams: int) -> None:
+def test_other_models_and_beam_search_give_equal_outputs(family: str, beams: int) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     expected, _ = answer(model, SELECTORS["quest"], num_beams=beams)
-    found, cache = answer(model, f"offload({SELECTORS['quest']})", num_beams=beams)
-    assert torch.equal(found, expected)
+    out, cache = answer(model, f"offload({SELECTORS['quest']})", num_beams=beams)
+    assert torch.equal(out, expected)
     assert bool(kvpress.memory_report(cache).file_bytes) == bool(sealed(cache))
 
 
-def test_what_is_fetched_is_what_was_chosen() -> None:
-    model, cache, walked = tiny_model("llama"), None, 0
+def test_fetched_bytes_are_those_of_the_chosen_pairs() -> None:
+    model, cache, expected = tiny_model("llama"), None, 0
 
     def count(call: Any, output: Tensor) -> None:
-        nonlocal walked
+        nonlocal expected
         pair = 2 * call.queries.shape[3] * call.queries.element_size()
-        walked += sum(int(part.counts.sum()) * pair for part in (call.read or [[]])[0])
+        expected += sum(int(pairs.counts.sum()) * pair for pairs in (call.read or [[]])[0])
 
     cache = DynamicCache(config=model.config)
     press = kvpress.get_press(f"offload({SELECTORS['quest']})")
@@ -82,13 +82,13 @@ def test_what_is_fetched_is_what_was_chosen() -> None:
             for seed in range(3):
                 model(tokens(2, 1, seed=seed), past_key_values=cache)
     report = kvpress.memory_report(cache)
-    streams, most = len(cache.layers) * 2 * 2, 32
-    assert report.fetched_bytes == walked == 3 * streams * most * 2 * 32 * 4
+    streams, budget = len(cache.layers) * 2 * 2, 32
+    assert report.fetched_bytes == expected == 3 * streams * budget * 2 * 32 * 4
     assert sum(layer.fetched_bytes for layer in report.layers) == report.fetched_bytes
     assert "fetched so far" in str(report)
 
 
-def test_all_pairs_count_where_all_are_read() -> None:
+def test_all_pairs_count_if_all_are_read() -> None:
     _, cache = answer(tiny_model("llama"), "offload(quest:budget=4096,page_size=8,skip_layers=0)")
     pairs = [segment.layout.total * segment.away() for segment in sealed(cache)]
     assert sum(pairs) == kvpress.memory_report(cache).file_bytes
@@ -102,14 +102,14 @@ def test_copies_share_files_and_outlive_each_other() -> None:
     with press(model):
         model(tokens(2, 300), past_key_values=cache)
         twin = copy.deepcopy(cache)
-        both = kvpress.memory_report(cache, twin).file_bytes
-        assert both == kvpress.memory_report(twin).file_bytes > 0
+        shared_bytes = kvpress.memory_report(cache, twin).file_bytes
+        assert shared_bytes == kvpress.memory_report(twin).file_bytes > 0
         expected = model(tokens(2, 1, seed=3), past_key_values=cache).logits
         del cache
         assert torch.equal(model(tokens(2, 1, seed=3), past_key_values=twin).logits, expected)
 
 
-def test_a_cache_from_a_file_lies_in_files_again(tmp_path: Path) -> None:
+def test_a_cache_that_is_loaded_stores_its_pairs_in_files_again(tmp_path: Path) -> None:
     model = tiny_model("llama")
     press = kvpress.get_press(f"offload({SELECTORS['encoded']}):folder={tmp_path}")
     cache = DynamicCache(config=model.config)
@@ -123,19 +123,19 @@ def test_a_cache_from_a_file_lies_in_files_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, write, left = tiny_model("llama"), os.write, 20_000
+    model, write, room = tiny_model("llama"), os.write, 20_000
 
-    def full(file: int, data: Any) -> int:
-        nonlocal left
-        if left <= 0:
+    def write_until_full(file: int, data: Any) -> int:
+        nonlocal room
+        if room <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        done = write(file, data[:left])
-        left -= done
-        return done
+        written = write(file, data[:room])
+        room -= written
+        return written
 
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(f"offload({SELECTORS['quest']}):folder={tmp_path}")(model):
-        monkeypatch.setattr(os, "write", full)
+        monkeypatch.setattr(os, "write", write_until_full)
         with pytest.raises(OSError, match=r"cannot be kept in a file of .*No space left.*more room"):
             model(tokens(2, 300), past_key_values=cache)
     assert not os.listdir(tmp_path)
@@ -144,7 +144,7 @@ def test_a_full_disk_loses_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert store.stored() == [300] * 4
 
 
-def test_a_tier_writes_what_it_is_given_and_shares_what_is_there(tmp_path: Path) -> None:
+def test_a_tier_maps_the_written_values(tmp_path: Path) -> None:
     tier = FileTier(str(tmp_path))
     for dtype in (torch.bfloat16, torch.uint8, torch.float32):
         rows = (100 * torch.rand(33, 3, 5)).to(dtype)[:, 1:]
@@ -158,27 +158,27 @@ def test_a_tier_writes_what_it_is_given_and_shares_what_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "said"),
+    ("spec", "error", "message"),
     [
         ("offload(snapkv:0.5)", TypeError, "needs a selector"),
-        ("offload(tidal_decode)", TypeError, "read all of them to choose"),
-        ("offload(double_sparsity:offload=true)", TypeError, "offloads; leave out one"),
+        ("offload(tidal_decode)", TypeError, "some of its layers read all pairs to choose"),
+        ("offload(double_sparsity:offload=true)", TypeError, "offloads them itself; remove one of the two"),
         ("offload(kivi + quest):to=host", ValueError, "use to='file'"),
         ("kivi + offload(quest)", ValueError, "one codec"),
-        ("offload(quest):folder=/no/such/folder", ValueError, "'/no/such/folder'; make it first"),
+        ("offload(quest):folder=/no/such/folder", ValueError, "'/no/such/folder'; create it first"),
         ("offload(quest):to=host,folder=/tmp", ValueError, "is for to='file'"),
         ("offload(quest):to=disk", ValueError, "'disk'"),
     ],
 )
-def test_what_cannot_be_is_refused(spec: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_impossible_compositions_are_refused(spec: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         kvpress.get_press(spec)
 
 
-def test_host_memory_of_a_model_on_the_host_is_said_to_change_nothing() -> None:
+def test_host_memory_warns_for_a_model_on_the_cpu() -> None:
     model = tiny_model("llama")
     expected, _ = answer(model, SELECTORS["quest"])
     with pytest.warns(RuntimeWarning, match="changes nothing for a model on the CPU"):
-        found, cache = answer(model, f"offload({SELECTORS['quest']}):to=host")
-    assert torch.equal(found, expected)
+        out, cache = answer(model, f"offload({SELECTORS['quest']}):to=host")
+    assert torch.equal(out, expected)
     assert kvpress.memory_report(cache).host_bytes > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Twilight reads of a selector's choice: the fewest pairs that hold a share of the attention, by loops over pairs."""
+"""Twilight: the fewest of the chosen pairs that hold a share of the attention, against loops over pairs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ INNER = {
 
 
 def fewest(weights: list[float], share: float) -> set[int]:
-    """Places of the largest weights until their sum reaches a share."""
-    taken, total = set(), 0.0
-    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+    """Return the indexes of the largest weights whose sum reaches a share."""
+    chosen, total = set(), 0.0
+    for index in sorted(range(len(weights)), key=lambda index: -weights[index]):
         if total >= share:
             break
-        taken.add(place)
-        total += weights[place]
-    return taken
+        chosen.add(index)
+        total += weights[index]
+    return chosen
 
 
 @pytest.mark.parametrize("share", [0.1, 0.7, 1.0])
-def test_the_fewest_that_reach_a_share(share: float) -> None:
+def test_top_share_marks_the_fewest_weights_that_reach_a_share(share: float) -> None:
     weights = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
-    for found, each in zip(top_share(weights, share).flatten(0, 1), weights.flatten(0, 1), strict=True):
-        assert set(found.nonzero().flatten().tolist()) == fewest(each.double().tolist(), share)
+    for mask, row in zip(top_share(weights, share).flatten(0, 1), weights.flatten(0, 1), strict=True):
+        assert set(mask.nonzero().flatten().tolist()) == fewest(row.double().tolist(), share)
 
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("storage", ["dense", "ragged", "ragged and packed"])
-def test_read_is_what_any_head_of_the_group_looks_at(inner: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_reads_the_pairs_of_all_its_query_heads(
+    inner: str, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = INNER[inner]
     press = build(STORAGE[storage] + f"twilight({spec}):p=0.6", 64)
     state = prefilled(press, padded=True)
@@ -57,33 +59,35 @@ def test_read_is_what_any_head_of_the_group_looks_at(inner: str, storage: str, m
         assert sets is not None
         for n in range(len(queries)):
             logits, names = [], []
-            for place, segment in enumerate(call.store.segments):
-                rows = chosen[0][place].rows[n, : chosen[0][place].counts[n]].long()
+            for number, segment in enumerate(call.store.segments):
+                rows = chosen[0][number].rows[n, : chosen[0][number].counts[n]].long()
                 keys = segment.read(slice(None))[0]
                 copied = quantise(keys, 4, (1, keys.shape[1])).read(rows)
                 logits.append(call.logits(queries[n].float(), copied))
-                names += [(place, row) for row in rows.tolist()]
+                names += [(number, row) for row in rows.tolist()]
             weights = torch.cat(logits, dim=1).softmax(dim=1).double()
-            wanted = {names[at] for head in weights for at in fewest(head.tolist(), 0.6)}
+            expected = {names[i] for head in weights for i in fewest(head.tolist(), 0.6)}
             if inner == "forced":
                 order = [
                     (p, r) for p, s in enumerate(call.store.segments) for r in range(s.layout.total)[s.layout.rows(n)]
                 ]
-                wanted |= set(order[:3]) | set(order[-5:])
+                expected |= set(order[:3]) | set(order[-5:])
             read = {
-                (place, row) for place, part in enumerate(sets[0]) for row in part.rows[n, : part.counts[n]].tolist()
+                (number, row)
+                for number, pairs in enumerate(sets[0])
+                for row in pairs.rows[n, : pairs.counts[n]].tolist()
             }
-            assert read == wanted
+            assert read == expected
             smaller += len(read) < len(names)
     assert smaller
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_a_share_of_everything_reads_what_the_selector_reads(storage: str) -> None:
-    plain, whole = build(INNER["quest"], 64, storage), build(f"twilight({INNER['quest']}):p=1.0", 64, storage)
+def test_a_share_of_one_reads_all_chosen_pairs(storage: str) -> None:
+    plain, unpruned = build(INNER["quest"], 64, storage), build(f"twilight({INNER['quest']}):p=1.0", 64, storage)
     model, cache, mask = prefilled(plain, padded=True)
     expected = step(model, copy.deepcopy(cache), mask, plain)
-    torch.testing.assert_close(step(model, cache, mask, whole), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step(model, cache, mask, unpruned), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
@@ -91,17 +95,17 @@ def test_several_tokens_choose_as_if_each_came_alone(in_blocks: bool, monkeypatc
     press = build(f"twilight({INNER['quest']}):p=0.5", 64)
     model, cache, mask = prefilled(press, padded=True)
     new = tokens(2, 4, seed=8)
-    if in_blocks:  # which are pruned to different widths
+    if in_blocks:  # blocks are pruned to different widths
         monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
     together = step(model, copy.deepcopy(cache), mask, press, new)
     grown: Tensor | None = mask
-    for place in range(4):
-        alone = step(model, cache, grown, press, new[:, place : place + 1])
-        torch.testing.assert_close(together[:, place], alone[:, 0], atol=1e-4, rtol=1e-4)
+    for t in range(4):
+        alone = step(model, cache, grown, press, new[:, t : t + 1])
+        torch.testing.assert_close(together[:, t], alone[:, 0], atol=1e-4, rtol=1e-4)
         grown = None if grown is None else torch.nn.functional.pad(grown, (0, 1), value=1)
 
 
-def test_a_selector_that_would_read_everything_is_pruned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selector_that_reads_everything_is_pruned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     press = build(f"twilight({INNER['quest']}):p=0.3", 4096)
     state = prefilled(press, padded=False)
     record = Record(monkeypatch)
@@ -111,7 +115,7 @@ def test_a_selector_that_would_read_everything_is_pruned_too(monkeypatch: pytest
         assert 0 < len(columns) < sum(segment.layout.lengths[n] for segment in call.store.segments)
 
 
-def test_what_cannot_be_pruned_is_refused() -> None:
+def test_presses_that_cannot_be_pruned_are_refused() -> None:
     with pytest.raises(TypeError, match="needs a selector alone"):
         kvpress.TwilightPress(kvpress.SnapKVPress(0.5))
     with pytest.raises(ValueError, match="p must be"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy speculation generates what plain decoding does, whatever drafts; caches end as those of accepted tokens alone."""
+"""Greedy speculation equals plain decoding with any draft, and its cache has the accepted tokens alone."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.models import padded_batch, tiny_model
 NEW = 12
 PARTIAL = "quest:budget=16,page_size=4,skip_layers=0"
 CHUNKS = RetrievedChunks(chunk=8, chunks=3, every=2)
-EVERYTHING = Draft(retrieve=RetrievedChunks(chunk=8, chunks=100))
+ALL_CHUNKS = Draft(retrieve=RetrievedChunks(chunk=8, chunks=100))
 
 DRAFTS: dict[str, Any] = {
     "evicted": "streaming_llm:0.5",
     "evicted and encoded": "snapkv:0.5 + kivi:bits=4,residual_length=32",
     "selected": PARTIAL,
-    "reads by itself": "bounded(keydiff:0.5)",
+    "separate prefill": "bounded(keydiff:0.5)",
     "chunks": Draft(retrieve=CHUNKS),
-    "all chunks": EVERYTHING,
+    "all chunks": ALL_CHUNKS,
     "passages": Draft(retrieve=RetrievedPassages(chunk=8, shorten=2, least=0, query=16)),
     "constant": Draft.constant(window=24),
     "another model": lambda family: tiny_model(family, IMPLEMENTATION.get(family, "sdpa"), seed=1),
@@ -50,22 +50,22 @@ def run(model: Any, inputs: Any, draft: Any, **settings: Any) -> kvpress.Specula
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_greedy_is_plain_decoding(name: str) -> None:
+def test_greedy_speculation_is_plain_decoding(name: str) -> None:
     model, inputs = model_and_prompt()
     draft = DRAFTS[name]
-    found = run(model, inputs, draft("llama") if callable(draft) else draft)
-    assert torch.equal(found.sequences, plain(model, inputs))
-    assert found.tokens == NEW
-    assert found.cache.get_seq_length() == found.sequences.shape[1] - 1
-    assert found.tokens == 1 + sum(found.accepted) + len(found.accepted)
-    assert found.target_passes == len(found.accepted)
-    assert found.draft_passes == sum(found.proposed)
-    assert not any(layer.record_past for layer in found.cache.layers)
-    assert kvpress.memory_report(found.cache).components.get("rollback", 0) == 0
+    result = run(model, inputs, draft("llama") if callable(draft) else draft)
+    assert torch.equal(result.sequences, plain(model, inputs))
+    assert result.tokens == NEW
+    assert result.cache.get_seq_length() == result.sequences.shape[1] - 1
+    assert result.tokens == 1 + sum(result.accepted) + len(result.accepted)
+    assert result.target_passes == len(result.accepted)
+    assert result.draft_passes == sum(result.proposed)
+    assert not any(layer.record_past for layer in result.cache.layers)
+    assert kvpress.memory_report(result.cache).components.get("rollback", 0) == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])
-def test_other_models(family: str) -> None:
+def test_other_model_families_work(family: str) -> None:
     model, inputs = model_and_prompt(family)
     for name in ("evicted and encoded", "chunks"):
         assert torch.equal(run(model, inputs, DRAFTS[name]).sequences, plain(model, inputs))
@@ -81,7 +81,7 @@ def test_other_models(family: str) -> None:
         ("quest:budget=32,page_size=4,skip_layers=0", Draft(retrieve=CHUNKS)),
     ],
 )
-def test_the_target_may_be_pressed_too(press: str, draft: Any) -> None:
+def test_the_target_may_have_a_press(press: str, draft: Any) -> None:
     model, inputs = model_and_prompt()
     assert torch.equal(run(model, inputs, draft, press=press).sequences, plain(model, inputs, press))
 
@@ -89,27 +89,27 @@ def test_the_target_may_be_pressed_too(press: str, draft: Any) -> None:
 def test_a_draft_that_reads_everything_is_always_accepted() -> None:
     model, inputs = model_and_prompt()
     same = Draft(model=tiny_model("llama", "eager"), tokens=3)
-    for draft in (EVERYTHING, PARTIAL.replace("16", "600"), same):
-        found = run(model, inputs, draft)
-        assert found.accepted == found.proposed
-        assert found.acceptance == 1
-    assert found.tokens_per_round == pytest.approx((NEW - 1) / len(found.accepted))
+    for draft in (ALL_CHUNKS, PARTIAL.replace("16", "600"), same):
+        result = run(model, inputs, draft)
+        assert result.accepted == result.proposed
+        assert result.acceptance == 1
+    assert result.tokens_per_round == pytest.approx((NEW - 1) / len(result.accepted))
 
 
-def test_settings_of_generate_hold() -> None:
+def test_settings_of_generate_apply() -> None:
     model, inputs = model_and_prompt()
     ends = plain(model, inputs)[:, 70:]
     stops = {"eos_token_id": [int(ends[0, 4]), int(ends[1, 8])], "pad_token_id": 0, "repetition_penalty": 1.3}
-    assert torch.equal(run(model, inputs, EVERYTHING, **stops).sequences, plain(model, inputs, **stops))
+    assert torch.equal(run(model, inputs, ALL_CHUNKS, **stops).sequences, plain(model, inputs, **stops))
     del stops["repetition_penalty"]
-    found = run(model, inputs, EVERYTHING, **stops)
-    assert torch.equal(found.sequences, plain(model, inputs, **stops))
-    assert found.sequences.shape[1] == 70 + 9
-    assert found.cache.get_seq_length() == 70 + 8
+    result = run(model, inputs, ALL_CHUNKS, **stops)
+    assert torch.equal(result.sequences, plain(model, inputs, **stops))
+    assert result.sequences.shape[1] == 70 + 9
+    assert result.cache.get_seq_length() == 70 + 8
 
 
-class Heard:
-    """A streamer that keeps what it is handed."""
+class Recorder:
+    """Streamer that stores the tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
@@ -126,35 +126,35 @@ class Heard:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_round_leaves_the_cache_of_accepted_tokens(stage: str, error: type[BaseException]) -> None:
     model, inputs = model_and_prompt(lengths=(70,))
-    expected, heard, cache = plain(model, inputs), Heard(), DynamicCache(config=model.config)
+    expected, streamer, cache = plain(model, inputs), Recorder(), DynamicCache(config=model.config)
     passes = 0
 
     def interrupted(module: Any, *args: Any) -> None:
         nonlocal passes
         passes += 1
-        # The prompt, and rounds of four tokens proposed and one pass that verifies.
+        # One pass for the prompt, and rounds of four proposing passes and one verifying pass.
         if passes == 1 + 5 + (2 if stage == "propose" else 5):
             raise error("between two layers")
 
     hook = model.model.layers[1].register_forward_pre_hook(interrupted)
     with pytest.raises(error):
-        run(model, inputs, EVERYTHING, past_key_values=cache, streamer=heard)
+        run(model, inputs, ALL_CHUNKS, past_key_values=cache, streamer=streamer)
     hook.remove()
-    told = torch.cat(heard.tokens)
-    assert torch.equal(told, expected[0, : len(told)])
-    assert cache.get_seq_length() == len(told) - 1 == 70 + 5
+    streamed = torch.cat(streamer.tokens)
+    assert torch.equal(streamed, expected[0, : len(streamed)])
+    assert cache.get_seq_length() == len(streamed) - 1 == 70 + 5
     with kvpress.reading(model):
-        rest = model.generate(told[None], past_key_values=cache, max_new_tokens=NEW - 6, do_sample=False)
-    assert torch.equal(rest, expected)
+        continued = model.generate(streamed[None], past_key_values=cache, max_new_tokens=NEW - 6, do_sample=False)
+    assert torch.equal(continued, expected)
 
 
-def test_pairs_that_are_only_selected_are_held_once() -> None:
+def test_a_draft_that_only_selects_shares_the_pairs_of_the_target() -> None:
     model, inputs = model_and_prompt(lengths=(400,))
     for draft in (PARTIAL, Draft(retrieve=CHUNKS)):
-        found = run(model, inputs, draft)
-        assert found.target_bytes > 400 * 3 * 2 * 64 * 4
-        assert found.draft_bytes < 0.3 * found.target_bytes
-    assert run(model, inputs, "streaming_llm:0.9").draft_bytes < 0.25 * found.target_bytes
+        result = run(model, inputs, draft)
+        assert result.target_bytes > 400 * 3 * 2 * 64 * 4
+        assert result.draft_bytes < 0.3 * result.target_bytes
+    assert run(model, inputs, "streaming_llm:0.9").draft_bytes < 0.25 * result.target_bytes
 
 
 def test_a_constant_draft_does_not_grow() -> None:
@@ -179,30 +179,30 @@ def test_the_prompt_is_read_once() -> None:
 # -- partial verification ------------------------------------------------------------------------------------
 
 
-def test_partial_verification_that_is_always_full_is_lossless() -> None:
+def test_partial_verification_with_refresh_1_is_lossless() -> None:
     model, inputs = model_and_prompt()
-    found = run(model, inputs, "kivi:bits=8,residual_length=32", verify=PartialVerification(PARTIAL, refresh=1))
-    assert torch.equal(found.sequences, plain(model, inputs))
-    assert found.full_rounds == len(found.accepted)
+    result = run(model, inputs, "kivi:bits=8,residual_length=32", verify=PartialVerification(PARTIAL, refresh=1))
+    assert torch.equal(result.sequences, plain(model, inputs))
+    assert result.full_rounds == len(result.accepted)
 
 
-def test_a_partial_cache_that_holds_everything_is_lossless() -> None:
+def test_a_partial_cache_with_a_budget_of_all_pairs_is_lossless() -> None:
     model, inputs = model_and_prompt()
     verify = PartialVerification(PARTIAL.replace("16", "600"), refresh=3)
-    found = run(model, inputs, "kivi:bits=8,residual_length=32", verify=verify)
-    assert torch.equal(found.sequences, plain(model, inputs))
-    assert found.full_rounds == len(found.accepted) // 3
+    result = run(model, inputs, "kivi:bits=8,residual_length=32", verify=verify)
+    assert torch.equal(result.sequences, plain(model, inputs))
+    assert result.full_rounds == len(result.accepted) // 3
 
 
-def test_a_partial_cache_verifies_by_what_it_reads_and_the_whole_one_ends_exact() -> None:
+def test_a_partial_cache_verifies_like_its_press_and_the_full_cache_ends_exact() -> None:
     model, inputs = model_and_prompt()
-    found = run(model, inputs, "streaming_llm:0.5", verify=PartialVerification(PARTIAL, refresh=100))
-    assert torch.equal(found.sequences, plain(model, inputs, PARTIAL))
-    assert not torch.equal(found.sequences, plain(model, inputs))
+    result = run(model, inputs, "streaming_llm:0.5", verify=PartialVerification(PARTIAL, refresh=100))
+    assert torch.equal(result.sequences, plain(model, inputs, PARTIAL))
+    assert not torch.equal(result.sequences, plain(model, inputs))
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, NEW - 1, dtype=torch.long)], dim=1)
-    cache, again = DynamicCache(config=model.config), found.sequences[:, :-1]
-    model(again, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), past_key_values=cache)
-    for layer, exact in zip(found.cache.layers, cache.layers, strict=True):
+    cache, ids = DynamicCache(config=model.config), result.sequences[:, :-1]
+    model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), past_key_values=cache)
+    for layer, exact in zip(result.cache.layers, cache.layers, strict=True):
         newest = layer.store.window.filled_keys[:, :, -NEW + 1 :]
         torch.testing.assert_close(newest, exact.keys[:, :, -NEW + 1 :], atol=1e-4, rtol=1e-4)
 
@@ -213,8 +213,8 @@ def test_a_partial_cache_verifies_by_what_it_reads_and_the_whole_one_ends_exact(
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"draft": "none"}, ValueError, "reads what the target reads"),
-        ({"draft": "snapkv:0.5", "press": "snapkv:0.5"}, ValueError, "reads what the target reads"),
+        ({"draft": "none"}, ValueError, "reads the same pairs as the target"),
+        ({"draft": "snapkv:0.5", "press": "snapkv:0.5"}, ValueError, "reads the same pairs as the target"),
         ({"draft": Draft(model="x")}, TypeError, "draft must be a press, its spec, a model"),
         ({"draft": Draft(model=tiny_model("llama", vocab_size=50))}, ValueError, "vocabulary of 50"),
         ({"draft": Draft(model=tiny_model("qwen3_next"))}, NotImplementedError, "recurrent layers"),
@@ -224,32 +224,32 @@ def test_a_partial_cache_verifies_by_what_it_reads_and_the_whole_one_ends_exact(
         ({"cache_implementation": "static"}, ValueError, "cache_implementation"),
         ({"stop_strings": ["."]}, ValueError, "StopStringCriteria"),
         ({"penalty_alpha": 0.6}, ValueError, "contrastive search"),
-        ({"position_ids": torch.ones(1, 4)}, ValueError, "position_ids cannot be given"),
-        ({"use_cache": False}, ValueError, "use_cache=False"),
+        ({"position_ids": torch.ones(1, 4)}, ValueError, "position_ids cannot be an argument"),
+        ({"use_cache": False}, ValueError, "leave out use_cache=False"),
         ({"verify": PartialVerification("snapkv:0.5")}, ValueError, "must be a selector"),
         ({"verify": "quest"}, TypeError, "verify must be"),
-        ({"inputs": {"input_ids": torch.ones(1, 4), "pixels": 1}}, ValueError, "pixels besides"),
+        ({"inputs": {"input_ids": torch.ones(1, 4), "pixels": 1}}, ValueError, "got also pixels"),
         ({"inputs": "text"}, TypeError, "inputs must be token ids"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, (str, dict)) else None,
 )
 def test_bad_input_is_refused(settings: dict[str, Any], error: type[Exception], match: str) -> None:
     model, inputs = model_and_prompt()
-    given = {"inputs": inputs, "draft": "streaming_llm:0.5", "max_new_tokens": 2, **settings}
+    arguments = {"inputs": inputs, "draft": "streaming_llm:0.5", "max_new_tokens": 2, **settings}
     with pytest.raises(error, match=match):
-        kvpress.speculate(model, **given)
+        kvpress.speculate(model, **arguments)
 
 
-def test_models_whose_queries_are_unknown_choose_no_chunks() -> None:
+def test_models_that_compute_attention_themselves_cannot_choose_chunks() -> None:
     model, (_, inputs) = tiny.tiny("deepseek_v3"), model_and_prompt()
     vocabulary = model.config.vocab_size
     inputs["input_ids"] = inputs["input_ids"] % vocabulary
-    with pytest.raises(NotImplementedError, match="queries are not known"):
+    with pytest.raises(NotImplementedError, match="queries cannot choose chunks"):
         run(model, inputs, Draft(model=tiny_model("llama", vocab_size=vocabulary), retrieve=CHUNKS))
     assert torch.equal(run(model, inputs, "streaming_llm:0.5").sequences, plain(model, inputs))
 
 
-def test_models_and_caches_that_do_not_fit() -> None:
+def test_unsuitable_models_and_caches_are_refused() -> None:
     model, inputs = model_and_prompt()
     with pytest.raises(NotImplementedError, match="recurrent layers"):
         run(tiny_model("qwen3_next"), inputs, "streaming_llm:0.5")
@@ -272,6 +272,6 @@ def test_models_and_caches_that_do_not_fit() -> None:
         lambda: PartialVerification(refresh=0),
     ],
 )
-def test_forms_check_their_numbers(make: Any) -> None:
+def test_settings_check_their_ranges(make: Any) -> None:
     with pytest.raises(ValueError, match="must be >="):
         make()
