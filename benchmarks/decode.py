@@ -37,13 +37,14 @@ from benchmarks.levels import levels_of, use
 from benchmarks.machine import cpu_model
 from kvpress.cache.codec import Sealing
 from kvpress.cache.report import storage_bytes
+from kvpress.cache.rotation import Angles, KeyRotation
 from kvpress.cache.store import KVStore
 from kvpress.calibrate.file import Calibration
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.layer import PressLayer
 from kvpress.hf.models import with_cache
-from kvpress.quant.codebook import Angles, CodedSegment, KeyRotation
+from kvpress.quant.codebook import CodedSegment
 from kvpress.quant.press import pair
 from kvpress.sparse.channels import Channels
 

@@ -2,16 +2,23 @@
 """Which codecs keep their answers at 3 bits where keys have a large bias, as those of models of the Qwen2 kind do.
 
     python benchmarks/key_bias.py
+    python benchmarks/key_bias.py --model FOLDER
 
 The reference model gets a bias in two slowly turning pairs of rotary channels, which its softmax hardly sees: a number that all
 logits have in common. Printed is the mean divergence from the full cache of the same model, along the tokens behind a prompt,
 without the bias and with it. Codecs that are fitted to a model are fitted to each of the two.
+
+With `--model`, a Llama in a folder reads Python source instead: 64 tokens behind 1024, in one pass. A further column has the
+bias in two pairs that turn fast, where it is another vector at every position.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import inspect
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -52,14 +59,30 @@ FITTED = {"kvquant:bits=3": LevelSettings(fisher=False), "aquakv:bits=3": Predic
 DATA = Path("kvpress/data/reference/calibration.jsonl")
 
 
-def with_bias(model: Any, size: float = BIAS) -> nn.Module:
-    """Return a copy of the reference model whose keys have a bias."""
+PRETRAINED = (
+    "turboquant:bits=3,residual_length=0",
+    "rotated:bits=3,residual_length=0",
+    "rotated:bits=4,residual_length=0",
+    "kivi:bits=3,residual_length=0",
+    "saw_int4",
+    "frontier:smaller=10",
+    "fp8",
+    "mxfp4",
+    "gear:bits=3",
+    "zipcache",
+)
+SLOW, FAST = (30, 31, 62, 63), (2, 5, 34, 37)
+"""Channels of the bias, of 64: pairs of rotary channels that turn slowly and fast."""
+
+
+def with_bias(model: Any, size: float = BIAS, channels: tuple[int, ...] = SLOW) -> nn.Module:
+    """Return a copy of a model with heads of 64 channels whose keys have a bias."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(3)
     for layer in model.model.layers:
         attention = layer.self_attn
         bias = torch.zeros(attention.k_proj.weight.shape[0] // 64, 64)
-        for channel in (30, 31, 62, 63):
+        for channel in channels:
             bias[:, channel] = size * torch.randn(len(bias), generator=generator).sign()
         attention.k_proj.bias = nn.Parameter(bias.flatten().to(attention.k_proj.weight.dtype))
     return model
@@ -91,8 +114,38 @@ class Exact:
         return float((self.expected.exp() * (self.expected - found)).sum(-1).mean())
 
 
+def divergences(model: Any, ids: Tensor, steps: Tensor) -> list[float]:
+    """Mean divergence of a model under each press, along steps that are read in one pass behind a prompt."""
+    presses = [kvpress.get_press(spec) for spec in ("none", *PRETRAINED)]
+    found = []
+    for press, cache in zip(presses, kvpress.prefill(model, presses, ids).caches, strict=True):
+        with torch.inference_mode(), press(model):
+            found.append(model(steps, **with_cache(cache)).logits.float().log_softmax(-1))
+    expected, *others = found
+    return [float((expected.exp() * (expected - other)).sum(-1).mean()) for other in others]
+
+
+def pretrained(folder: str, prompt: int = 1024, steps: int = 64) -> None:
+    """Print the divergences of a pretrained model without a bias, and with one in channels that turn slowly or fast."""
+    model, tokenizer = kvpress.load_model(folder)
+    text = inspect.getsource(textwrap) + inspect.getsource(inspect)
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt + steps]
+    print(f"{steps} tokens behind {prompt}, bias {BIAS:g}, {date.today().isoformat()}\n")
+    print("| codec | without bias | slow | fast |\n|---|---:|---:|---:|", flush=True)
+    models = model, with_bias(model, channels=SLOW), with_bias(model, channels=FAST)
+    columns = [divergences(each, ids[:, :prompt], ids[:, prompt:]) for each in models]
+    for spec, *figures in zip(PRETRAINED, *columns, strict=True):
+        print(f"| `{spec}` | {' | '.join(f'{figure:.4f}' for figure in figures)} |")
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a Llama with heads of 64 channels; the reference model without it")
+    folder = parser.parse_args().model
+    if folder is not None:
+        pretrained(folder)
+        return
     model, tokenizer = kvpress.load_model("reference")
     plain, loud = (Exact.of(kind, tokenizer, repeat=4) for kind in (model, with_bias(model)))
     print(f"{plain.steps.shape[1]} tokens behind {plain.ids.shape[1]}, bias {BIAS:g}, {date.today().isoformat()}\n")

@@ -226,7 +226,7 @@ class SignSegment(Segment):
     values: Annotated[Tensor, per_pair("dense")]
     layout: OfStreams
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         keys = unpack_codes(self.signs[rows], 1) * 2.0 - 1
         return (keys * self.scale[rows, None]).to(self.values.dtype), self.values[rows]
 

@@ -182,8 +182,9 @@ class Attended(ABC):
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
         rows = self.as_rows()
-        if rows is not None and isinstance(rows.keys, kernels.Dense) and kernels.available(rows.keys.data):
-            return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)
+        dense = rows is not None and rows.is_plain and isinstance(rows.keys, kernels.Dense)
+        if dense and kernels.available(rows.keys.storage):  # type: ignore[union-attr]
+            return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)  # type: ignore[arg-type]
         received = torch.zeros(self.layout.total, device=queries.device)
         for block in self.blocks():
             asking, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.cache.offset import Spread
+from kvpress.cache.rotation import Channels, Rotate
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
@@ -25,12 +27,21 @@ WIDTH = "width"
 class Rotation:
     """The rotary embedding of a layer's keys: `angles` maps positions `[1, n]` to `(cos, sin)` of the model.
 
-    Layers of one `kind` share their embedding; `owner` names the attention in messages.
+    `rotate` is the model's function that turns vectors by them, None where it turns two halves of the leading channels. Layers
+    of one `kind` share their embedding; `owner` names the attention in messages. It is not `known` where the model has no
+    angles or no function of its own that could be found.
     """
 
     angles: Callable[[Tensor], tuple[Tensor, Tensor]]
     kind: str
     owner: str
+    rotate: Rotate | None = None
+    known: bool = True
+
+    def channels(self, dim: int, device: torch.device) -> Channels | None:
+        """Return which of `dim` channels are turned together; None where the model is not known to turn pairs of channels."""
+        cos, sin = (part[:, 1:].float() for part in self.angles(torch.arange(2, device=device)[None]))
+        return Channels.of(self.rotate, cos, sin, dim)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,10 @@ class Codec(ABC):
     """Bytes that the place of an encoded pair takes, where a stream has gaps."""
     reads_side: ClassVar[tuple[str, ...]] = ()
     """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
+    spread: Spread | None = "length"
+    """What the error of keys grows with, so that what they share is taken out of them where it makes that large.
+
+    None where keys are stored as they are, or before their rotary embedding."""
     tier: FileTier | None = None
     """Where encoded pairs are kept, None for the memory of their device."""
 
@@ -146,6 +161,8 @@ class Codec(ABC):
 
 class DenseCodec(Codec):
     """Seals pairs as they are, so that a selector can index them and read some of them."""
+
+    spread = None
 
     def __init__(self, group: int, residual: int) -> None:
         self.group, self.residual = group, residual

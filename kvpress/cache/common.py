@@ -93,7 +93,7 @@ class CommonSegment(Segment):
     def _rows(self, rows: Tensor) -> Tensor:
         return self.located(rows)[1]
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         return self.base.read(self._rows(row_numbers(rows, self.layout.total, self.device)))
 
     def take(self, rows: Tensor, layout: Layout) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -46,7 +47,8 @@ class MixedSegment(Segment):
     """Two segments with the same streams; one bit per pair says which of them holds it.
 
     Attention does not depend on the order of pairs, so it reads the two parts one after the other and merges; order only
-    matters where rows are named: reading, eviction, selection. The parts know the weights of their pairs, but no slots.
+    matters where rows are named: reading, eviction, selection. The parts know the weights of their pairs, but no slots and no
+    offset.
     """
 
     one: Annotated[Segment, part()]
@@ -69,6 +71,17 @@ class MixedSegment(Segment):
         second = self.in_second
         return [(~second, self.one), (second, self.other)]
 
+    def _read_parts(self) -> tuple[Segment, Segment]:
+        """Return both segments as attention reads them: with the offset of their keys, where there is one."""
+        if self.key_offset is None:
+            return self.parts
+        rows = self.in_second.to(torch.uint8).argsort(stable=True)
+        mine = rows.split([self.one.layout.total, self.other.layout.total])
+        twins = [copy.copy(held) for held in self.parts]
+        for twin, own_rows in zip(twins, mine, strict=True):
+            twin.key_offset = self.key_offset.of_part(self, own_rows)
+        return twins[0], twins[1]
+
     @property
     def log_weight(self) -> Tensor | None:
         kinds = [part.log_weight.dtype for part in (self.one, self.other) if part.log_weight is not None]
@@ -88,7 +101,7 @@ class MixedSegment(Segment):
         for mine, held in self._halves():
             held.log_weight = log_weight[mine]
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         second, ranks = self._places()
         here, at = second[rows], ranks[rows]
         read = [held.read(at[here == bool(p)]) for p, held in enumerate(self.parts)]
@@ -103,14 +116,15 @@ class MixedSegment(Segment):
         return second, torch.where(second, second.cumsum(0), (~second).cumsum(0)) - 1
 
     def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
-        found = [held.as_parts(queries, logits) for held in self.parts if held.layout.total]
+        found = [held.as_parts(queries, logits) for held in self._read_parts() if held.layout.total]
         return None if None in found else [part for parts in found for part in parts or ()]
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        filled = [part for part in self.parts if part.layout.total]
+        filled = [(p, held) for p, held in enumerate(self._read_parts()) if held.layout.total]
         if hidden is None:
-            return merge([held.attend(queries, logits) for held in filled])
-        return merge([held.attend(queries, logits, hidden[mine]) for mine, held in self._halves() if held in filled])
+            return merge([held.attend(queries, logits) for _, held in filled])
+        second = self.in_second
+        return merge([held.attend(queries, logits, hidden[second == bool(p)]) for p, held in filled])
 
     def attend_rows(
         self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
@@ -119,7 +133,7 @@ class MixedSegment(Segment):
         live = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
         rows = rows.long().masked_fill(~live, 0)
         found = []
-        for p, held in enumerate(self.parts):
+        for p, held in enumerate(self._read_parts()):
             here = live & (second[rows] == bool(p))
             order = here.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
             mine = ranks[rows].masked_fill(~here, 0).gather(1, order)
@@ -129,8 +143,9 @@ class MixedSegment(Segment):
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         received = torch.zeros(self.layout.total, device=queries.device)
-        for mine, held in self._halves():
-            received[mine] = held.mass(queries, logits, lse)
+        second = self.in_second
+        for p, held in enumerate(self._read_parts()):
+            received[second == bool(p)] = held.mass(queries, logits, lse)
         return received
 
     def _choices(self, choice: Choice) -> dict[str, Choice]:

@@ -5,7 +5,7 @@ A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in a
 Copies of a cache share its tensors, so none is written to: what changes the pairs of a layer makes a new segment. Eviction,
 beams and batch operations all go through `take`, which returns a segment made of the given rows.
 
-A format is a dataclass with its tensors (`kvpress.cache.held`), a field `layout: OfStreams` and `read`. It can attend to
+A format is a dataclass with its tensors (`kvpress.cache.held`), a field `layout: OfStreams` and `decode`. It can attend to
 itself on its own codes in `attend` and `attend_rows`, with `log_weight` added to the logits; what it leaves to this class
 decodes block by block.
 """
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attended import Attended, Block
-from kvpress.cache.held import Choice, Held, Joint, derived, own, per_pair, per_pair_or_zero
-from kvpress.cache.layout import Layout, interleave, spans
+from kvpress.cache.held import Choice, Held, Joint, derived, own, part, per_pair, per_pair_or_zero
+from kvpress.cache.layout import Layout, interleave, row_numbers, spans
+from kvpress.cache.offset import KeyOffset
 from kvpress.cache.tier import FileTier, MemoryTier, in_file
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
@@ -42,13 +43,15 @@ class Segment(Held, Attended, ABC):
     """Pairs of N streams in one storage format.
 
     Every stream begins at slot `first[n]`; `positions` are None where it goes on without gaps. `side` holds further per-pair
-    arrays `[total]`, such as the attention mass that heavy hitters accumulate. `index` caches what a selector derived from the
-    pairs. With a `tier`, the pairs lie in files, and so do those of all segments that are made of this one.
+    arrays `[total]`, such as the attention mass that heavy hitters accumulate. `key_offset` is added to keys as they are read.
+    `index` caches what a selector derived from the pairs. With a `tier`, the pairs lie in files, and so do those of all
+    segments that are made of this one.
     """
 
     first: Annotated[Sequence[int], own()] = field(default=(), kw_only=True)
     side: Annotated[dict[str, Tensor], per_pair_or_zero("scores")] = field(default_factory=dict, kw_only=True)
     tier: FileTier | None = field(default=None, init=False)
+    key_offset: Annotated[KeyOffset | None, part()] = field(default=None, init=False)
     index: Annotated[dict[str, Any], derived("indexes")] = field(default_factory=dict, init=False)
     _held_slots: Annotated[Tensor | None, own("indexes")] = field(default=None, init=False)
     _log_weight: Annotated[Tensor | None, per_pair_or_zero("weights")] = field(default=None, init=False)
@@ -59,8 +62,32 @@ class Segment(Held, Attended, ABC):
         self._place()
 
     @abstractmethod
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return what is stored of flat rows, as dense `(keys [n, D], values [n, Dv])` in the dtype of the model."""
+
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
+        keys, values = self.decode(rows)
+        if self.key_offset is None:
+            return keys, values
+        rows = row_numbers(rows, self.layout.total, self.device)
+        return (keys.float() + self.key_offset.of_rows(self, rows)).to(keys.dtype), values
+
+    def as_rows(self) -> kernels.Rows | None:
+        return self._keep("operand", self._with_offset)
+
+    def _with_offset(self) -> kernels.Rows | None:
+        rows = self.operand()
+        if rows is None or self.key_offset is None:
+            return rows
+        return replace(rows, key_offset=self.key_offset.operand(self))
+
+    def _tables(self) -> Tensor | None:
+        return None if self.key_offset is None else self.key_offset.rotation.angles.coarse
+
+    @property
+    def encoded(self) -> bool:
+        """Whether a codec made it; dense pairs may also be the first ones of a stream, which stay as they are."""
+        return True
 
     def _place(self) -> None:
         if self.tier is not None:
@@ -265,7 +292,11 @@ class DenseSegment(Segment):
     values: Annotated[Tensor, per_pair("dense")]
     layout: OfStreams
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    @property
+    def encoded(self) -> bool:
+        return self.key_offset is not None
+
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         if isinstance(rows, slice):
             return self.keys[rows], self.values[rows]
         return self.keys.index_select(0, rows), self.values.index_select(0, rows)

@@ -25,6 +25,7 @@ from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.common import CommonSegment
 from kvpress.cache.held import moved, tensors_in
 from kvpress.cache.layout import interleave
+from kvpress.cache.offset import offset_of
 from kvpress.cache.rollback import Rollback
 from kvpress.cache.savepoint import Savepoint
 from kvpress.cache.segment import DenseSegment, Segment, survivors
@@ -318,8 +319,12 @@ class KVStore(Rollback):
         sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun)
         if not any(ends):
             return
-        self.save()
         first, old, rest = opened.cut(sinks, ends)
+        known = tuple(segment.known() for segment in self.segments)
+        offset = offset_of(
+            old, codec.spread, replace(sealing, earlier=known)
+        )  # which may refuse, before anything changes
+        self.save()
         before = list(self.segments)
         self.seal(rest, sealing.mask)
         try:
@@ -327,7 +332,8 @@ class KVStore(Rollback):
                 self._prepend(first)
             earlier = tuple(part.known() for part in self.segments)
             own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-            segment = codec.encode(old, own)
+            segment = codec.encode(old if offset is None else offset.removed_from(old), own)
+            segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
         except OSError:  # no room where pairs are kept: all of them stay in memory

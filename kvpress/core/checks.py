@@ -96,10 +96,12 @@ def allowed(settings: type) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def check_finite(keys: Tensor, values: Tensor, layer: int) -> None:
-    """Refuse NaN in what a layer is about to compress, naming the place."""
+def check_finite(keys: Tensor, values: Tensor, layer: int, source: str = "") -> None:
+    """Refuse NaN in the keys and values that a layer is about to compress, naming the place and the `source`."""
     for name, tensor in (("keys", keys), ("values", values)):
         bad = torch.isnan(tensor)
         if bool(bad.any()):
             row, head, slot = bad.any(dim=-1).nonzero()[0].tolist()
-            raise FloatingPointError(f"NaN in {name} of layer {layer}, row {row}, head {head}, token {slot}")
+            raise FloatingPointError(
+                f"NaN in {name} {source + ' ' if source else ''}of layer {layer}, row {row}, head {head}, token {slot}"
+            )

@@ -143,7 +143,7 @@ def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | Non
         return mask
     if older.among is not None and isinstance(counts, int) and counts <= 0:
         return older.put(torch.zeros_like(older.view.positions, dtype=torch.bool), mask)
-    return older.put(step.scorer.choose(older, counts), mask)
+    return older.put(older.choose(counts), mask)
 
 
 class Cut:

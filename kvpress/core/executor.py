@@ -249,6 +249,8 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
                 f"compress returned keys {tuple(new_keys.shape)} and values {tuple(new_values.shape)} for keys "
                 f"{tuple(view.keys.shape)}; batch and head counts must stay, lengths must agree"
             )
+        if new_keys is not view.keys or new_values is not view.values:
+            check_finite(new_keys, new_values, call.layer, "returned by `compress`")
         changed |= new_keys is not view.keys or new_values is not view.values or stays is not None
         left = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
         if left != view.length:

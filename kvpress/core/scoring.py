@@ -15,15 +15,55 @@ from kvpress.observe.view import View
 
 
 def top(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Mark the `count` largest scores of the last axis; of equal ones the newest. NaN counts as smallest.
+    """Mark the `count` largest scores of the last axis, which hold no NaN; of equal ones the newest.
 
     As a tensor, `count` has the shape of `scores` without the last axis.
     """
-    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     length = scores.shape[-1]
     order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
     first = torch.arange(length, device=scores.device) < (count if isinstance(count, int) else count[..., None])
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, first.expand_as(order))
+
+
+def class_name(scorer: Any) -> str:
+    """Return the name of the class that a user knows: that of the press where `scorer` calls its `score`."""
+    return type(getattr(scorer, "press", scorer)).__name__
+
+
+def check_scores(scores: Any, scorer: Any, view: View) -> None:
+    """Refuse scores of another shape than `[b, h, n]`, and NaN among them. Infinite scores are allowed.
+
+    Raises:
+        TypeError: `scores` is not a tensor.
+        ValueError: its shape is another than that of the pairs of the view.
+        FloatingPointError: it holds NaN; the message names the layer, the row, the head and the first such position.
+    """
+    name = class_name(scorer)
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{name} must return scores as a tensor {tuple(view.shape)}, got {type(scores).__name__}")
+    if tuple(scores.shape) != tuple(view.shape):
+        raise ValueError(
+            f"{name} must return one score for each pair, of shape {tuple(view.shape)} (rows, heads, pairs), in layer "
+            f"{view.layer}, got {tuple(scores.shape)}"
+        )
+    check_numbers(scores, f"the scores of {name}", view)
+
+
+def check_numbers(scores: Tensor, name: str, view: View) -> None:
+    """Refuse NaN in an array `[b, h, n]` of a view.
+
+    Raises:
+        FloatingPointError: the message names the layer, the row, the head and the first position.
+    """
+    bad = scores.isnan()
+    if not bool(bad.any()):
+        return
+    row, head, slot = bad.nonzero()[0].tolist()
+    first = view.heads.indices(view.call.store.heads)[0]
+    raise FloatingPointError(
+        f"NaN in {name}, layer {view.layer}, row {view.rows[row]}, head {first + head}, position "
+        f"{int(view.positions[row, head, slot])}: return -inf for pairs that should go first"
+    )
 
 
 class Scorer(Protocol):
@@ -75,10 +115,23 @@ class Scored:
     def scores(self) -> Tensor:
         """Scores `[b, h, n]`, float32."""
         scores = self.scorer.scores(self.whole)
-        if scores.shape != self.whole.shape:
-            name = type(self.scorer).__name__
-            raise ValueError(f"{name}.score returned {tuple(scores.shape)}, not {tuple(self.whole.shape)}")
+        check_scores(scores, self.scorer, self.whole)
         return scores.float() if self.among is None else scores.float().gather(2, self._index)
+
+    def choose(self, counts: int | Tensor) -> Tensor:
+        """Return the scorer's mask `[b, h, n]` of `counts` pairs of every head, a number or `[b, h]`.
+
+        Raises:
+            TypeError, ValueError: the scorer's `choose` returned anything but a mask of that shape.
+        """
+        mask = self.scorer.choose(self, counts)
+        name, shape = class_name(self.scorer), tuple(self.view.shape)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"{name}.choose must return a mask, torch.bool {shape}, got {kind}")
+        if tuple(mask.shape) != shape:
+            raise ValueError(f"{name}.choose must return a mask of shape {shape}, got {tuple(mask.shape)}")
+        return mask
 
     def put(self, array: Tensor, whole: Tensor) -> Tensor:
         """Set those of `whole [b, h, m]` that the view shows, the oldest ones or some `among` all, to `array [b, h, n]`."""

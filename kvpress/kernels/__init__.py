@@ -28,6 +28,7 @@ from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.correction import MOST_RANK, Correction
 from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.digits import Digits
+from kvpress.kernels.formats.offset import Offset
 from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Side, Where
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.packing import BITS, CODE_BITS, check_packing, pack, row_step, unpack
@@ -46,6 +47,7 @@ __all__ = [
     "Dense",
     "Digits",
     "Listed",
+    "Offset",
     "Options",
     "Packed",
     "Part",

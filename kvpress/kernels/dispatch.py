@@ -75,8 +75,8 @@ def decode_parts(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the rows of all parts, which have none in common, as `merge` of `decode` does; arguments and errors are theirs.
 
-    On a CPU it is one call of compiled code, but for parts with a basis. A causal mask is that of the last part, which ends
-    with the new tokens. Results over `others` are merged with theirs.
+    On a CPU it is one call of compiled code, but for parts with a basis or an offset. A causal mask is that of the last part,
+    which ends with the new tokens. Results over `others` are merged with theirs.
     """
     attention.check(q, parts, options)
     if others:
@@ -84,7 +84,7 @@ def decode_parts(
         checks.shape("out", others[0][0], (*q.shape[:2], parts[0].value_channels), torch.float32)
     together: list[Part] = []
     if len(parts) > 1 and launch.available(parts[0].rows.keys.storage):
-        together = [part for part in parts if part.rows.key_basis is None and part.rows.value_basis is None]
+        together = [part for part in parts if part.rows.is_plain]
     alone = parts if len(together) < 2 else [part for part in parts if part not in together]
 
     def causal(some: Part) -> Options:
@@ -107,19 +107,20 @@ def _name(part: Part) -> str:
 def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
     rows, where = part.rows, part.where
     moved, model_dtype = None, q.dtype
+    added = None if rows.key_offset is None else rows.key_offset.products(q, where.stream)
     if rows.key_basis is not None:
         moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
         q = rows.key_basis.enter(q, where.stream)
     if launch.available(rows.keys.storage):
         count(_name(part))
-        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype)
+        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype, added=added)
     elif device.available(rows.keys.storage):
         from kvpress.kernels.attention import triton as attention_triton
 
         count(_name(part))
-        out, lse = attention_triton.decode(q, rows, where, options)
+        out, lse = attention_triton.decode(q, rows, where, options, added)
     else:
-        out, lse = attention_reference.decode(q, rows, where, options)
+        out, lse = attention_reference.decode(q, rows, where, options, added)
     if rows.value_basis is not None:
         out = rows.value_basis.leave(out, where.stream)
         if rows.value_basis.centre is not None:

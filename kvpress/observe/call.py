@@ -144,7 +144,13 @@ class LayerCall:
     @property
     def sealing(self) -> Sealing:
         """What a codec may look at when it encodes what this layer holds."""
-        rotation = Rotation(self.angles, str(getattr(self.module, "layer_type", None)), type(self.module).__name__)
+        rotation = Rotation(
+            self.angles,
+            str(getattr(self.module, "layer_type", None)),
+            type(self.module).__name__,
+            self.rotate,
+            known=self.rotary_angles is not None and self.apply_rotary is not None,
+        )
         return Sealing(
             heads=self.store.heads,
             generated=self.phase == "decode",

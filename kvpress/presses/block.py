@@ -67,7 +67,7 @@ class InBlocks(ScorerAround):
         index = every[..., :kept]
         for start in range(kept, view.length, self.block_size):
             index = torch.cat([index, every[..., start : start + self.block_size]], dim=2)
-            mask = self.inner.choose(Scored(view.pairs(index), self.inner), kept)
+            mask = Scored(view.pairs(index), self.inner).choose(kept)
             # The marked ones in order, without asking the device how many they are.
             index = index.gather(2, (~mask).int().argsort(dim=2, stable=True)[..., :kept])
         return torch.zeros_like(every, dtype=torch.bool).scatter(2, index, True)

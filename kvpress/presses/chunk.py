@@ -65,7 +65,7 @@ class InChunks(ScorerAround):
         for start, stop in itertools.pairwise(edges):
             index = torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1)
             share = counts * stop // length - counts * start // length
-            masks.append(self.inner.choose(Scored(view.pairs(index), self.inner), share))
+            masks.append(Scored(view.pairs(index), self.inner).choose(share))
         return torch.cat(masks, dim=2)
 
     def scores(self, view: View) -> Tensor:

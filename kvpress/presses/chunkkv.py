@@ -64,7 +64,7 @@ class WholeChunks(ScorerAround):
             memo["order"] = self._order(view.group or [view], list(memo["scores"].values()))
         score = memo["scores"][id(view)]
         chunk = memo["order"].gather(1, self._chunks(view)).view(score.shape)
-        within = ranks(score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).mean(1, keepdim=True))
+        within = ranks(_worst_if_opposed(score.mean(1, keepdim=True)))
         # Places among all pairs, which float32 holds exactly.
         return ranks((chunk * view.length + within).double()).float()
 
@@ -81,7 +81,12 @@ class WholeChunks(ScorerAround):
             chunk = self._chunks(view)
             total.scatter_add_(1, chunk, score.flatten(1).double())
             count.scatter_add_(1, chunk, torch.ones_like(chunk, dtype=count.dtype))
-        return ranks((total / count).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))
+        return ranks(_worst_if_opposed(total / count))  # of chunks without pairs, too
+
+
+def _worst_if_opposed(means: Tensor) -> Tensor:
+    """Return means in which -inf stands where scores of both infinities, or none, were averaged."""
+    return means.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kvpress.core.overrides import ScoredByArguments
 from kvpress.core.press import BasePress, ScorerAround, ScorerPress, WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
-from kvpress.core.scoring import Scored, top
+from kvpress.core.scoring import Scored, check_numbers, top
 from kvpress.presses.adakv import AdaKVPress
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
@@ -149,6 +149,7 @@ class TwoStages(ScorerAround):
         else:
             norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.module)[:, view.heads]
         weighted = torch.where(finite, (scores - least + self.epsilon) * norms, scores)
+        check_numbers(weighted, "scores times the norms of value outputs", view)
         at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
         return weighted.masked_fill(top(scores, at_once), torch.inf)
 

@@ -104,7 +104,7 @@ class Mixed(ScorerAround):
 
     def scores(self, view: View) -> Tensor:
         both = [Scored(view, scorer).scores for scorer in (self.inner, self.other)]
-        one, two = (ranks(scores.nan_to_num(nan=-torch.inf)).float() / max(1, view.length - 1) for scores in both)
+        one, two = (ranks(scores).float() / max(1, view.length - 1) for scores in both)
         mixed = torch.maximum(one, two) if self.how == "max" else self.weight * one + (1 - self.weight) * two
         return mixed.masked_fill(both[0].isposinf() | both[1].isposinf(), torch.inf)
 

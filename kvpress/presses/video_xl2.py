@@ -322,7 +322,7 @@ class AsPooled(Allocator):
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         del mean
-        return [each.scorer.choose(each, 0).sum(dim=2) for each in scored]
+        return [each.choose(0).sum(dim=2) for each in scored]
 
 
 def pooled(view: View, mask: Tensor) -> Rewritten:

@@ -27,8 +27,9 @@ class AdaQuantPress(KIVIPress):
     the norms of their projections.
 
     Paper: Hariri et al., More for Keys, Less for Values: Adaptive KV Cache Quantization, 2025, arXiv:2502.15075.
-    Differs from the paper: its quantiser groups channels of one token for keys too and re-encodes the whole cache
-    whenever the tail is full; here keys are quantised per channel and once, as in KIVI.
+    Differs from the paper: its quantiser groups channels of one token for keys too and re-encodes the whole cache whenever
+    the tail is full; here keys are quantised per channel and once, as in KIVI; a large bias of keys is stored apart
+    (`QuantisingPress`).
     """
 
     bits: Bits = (4, 2)

@@ -15,14 +15,14 @@ from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import per_layer
 from kvpress.cache.layout import row_numbers
+from kvpress.cache.rotation import angle_bytes, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.core.checks import Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register
 from kvpress.quant.bits import Bits
 from kvpress.quant.calibrated import CalibratedPress
-from kvpress.quant.codebook import CodedRows, CodedSegment, angle_bytes
-from kvpress.quant.coupled import rotation_of
+from kvpress.quant.codebook import CodedRows, CodedSegment
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.turboquant import encode, levels
 
@@ -110,6 +110,7 @@ class PredictingCodec(Codec):
     group: int = 32
 
     slot_bytes: ClassVar[int] = 4
+    spread = None
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, device = segment.layout, segment.device
@@ -151,7 +152,7 @@ class PredictedSegment(CodedSegment):
     weight: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
     offset: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
         head = streams % len(self.weight)

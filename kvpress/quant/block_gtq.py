@@ -213,7 +213,7 @@ class DigitSegment(CodedSegment):
 
     digits: Annotated[KeyDigits, part()] = field(kw_only=True)
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         basis, coded = self.digits.operand(), self.keys.operand()
         keys = torch.empty(len(rows), self.digits.rotation.shape[1], device=self.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.rotation import angle_bytes, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.calibrate.file import Calibration
 from kvpress.core.checks import Size, check_count
@@ -18,7 +19,7 @@ from kvpress.core.registry import Refusal, register
 from kvpress.kernels import CODE_BITS, check_packing
 from kvpress.quant.bits import Bits
 from kvpress.quant.calibrated import CalibratedPress
-from kvpress.quant.codebook import Angles, CodedRows, CodedSegment, KeyRotation, angle_bytes
+from kvpress.quant.codebook import CodedRows, CodedSegment
 from kvpress.quant.press import pair
 
 METHOD = "cq"
@@ -122,6 +123,7 @@ class CoupledCodec(Codec):
 
     group: ClassVar[int] = 32  # type: ignore[misc]
     slot_bytes: ClassVar[int] = 4
+    spread = None
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         books = [book.to(segment.device) for book in (self.key_book, self.value_book)]
@@ -144,16 +146,3 @@ class CoupledCodec(Codec):
 
     def shared_bytes(self, tokens: int, dim: int) -> int:
         return angle_bytes(tokens, dim)
-
-
-def rotation_of(sealing: Sealing, streams: int, device: torch.device) -> KeyRotation | None:
-    """Positions of a layer's pairs; None where its keys are never rotated, or outside a model."""
-    rotation = sealing.rotation
-    if rotation is None:
-        return None
-    angles: Angles = sealing.shared.setdefault(f"angles {rotation.kind} {device}", Angles())
-    angles.grow(sealing.seen, rotation.angles, device, rotation.owner)
-    if sealing.mask is None:
-        return KeyRotation(angles)
-    pads = (~sealing.mask).sum(dim=1).to(device)
-    return KeyRotation(angles, pads.repeat_interleave(streams // len(pads)))

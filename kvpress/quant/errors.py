@@ -24,7 +24,7 @@ def error(layer: Sequence[Scored], count: int) -> float:
     """Return the relative squared error of a layer's output for the newest tokens, if `count` pairs of a head stay."""
     lost = whole = 0.0
     for scored in layer:
-        mask = scored.scorer.choose(scored, min(count, scored.view.length))
+        mask = scored.choose(min(count, scored.view.length))
         weight = torch.zeros(mask.shape, device=mask.device) if scored.log_weight is None else scored.log_weight.float()
         for h, head in enumerate(scored.view.per_head()):
             queries = head.newest_queries(QUERIES)[:, :, -max(1, head.seen // 4) :]

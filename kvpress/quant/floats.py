@@ -66,7 +66,7 @@ class FP8Press(FloatPress):
 
     Paper: Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433, which defines the numbers.
     Differs from the paper: it stores weights and activations with one scale for a tensor; here every token of a head has
-    one, and nothing is calibrated.
+    one, and nothing is calibrated; a large bias of keys is stored apart (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -89,7 +89,8 @@ class NVFP4Press(FloatPress):
     and while tokens are generated up to 31 more do, 255 on a GPU; `skip_layers` are left dense.
 
     Paper: none; the format of the name, as accelerators define it.
-    Differs from the paper: t belongs to a head of a sequence, not to a tensor of a calibrated model.
+    Differs from the paper: t belongs to a head of a sequence, not to a tensor of a calibrated model; a large bias of keys
+    is stored apart (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -112,7 +113,8 @@ class MXFP4Press(FloatPress):
     31 more do, 255 on a GPU; `skip_layers` are left dense.
 
     Paper: Rouhani et al., Microscaling Data Formats for Deep Learning, 2023, arXiv:2310.10537.
-    Differs from the paper: halves between two codes go to the smaller one, not to the even one.
+    Differs from the paper: halves between two codes go to the smaller one, not to the even one; a large bias of keys is
+    stored apart (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -204,7 +206,7 @@ class FloatSegment(Segment):
     key_factor: Annotated[Tensor | None, per_stream("scales")] = None
     value_factor: Annotated[Tensor | None, per_stream("scales")] = None
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
         found = []
@@ -219,7 +221,7 @@ class FloatSegment(Segment):
             None if factor is None else kernels.Basis(scale=factor[:, None].expand(-1, side.channels))
             for side, factor in ((keys, self.key_factor), (values, self.value_factor))
         ]
-        return kernels.Rows(keys, values, self.log_weight, *bases)
+        return kernels.Rows(keys, values, self.log_weight, bases[0], bases[1])
 
 
 def _factors(segment: DenseSegment, side: Literal["key", "value"], earlier: list[FloatSegment]) -> Tensor:

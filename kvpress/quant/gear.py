@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.offset import Spread
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.core.checks import Count, Range, Share, Size
 from kvpress.core.model import LayerFacts
@@ -41,8 +42,8 @@ class GEARPress(QuantisingPress):
 
     Paper: Kang et al., GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM,
     2024, arXiv:2403.05527.
-    Differs from the paper: outliers of values are chosen within each head, at least one at either end; the authors'
-    fused code has no outliers and is wrong for batches.
+    Differs from the paper: outliers of values are chosen within each head, at least one at either end; the authors' fused
+    code has no outliers and is wrong for batches; a large bias of keys is stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 2
@@ -105,6 +106,10 @@ class GEARCodec(Codec):
     group: int
     residual: int
     sinks: int = 0
+
+    @property
+    def spread(self) -> Spread:  # type: ignore[override]
+        return "stream" if self.channels is None else "tile"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         rank = self.generated_rank if sealing.generated else self.rank

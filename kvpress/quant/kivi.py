@@ -29,8 +29,8 @@ class KIVIPress(QuantisingPress):
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
     Differs from the paper: keys and values share one dense tail of `residual_length` to
     `residual_length + 2 * group_size - 1` pairs (on a GPU, which encodes generated pairs 256 at a time, 256 - `group_size`
-    more), where the paper empties the keys' tail whenever it is full. Constant groups decode exactly.
-    `rotate` is not in the paper.
+    more), where the paper empties the keys' tail whenever it is full. Constant groups decode exactly. `rotate` is not in the
+    paper. A large bias of keys is stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 2

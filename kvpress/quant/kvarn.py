@@ -39,7 +39,8 @@ class KVarNPress(QuantisingPress):
     Paper: KVarN, 2026, arXiv:2606.03458; its rounds after the authors' code.
     Differs from the paper: a tile is divided by its root mean square before it is balanced, and factors may be as small as
     they come out, where a floor at 0.74 leaves tiles of small numbers as they are; b belongs to a head, found on the pairs
-    that are coded first and kept, where the paper has one for every tile of values.
+    that are coded first and kept, where the paper has one for every tile of values; a large bias of keys is stored apart
+    (`QuantisingPress`).
     """
 
     bits: Bits = (4, 2)
@@ -63,6 +64,8 @@ class BalancedCodec(Codec):
     residual: int
     sinks: int = 0
     iterations: int = 8
+
+    spread = "stream"  # its tiles are long
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         dtype = segment.keys.dtype

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.rotation import angle_bytes, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.core.checks import Share, Size
 from kvpress.core.model import LayerFacts
@@ -18,8 +19,7 @@ from kvpress.kernels import pack
 from kvpress.kernels.formats.correction import MOST_CHANNELS
 from kvpress.quant.bits import Bits
 from kvpress.quant.calibrated import CalibratedPress
-from kvpress.quant.codebook import CodedRows, CodedSegment, angle_bytes
-from kvpress.quant.coupled import rotation_of
+from kvpress.quant.codebook import CodedRows, CodedSegment
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Counts, Runs
 from kvpress.quant.turboquant import below
@@ -110,6 +110,7 @@ class LevelCodec(Codec):
     group: int = TILE
 
     slot_bytes: ClassVar[int] = 4
+    spread = None
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, dtype = segment.layout, segment.keys.dtype

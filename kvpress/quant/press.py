@@ -20,8 +20,12 @@ class QuantisingPress(BasePress):
     """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`.
 
     `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of `kvpress calibrate --method
-    bits`. The newest `residual_length` pairs of
-    every head and its first `sinks` stay as they are. The layers in `skip_layers` are left dense.
+    bits`. The newest `residual_length` pairs of every head and its first `sinks` stay as they are. The layers in `skip_layers`
+    are left dense.
+
+    Where keys share a vector before their rotary embedding that is much longer than what they differ by, as in models with a
+    large bias in their key projections, it is taken out of them before they are encoded, stored once for each head of each row,
+    and added in attention at the angle of each position (`kvpress.cache.offset`). The first encoded pairs of a head decide.
     """
 
     bits: Bits

@@ -223,7 +223,7 @@ class Layer:
             own = options[at : at + each.view.shape.numel()].view(each.view.shape).to(each.view.positions.device)
             at += each.view.shape.numel()
             counts = (own > 0).sum(dim=2)
-            mask = each.scorer.choose(each, counts)
+            mask = each.choose(counts)
             own = torch.where(own > 0, own, used[0].to(own)) * mask
             each.width = BITS.to(own.device)[own]
             self.counts.append(counts)
@@ -240,7 +240,7 @@ def worth(scores: Tensor) -> Tensor:
 
     Where some are negative, all are counted from the least one of their head.
     """
-    scores = scores.double().cpu().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores = scores.double().cpu()
     finite = scores.isfinite()
     high = scores.masked_fill(~finite, -torch.inf).amax(dim=2, keepdim=True)
     low = scores.masked_fill(~finite, torch.inf).amin(dim=2, keepdim=True)

@@ -40,9 +40,9 @@ class RotatedPress(QuantisingPress):
     generated, up to 31 more do, 255 on a GPU.
 
     Paper: none; of the kind of `TurboQuantPress`.
-    Differs from the paper: from TurboQuant, a mean is subtracted; the matrix is that of Hadamard and the same everywhere, so
-    that nothing is held of it; levels are evenly spaced, so that kernels multiply the codes as integers, and their distance
-    follows each vector, which makes up for it.
+    Differs from the paper: from TurboQuant, a mean is subtracted; the matrix is that of Hadamard and the same everywhere,
+    so that nothing is held of it; levels are evenly spaced, so that kernels multiply the codes as integers, and their
+    distance follows each vector, which makes up for it; a large bias of keys is stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 2
@@ -64,6 +64,7 @@ class CentredCodec(Codec):
     group: int = 32
 
     whole: ClassVar[bool] = True
+    spread = "stream"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         earlier = [other for other in sealing.earlier if isinstance(other, RotatedSegment)]
@@ -143,7 +144,7 @@ class RotatedSegment(Segment):
     key_centre: Annotated[Tensor, per_stream("scales")]
     value_centre: Annotated[Tensor, per_stream("scales")]
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
         keys, values = (

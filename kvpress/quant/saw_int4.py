@@ -33,8 +33,9 @@ class SAWInt4Press(QuantisingPress):
     first `sinks` stay as they are, and while tokens are generated up to 31 more do, 255 on a GPU. `skip_layers` are left dense.
 
     Paper: SAW-INT4, 2026, arXiv:2604.19157; after a summary of it.
-    Differs from the paper: how it cuts a head into blocks and groups was not read, so both are settings; other widths
-    than 4 bits are offered; generated pairs are encoded 32 at a time, where an engine encodes every token as it comes.
+    Differs from the paper: how it cuts a head into blocks and groups was not read, so both are settings; other widths than
+    4 bits are offered; generated pairs are encoded 32 at a time, where an engine encodes every token as it comes; a large
+    bias of keys is stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 4

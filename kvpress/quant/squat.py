@@ -37,7 +37,7 @@ class SQuatPress(KIVIPress):
     Paper: Wang et al., SQuat: Subspace-orthogonal KV Cache Quantization, 2025, arXiv:2503.24358.
     Differs from the paper: keys are coded after their rotary embedding, as queries are seen, where its default is before;
     of a batch every sequence has its own queries; tails are those of `kivi`; where a head has no more channels than
-    `block_size`, blocks are half a head.
+    `block_size`, blocks are half a head; a large bias of keys is stored apart (`QuantisingPress`).
     """
 
     rank: Count = 60

@@ -30,6 +30,8 @@ def refuse_latents(model: ModelFacts | None) -> None:
 class ThinCodec(Codec):
     """Stores keys in `width` of their channels, each stream in its own; values stay as they are."""
 
+    spread = None
+
     @abstractmethod
     def width(self, dim: int) -> int:
         """Return how many of `dim` channels are stored."""
@@ -61,7 +63,7 @@ class ThinnedSegment(Segment):
     layout: OfStreams
     dim: int = 0
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         kept = self.keys[rows]
         if isinstance(rows, slice):
             rows = torch.arange(*rows.indices(self.layout.total), device=kept.device)

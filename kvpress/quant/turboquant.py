@@ -39,9 +39,10 @@ class TurboQuantPress(QuantisingPress):
     |level[code]| is stored in 16 bits.
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
-    Differs from the paper: decoded vectors get their norm back, except with `qjl`; S is orthogonal, and the norm of each error
-    is taken to be that of all, which it nearly is behind R, so that it need not be stored; all channels have the same bits.
-    The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense.
+    Differs from the paper: decoded vectors get their norm back, except with `qjl`; S is orthogonal, and the norm of each
+    error is taken to be that of all, which it nearly is behind R, so that it need not be stored; all channels have the same
+    bits. The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense. A large bias of keys is
+    stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 4

@@ -20,6 +20,7 @@ from kvpress.cache.attended import BLOCK_ROWS
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.held import Choice, Held, Joint, part, per_group, per_pair, per_stream
 from kvpress.cache.layout import Layout, row_numbers
+from kvpress.cache.offset import Spread
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.residual import Residual
@@ -115,7 +116,7 @@ class UniformSegment(Segment):
     channel_scale: Annotated[Tensor | None, per_stream("scales")] = None
     block: int = 0
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         keys, values = self.keys.read(rows), self.values.read(rows)
         if self.channel_scale is not None:
             rows = row_numbers(rows, self.layout.total, values.device)
@@ -154,6 +155,10 @@ class UniformCodec(Codec):
     residual: int
     sinks: int = 0
     block: int = 0
+
+    @property
+    def spread(self) -> Spread:  # type: ignore[override]
+        return "tile" if self.key_group[0] > 1 else "length"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing

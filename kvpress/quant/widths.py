@@ -205,6 +205,7 @@ class FittingCodec(Codec):
 
     whole: ClassVar[bool] = True
     reads_side: ClassVar[tuple[str, ...]] = (WIDTH,)
+    spread = "stream"
 
     def at(self, tokens: int) -> Codec:
         return of_width(self.room.bits(tokens))

@@ -41,8 +41,9 @@ class ZipCachePress(QuantisingPress):
     Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
     arXiv:2405.14256.
     Differs from the paper: the mean is over the probes that see a token, where the authors' code divides by all queries
-    that would; values have a scale per token and head; rows of a batch do not influence each other; generated tokens
-    keep the channel scales of the prompt, and every generated query is a probe for the tokens that wait to be encoded.
+    that would; values have a scale per token and head; rows of a batch do not influence each other; generated tokens keep
+    the channel scales of the prompt, and every generated query is a probe for the tokens that wait to be encoded; a large
+    bias of keys is stored apart (`QuantisingPress`).
     """
 
     bits: Bits = 4
@@ -85,6 +86,7 @@ class ZipCacheCodec(Codec):
     sinks: int = 0
 
     reads_side: ClassVar[tuple[str, ...]] = ProbeAttention.sides
+    spread = "stream"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         saliency = segment.side_array("saliency") / segment.side_array("probes").clamp_min(1)

@@ -60,7 +60,7 @@ class HostSegment(DenseSegment):
     def away(self) -> float:
         return (self.keys.shape[1] + self.values.shape[1]) * self.keys.element_size()
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = rows if isinstance(rows, slice) else rows.cpu()
         return self.keys[rows].to(self.home), self.values[rows].to(self.home)
 

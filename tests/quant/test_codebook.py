@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.layout import Layout
+from kvpress.cache.rotation import Angles, KeyRotation
 from kvpress.cache.segment import DenseSegment
 from kvpress.kernels import Rotary
-from kvpress.quant.codebook import Angles, KeyRotation
 
 CPU = torch.device("cpu")
 FREQUENCY = 1e4 ** -torch.arange(0, 1, 1 / 16, dtype=torch.float64)

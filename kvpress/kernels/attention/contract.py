@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over stored rows, for streams of any length in one flat storage.
 
-    logit[m, r] = softcap(scale * q[m] . keys[r]) + log_weight[r],   out = softmax(logit) values,   lse = log sum exp(logit)
+    logit[m, r] = softcap(scale * q[m] . (keys[r] + offset[r])) + log_weight[r]
+    out = softmax(logit) values,   lse = log sum exp(logit)
 
     q [N, M, D]      keys [R, D]      values [R, Dv]      out float32 [N, M, Dv]      lse float32 [N, M]
 
@@ -16,7 +17,8 @@ long streams of rotated keys are then multiplied as whole numbers; on a GPU of r
 A query that holds something which is no number gets none, and where queries of a stream are rounded together, neither do they.
 Neither does a query that sees a dense key which holds none.
 
-Every back end has a function ``decode(q, rows, where, options)`` that leaves bases and sinks to its caller.
+Every back end has a function ``decode(q, rows, where, options, added)`` that leaves bases and sinks to its caller.
+`added` holds the products of the queries with the offsets of keys, where these have some (`kvpress.kernels.formats.offset`).
 """
 
 from __future__ import annotations

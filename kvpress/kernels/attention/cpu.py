@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.fields import Field
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Part, Rows, Where
 
 Result: TypeAlias = tuple[Tensor, Tensor]
@@ -33,6 +34,7 @@ def decode(
     options: Options,
     level: str | None = None,
     model_dtype: torch.dtype | None = None,
+    added: Products | None = None,
 ) -> Result:
     """Run the kernel on checked arguments.
 
@@ -43,12 +45,13 @@ def decode(
         options: of the logits; sinks are left to the caller.
         level: instruction-set level; the best one by default.
         model_dtype: dtype of the queries before a basis; float32 asks for products as exact as that. That of `q` by default.
+        added: products of the queries with what all keys of a stream share, by position.
 
     Raises:
         ValueError: a stream refers to something that is not stored.
     """
     part = Part(rows, where)
-    asked, out, lse = _asked(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32)
+    asked, out, lse = _asked(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32, added)
     stream = launch.run(*_ENTRIES[rows.keys.name], *asked, *part.fields, stored=rows, level=level)
     _check_stored(stream, part)
     return out[0], lse[0]
@@ -71,7 +74,7 @@ def decode_parts(
 
 
 def _asked(
-    q: Tensor, options: Options, channels: int, parts: int, exact: bool
+    q: Tensor, options: Options, channels: int, parts: int, exact: bool, added: Products | None = None
 ) -> tuple[tuple[Field, ...], Tensor, Tensor]:
     """Return the fields of ``Asked`` of cpu/problem.h, and the results [parts, N, M, Dv] and [parts, N, M] that they name."""
     streams, queries, _ = q.shape
@@ -79,13 +82,22 @@ def _asked(
     lse = torch.empty(parts, streams, queries, dtype=torch.float32)
     asked = q.to(torch.float32).contiguous(), out, lse, streams, queries
     how = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
-    return (*asked, *how, float(options.scale), float(options.softcap or 0)), out, lse
+    logits = float(options.scale), float(options.softcap or 0)
+    return (*asked, *how, *logits, *_added(added)), out, lse
+
+
+def _added(added: Products | None) -> tuple[Field, ...]:
+    """Return the fields of ``Added`` of cpu/problem.h."""
+    if added is None:
+        return None, None, None, 0
+    return added.by_position.contiguous(), added.shift.contiguous(), added.positions, added.by_position.shape[2]
 
 
 def _check_stored(stream: int, part: Part) -> None:
     if stream >= 0:
         rows = part.rows
-        what = "positions without angles" if isinstance(rows.keys, Coded) else "groups or corrections that do not exist"
+        turned = isinstance(rows.keys, Coded) or rows.key_offset is not None
+        what = "positions without angles" if turned else "groups or corrections that do not exist"
         raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {what}")
 
 
@@ -109,7 +121,8 @@ def merge(parts: Sequence[Result], level: str | None = None) -> Result:
     """Combine results over disjoint rows, those of `kvpress.kernels.merge`."""
     out, lse = parts[0]
     whole, total = torch.empty(out.shape), torch.empty(lse.shape)
-    nothing = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0  # no part is to be asked
+    # No part is to be asked.
+    nothing = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *_added(None)
     told = whole, total, whole.shape[-1], len(parts), 0, *_pieces(parts)
     launch.run("decode.cpp", "kvpress_parts", *nothing, *told, level=level)
     return whole, total

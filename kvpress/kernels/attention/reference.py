@@ -12,13 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 
 BLOCK = 4096
 
 
-def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend stream by stream, in float32; the arguments are those of `kvpress.kernels.decode`."""
+def decode(
+    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend stream by stream, in float32; the arguments are those of `kvpress.kernels.decode`.
+
+    `added` are products of the queries with what all keys of a stream share, by position.
+    """
     where.check_stored(rows.count)
     listed = where.numbers()
     streams = list(range(len(listed))) if where.stream is None else where.stream.tolist()
@@ -31,6 +37,8 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             continue
         blocks = numbers.split(BLOCK)
         products = torch.cat([q[n].float() @ rows.keys.read(block, stream).T for block in blocks], dim=-1)
+        if added is not None:
+            products = products + added.of(n, numbers)
         log_weight = None if rows.log_weight is None else rows.log_weight[numbers]
         logits = options.logits(products, log_weight, queries)
         lse[n] = logits.logsumexp(-1)

@@ -32,6 +32,7 @@ class Worker {
       list(piece, at);
       if (!reader_.stores(chunk_)) return false;
       reader_.score(chunk_, scores_);
+      if (p_.added.products && !add_offsets(piece.stream)) return false;
       softmax_.load_log_weights(chunk_.rows, chunk_.count);
       for (int64_t m = 0; m < queries; ++m) {
         const int seen = visible(piece.stream, m, at);
@@ -59,6 +60,28 @@ class Worker {
       std::copy_n(p_.listed + piece.stream * p_.listed_stride + at, chunk_.known, chunk_.rows);
     else
       std::iota(chunk_.rows, chunk_.rows + chunk_.known, p_.starts[piece.stream] + at);
+  }
+
+  // Add to the products of the chunk what belongs to the places of its rows. False where a row is at none.
+  bool add_offsets(int64_t stream) {
+    const Added& added = p_.added;
+    const bool straight = chunk_.contiguous && !added.positions;
+    int64_t places[kChunk];
+    for (int t = 0; t < chunk_.count; ++t) {
+      if (!added.holds(stream, chunk_.rows[t])) return false;
+      places[t] = added.place(stream, chunk_.rows[t]);
+    }
+    for (int64_t m = 0; m < p_.queries; ++m) {
+      const float* products = added.of(stream * p_.queries + m);
+      float* scores = scores_ + m * kScoreStride;
+      if (straight) {
+        const float* from = products + places[0];
+        for (int t = 0; t < chunk_.count; ++t) scores[t] += from[t];
+      } else {
+        for (int t = 0; t < chunk_.count; ++t) scores[t] += products[places[t]];
+      }
+    }
+    return true;
   }
 
   // How many of the chunk's rows query m may see.

@@ -34,6 +34,8 @@ class CodedWorker {
     const Stretch rows = p_.stretch(piece.stream, piece.begin);
     const int count = int(piece.end - piece.begin);
     if (!keys_.stores(rows, count) || !values_.stores(rows, count)) return false;
+    for (int t = 0; t < count && p_.added.products; ++t)
+      if (!p_.added.holds(piece.stream, rows[t])) return false;
     for (int64_t m = 0; m < p_.queries; m += 4) attend_four(piece, m, int(std::min<int64_t>(4, p_.queries - m)));
     return true;
   }
@@ -49,7 +51,7 @@ class CodedWorker {
       const int count = int(std::min<int64_t>(kCodedRows, piece.end - at));
       const Stretch rows = p_.stretch(piece.stream, at);
       keys_.score(rows, count, scores_);
-      finish(piece.stream, m, rows, at, count);
+      finish(piece.stream, m, live, rows, at, count);
       weigh(count);
       values_.correct(rows, count, scores_);
       scale_rows(p_.values, rows, count);
@@ -73,11 +75,21 @@ class CodedWorker {
     scale(static_cast<const bf16*>(side.row_scale));
   }
 
-  // Row scales, outliers, cap and log-weights, and minus infinity where a query sees nothing.
-  void finish(int64_t stream, int64_t m, Stretch rows, int64_t at, int count) {
+  // Add what belongs to the places of the rows.
+  KVPRESS_APART void add_offsets(int64_t stream, int64_t m, int live, Stretch rows, int count) {
+    for (int i = 0; i < live; ++i) {
+      const float* products = p_.added.of(stream * p_.queries + m + i);
+      for (int t = 0; t < count; ++t)
+        scores_[t][i] += base_two_.factor() * products[p_.added.place(stream, rows[t])];
+    }
+  }
+
+  // Row scales, outliers, offsets, cap and log-weights, and minus infinity where a query sees nothing.
+  void finish(int64_t stream, int64_t m, int live, Stretch rows, int64_t at, int count) {
     float* scores = flat();
     scale_rows(p_.keys, rows, count);
     keys_.correct(rows, count, scores_);
+    if (p_.added.products) add_offsets(stream, m, live, rows, count);
     if (base_two_.capped())
       for (int i = 0; i < 4 * count; i += kLanes) store(scores + i, base_two_.finish(load(scores + i)));
     if (p_.log_weight)

@@ -44,6 +44,20 @@ struct Rows {
   Correction correction;
 };
 
+// What is added to the products of queries with rows, by the position of a row: row r of stream n is at positions[r] + shift[n].
+struct Added {
+  const float* products;     // [N, M, places], or null for nothing
+  const int64_t* shift;      // [N]
+  const int32_t* positions;  // [R], or null for the row numbers
+  int64_t places;
+
+  // Of one row; false where it is at no place.
+  bool holds(int64_t stream, int64_t row) const { return !products || uint64_t(place(stream, row)) < uint64_t(places); }
+  int64_t place(int64_t stream, int64_t row) const { return (positions ? positions[row] : row) + shift[stream]; }
+  // By place, of query m of all N * M.
+  const float* of(int64_t m) const { return products + m * places; }
+};
+
 // Queries, and where their results go.
 struct Asked {
   const float* q;        // [N, M, D]
@@ -57,6 +71,7 @@ struct Asked {
   int64_t threads;
   double scale;
   double softcap;        // 0 when absent
+  Added added;
 };
 
 // Queries and which rows they attend to, whatever the format of the rows.

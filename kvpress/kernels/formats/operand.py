@@ -24,6 +24,7 @@ from kvpress.kernels.formats.basis import Basis
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.fields import Field, packed
+from kvpress.kernels.formats.offset import Offset
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.rotary import UNTURNED
 
@@ -52,6 +53,7 @@ class Rows(_Told):
             is held as kernels read it, float32.
         key_basis: basis that keys are stored in.
         value_basis: basis that values are stored in.
+        key_offset: what is added to keys, out of their basis, by the positions of rows.
     """
 
     keys: Side
@@ -59,6 +61,7 @@ class Rows(_Told):
     log_weight: Tensor | None = None
     key_basis: Basis | None = None
     value_basis: Basis | None = None
+    key_offset: Offset | None = None
 
     def __post_init__(self) -> None:
         if self.log_weight is not None and self.log_weight.dtype in _WEIGHTS:
@@ -68,6 +71,11 @@ class Rows(_Told):
     def count(self) -> int:
         """Number R of stored rows."""
         return self.keys.storage.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel reads the pairs as they are stored, without a basis or an offset."""
+        return self.key_basis is None and self.value_basis is None and self.key_offset is None
 
     def fields(self) -> tuple[Field, ...]:
         """Both sides as ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, ends with them."""
@@ -118,6 +126,9 @@ class Rows(_Told):
             if basis is not None:
                 basis.check(name, side.channels, outer)
                 checks.same_device(q, *basis.tensors())
+        if self.key_offset is not None:
+            self.key_offset.check("key_offset", rows, q.shape[2])
+            checks.same_device(q, *self.key_offset.tensors())
 
     def check_streams(self, stream: Tensor | None, streams: int) -> None:
         """Refuse a stream index, or a number of streams, that operands with an entry per stream do not fit."""
@@ -128,6 +139,9 @@ class Rows(_Told):
                     operands.append((f"{name}.{part}", held))
         if isinstance(self.keys, Coded) and self.keys.rotary is not None:
             operands.append(("keys.rotary.shift", self.keys.rotary.shift))
+        if self.key_offset is not None:
+            operands.append(("key_offset.centre", self.key_offset.centre))
+            operands.append(("key_offset.rotary.shift", self.key_offset.rotary.shift))
         if stream is None:
             for name, operand in operands:
                 checks.shape(name, operand, (streams, *operand.shape[1:]), operand.dtype)
@@ -141,6 +155,8 @@ class Rows(_Told):
         """Refuse streams whose rows, int64 [S] each, refer to something that is not stored."""
         self.keys.check_stored("keys", listed, streams)
         self.values.check_stored("values", listed, streams)
+        if self.key_offset is not None:
+            self.key_offset.check_stored(listed, streams)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,16 @@ def visible(m, length, causal):
 
 
 @triton.jit
+def added(products, shifts, positions, n, m, row, live_m, live, M, places):
+    """Products of query rows m of stream n with the offsets of rows [BN], by their positions: float32 [BM, BN]."""
+    at = row + tl.load(shifts + n)
+    if positions is not None:
+        at = tl.load(positions + row, mask=live, other=0) + tl.load(shifts + n)
+    entry = (n * M + m[:, None]) * places + at[None, :]
+    return tl.load(products + entry, mask=live_m[:, None] & live[None, :], other=0.0)
+
+
+@triton.jit
 def to_logits(products, scale, softcap):
     """Products q . k as logits in base 2."""
     logits = products * scale

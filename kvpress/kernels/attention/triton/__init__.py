@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpress.kernels.attention.triton import coded, dense, packed
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton.device import on_device
 
@@ -13,10 +14,14 @@ _LAUNCHERS = {"dense": dense.launch, "packed": packed.launch, "coded": coded.lau
 
 
 @on_device
-def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+def decode(
+    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the kernel of the format on checked arguments; bases and sinks are left to the caller.
+
+    `added` are products of the queries with what all keys of a stream share, by position.
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    return _LAUNCHERS[rows.keys.name](q, rows, where, options)
+    return _LAUNCHERS[rows.keys.name](q, rows, where, options, added)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, streams, width
+from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.correction import Correction
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.formats.rotary import STEP
 from kvpress.kernels.triton import codes, online
@@ -133,11 +134,11 @@ def _rotated_outliers(
     return products
 
 
-@triton.jit(do_not_specialize=["M", "width", "books", "causal"])
+@triton.jit(do_not_specialize=["M", "width", "places", "books", "causal"])
 def _kernel(
     Q, KEY_CODES, KEY_BOOK, KEY_SCALE, VALUE_CODES, VALUE_BOOK, VALUE_SCALE, LISTED, STARTS, LENGTHS, STREAM,
-    COARSE, FINE, SHIFT, POSITIONS, KEY_TERMS, VALUE_TERMS, LOG_WEIGHT, OUT, LSE,
-    key_stride, value_stride, M, width, books, causal, scale, softcap,
+    COARSE, FINE, SHIFT, POSITIONS, KEY_TERMS, VALUE_TERMS, LOG_WEIGHT, OFFSETS, OUT, LSE,
+    key_stride, value_stride, M, width, places, books, causal, scale, softcap,
     KB: tl.constexpr, KG: tl.constexpr, KBG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr,
     VB: tl.constexpr, VG: tl.constexpr, VBG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr,
     HALF: tl.constexpr, KS: tl.constexpr, KSP: tl.constexpr, KHP: tl.constexpr, KRP: tl.constexpr,
@@ -171,6 +172,7 @@ def _kernel(
     if 2 * HALF < D:
         q_rest = _queries(Q + n * M * D, m, live_m, kr, kc, 2 * HALF, D, D, KS).to(KEY_BOOK.dtype.element_ty)
 
+    offset_products, offset_shifts, offset_positions = OFFSETS
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, VGP * VCP], tl.float32)
@@ -222,6 +224,10 @@ def _kernel(
                 products += correction.key_outliers(
                     Q + n * M * D, m, live_m, key_first, key_channel, key_delta, base + row, live, D
                 )
+        if offset_products is not None:
+            products += online.added(
+                offset_products, offset_shifts, offset_positions, n, m, base + row, live_m, live, M, places
+            )
         logits = online.to_logits(products, scale, softcap)
         if LOG_WEIGHT is not None:
             logits += tl.load(LOG_WEIGHT + base + row, mask=live, other=0.0)[None, :] * online.LOG2E
@@ -255,7 +261,9 @@ def _kernel(
     tl.store(to, out, mask=live_m[:, None, None] & live_v[None, :, :])
 
 
-def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+def launch(
+    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Coded) and isinstance(values, Coded)  # noqa: S101, PT018 - for the type checker
@@ -281,12 +289,14 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             outliers(keys),
             outliers(values),
             rows.log_weight,
+            offsets(added),
             out,
             lse,
             keys.codes.stride(0),
             values.codes.stride(0),
             q.shape[1],
             width(where),
+            positions(added),
             keys.book.shape[0],
             causal(options),
             options.scale,

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, streams, width
+from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton import online
 from kvpress.kernels.triton.grid import block_rows, padded, plan
@@ -24,9 +25,10 @@ RESIDENT = 3
 """Programs that fit on a multiprocessor at once: three stages of a tile take up to 64 KiB of shared memory."""
 
 
-@triton.jit(do_not_specialize=["M", "width", "causal"])
+@triton.jit(do_not_specialize=["M", "width", "causal", "places"])
 def _kernel(
-    Q, KEYS, VALUES, LISTED, STARTS, LENGTHS, LOG_WEIGHT, OUT, LSE, key_stride, value_stride, M, width, causal, scale, softcap,
+    Q, KEYS, VALUES, LISTED, STARTS, LENGTHS, LOG_WEIGHT, OFFSETS, OUT, LSE,
+    key_stride, value_stride, M, width, places, causal, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
@@ -44,6 +46,7 @@ def _kernel(
     q = tl.load(Q + (n * M + m[:, None]) * D + d[None, :], mask=live_m[:, None] & live_d[None, :], other=0.0)
     q = q.to(KEYS.dtype.element_ty)
 
+    offset_products, offset_shifts, offset_positions = OFFSETS
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
@@ -55,7 +58,12 @@ def _kernel(
         else:
             row = tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
         keys = tl.load(KEYS + row[None, :] * key_stride + d[:, None], mask=live[None, :] & live_d[:, None], other=0.0)
-        logits = online.to_logits(tl.dot(q, keys, input_precision="ieee"), scale, softcap)
+        products = tl.dot(q, keys, input_precision="ieee")
+        if offset_products is not None:
+            products += online.added(
+                offset_products, offset_shifts, offset_positions, n, m, row, live_m, live, M, places
+            )
+        logits = online.to_logits(products, scale, softcap)
         if LOG_WEIGHT is not None:
             logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
@@ -71,7 +79,9 @@ def _kernel(
     tl.store(OUT + out_row[:, None] * DV + dv[None, :], acc * norm[:, None], mask=mask)
 
 
-def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+def launch(
+    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys.storage, rows.values.storage
     D, DV = keys.shape[1], values.shape[1]
@@ -86,12 +96,14 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             values,
             *streams(where),
             rows.log_weight,
+            offsets(added),
             out,
             lse,
             keys.stride(0),
             values.stride(0),
             q.shape[1],
             width(where),
+            positions(added),
             causal(options),
             options.scale,
             options.softcap,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Listed, Options, Where
 
 
@@ -13,6 +14,16 @@ def streams(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if isinstance(where, Listed):
         return where.rows.contiguous(), None, where.counts.contiguous()
     return None, where.starts.contiguous(), where.lengths.contiguous()
+
+
+def offsets(added: Products | None) -> tuple[Tensor | None, ...]:
+    """Products by position, and where rows stand, as `online.added` reads them; all None without an offset."""
+    return (None, None, None) if added is None else (added.by_position.contiguous(), added.shift, added.positions)
+
+
+def positions(added: Products | None) -> int:
+    """Positions that `offsets` has products for."""
+    return 0 if added is None else added.by_position.shape[2]
 
 
 def width(where: Where) -> int:

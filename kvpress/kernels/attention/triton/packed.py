@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.attention.triton.merge import merged, partials
-from kvpress.kernels.attention.triton.operand import causal, streams, width
+from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
 from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
 from kvpress.kernels.formats.correction import Correction
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import NARROW, Packed
 from kvpress.kernels.triton.grid import padded, plan
@@ -95,7 +96,9 @@ def outlier_tiles(channels: int) -> int:
     return padded(channels) // correction.LOW.value
 
 
-def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
+def launch(
+    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Packed) and isinstance(values, Packed)  # noqa: S101, PT018 - for the type checker
@@ -128,10 +131,12 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
             keys.levels,
             values.levels,
             keys.row_scale,
+            offsets(added),
             out,
             lse,
             q.shape[1],
             width(where),
+            positions(added),
             causal(options),
             options.scale,
             options.softcap,

@@ -33,11 +33,11 @@ QUERY_LIFT = tl.constexpr(32.0)
 """Largest element of a scaled query: room for scales from 1e-5 to 2000 in a float16."""
 
 
-@triton.jit(do_not_specialize=["M", "width", "causal"])
+@triton.jit(do_not_specialize=["M", "width", "causal", "places"])
 def decode_kernel(
     Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, KEY_GROUP, VALUE_GROUP,
     LISTED, STARTS, LENGTHS, LOG_WEIGHT, KEY_TERMS, VALUE_TERMS, KEY_LEVELS, VALUE_LEVELS, KEY_ROW_SCALE,
-    OUT, LSE, M, width, causal, scale, softcap,
+    OFFSETS, OUT, LSE, M, width, places, causal, scale, softcap,
     D: tl.constexpr, K_BITS: tl.constexpr, K_GR: tl.constexpr, K_GC: tl.constexpr,
     DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
@@ -71,6 +71,7 @@ def decode_kernel(
         q_sum = tl.zeros([BM], tl.float32)
         for k in tl.static_range(KC * KPARTS):
             q_sum += tl.sum(q[k].to(tl.float16).to(tl.float32), 1)
+    offset_products, offset_shifts, offset_positions = OFFSETS
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = ()
@@ -143,6 +144,9 @@ def decode_kernel(
                 products += sums * s[None, :] + q_sum[:, None] * z[None, :]
         if KEY_ROW_SCALE is not None:
             products *= tl.load(KEY_ROW_SCALE + row, mask=live, other=0.0).to(tl.float32)[None, :]
+        if offset_products is not None:
+            offset = online.added(offset_products, offset_shifts, offset_positions, n, m, row, live_m, live, M, places)
+            products += offset * (1 / highest * QUERY_LIFT)[:, None]
         logits = online.to_logits(products, factor[:, None], softcap)
         if LOG_WEIGHT is not None:
             logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
