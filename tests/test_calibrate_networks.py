@@ -38,7 +38,7 @@ def test_readings_are_the_weights_of_a_second_reading(family: str, plus: bool) -
     seen: dict[int, Any] = {}
     with torch.no_grad():
         weights = model(ids.repeat(2)[None], output_attentions=True).attentions
-        with Watching(lambda call: seen.setdefault(call.layer, call))(model):
+        with Watching(lambda call: seen.setdefault(call.layer.index, call))(model):
             model(ids.repeat(2)[None], use_cache=True)
     assert sorted(found) == full_layers(model)
     # Windows hide parts of what deeper layers read, so that only the first full layer sees the same in both passes.
@@ -47,7 +47,7 @@ def test_readings_are_the_weights_of_a_second_reading(family: str, plus: bool) -
     torch.testing.assert_close(found[layer].hidden, call.hidden_states[0, :LENGTH], atol=1e-4, rtol=1e-4)
     values = call.store.window.filled_values[0]
     heads, groups = values.shape[0], call.queries.shape[1] // values.shape[0]
-    projection = output_weight(call.module)
+    projection = output_weight(call.layer.module)
     assert projection is not None
     for head in range(heads):
         best = torch.zeros(LENGTH)

@@ -77,7 +77,7 @@ class PatternShares(Observer):
 
     def observe(self, call: LayerCall) -> None:
         keys, values = written(call)
-        prompt = Prompt(call.queries, keys, values, call.logits, call.layer)
+        prompt = Prompt(call.queries, keys, values, call.logits, call.layer.index)
         total, heads = prompt.total, prompt.queries.shape[1]
         asked = places(total, keys.device)
         # Sinks have no part in what is compared.

@@ -58,7 +58,7 @@ class _Recording(KVzipPress):
         found = self.__dict__.setdefault("found", {})
         for call in done.calls:
             seen = call.store.observers
-            found[call.layer] = Reading(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
+            found[call.layer.index] = Reading(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
 
 
 @dataclass(frozen=True)

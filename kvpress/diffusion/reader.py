@@ -20,7 +20,7 @@ from kvpress.core.host import Asked
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.bidirectional import read_both_ways
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 
 
 @dataclass
@@ -116,24 +116,25 @@ class Reader:
 
     def _call(self, store: KVStore, asked: Asked, block: slice, anew: slice, mask: Tensor | None) -> LayerCall:
         facts: LayerFacts = self.facts.layers[asked.layer]
-        call = LayerCall(
+        layer = AttentionLayer(
             module=nn.Module() if facts.module is None else facts.module,
-            store=store,
-            layer=asked.layer,
-            layers=len(self.facts.layers),
+            index=asked.layer,
+            count=len(self.facts.layers),
             depth=asked.layer,
             depths=len(self.facts.layers),
+            rotates=facts.rotates,
+            apply_rotary=facts.rotate,
+            rotary_angles=None if facts.angles is None else partial(facts.angles, asked.keys),
+        )
+        call = LayerCall(
+            layer,
+            NewTokens(seen_before=0, mask=mask, around=True),
+            store=store,
             kwargs={},
             hidden_states=asked.keys.new_empty(store.batch, 0, 1),
-            seen_before=0,
             queries=asked.queries[:, :, block],
             logits=asked.logits,
             sinks=asked.sinks,
-            mask=mask,
-            apply_rotary=facts.rotate,
-            rotary_angles=None if facts.angles is None else partial(facts.angles, asked.keys),
-            rotates=facts.rotates,
-            around=True,
         )
         # Ratios are of the pairs around the block.
         real = [store.seen] * store.batch if mask is None else mask.sum(dim=1).tolist()

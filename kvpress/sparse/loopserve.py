@@ -117,9 +117,9 @@ class LoopScores(RecentQueries):
         super().observe(call)
         seen = call.store.seen
         if call.phase == "prefill":
-            if seen < call.prompt_end:
+            if seen < call.tokens.prompt_end:
                 return
-            count = min(self.size, seen - call.prompt_start)
+            count = min(self.size, seen - call.tokens.prompt_start)
         elif self.judged and seen - self.judged < self.every:
             return
         else:
@@ -136,9 +136,9 @@ class LoopScores(RecentQueries):
         groups, device = newest.shape[1] // store.heads, asked.device
         at = torch.arange(store.seen - count, store.seen, device=device).repeat(groups)
         real = torch.ones(store.batch, count, dtype=torch.bool, device=device)
-        if call.mask is not None:
-            real = call.mask[:, -count:].to(device)
-        window = store.window.segment(call.mask)
+        if call.tokens.mask is not None:
+            real = call.tokens.mask[:, -count:].to(device)
+        window = store.window.segment(call.tokens.mask)
         parts = [Asked(segment, asked, at, call) for segment in (*store.sealed, window)]
         lse = torch.stack([part.lse() for part in parts]).logsumexp(dim=0)
         if call.sinks is not None:
@@ -153,11 +153,11 @@ class LoopScores(RecentQueries):
         for segment, scores in zip(store.sealed, sealed, strict=True):
             segment.side[name] = scores
         held = torch.zeros(store.batch, store.heads, store.window.length, device=device)
-        if call.mask is None:
+        if call.tokens.mask is None:
             held = fresh.view(held.shape)
         else:
             first = store.window.first
-            columns = call.mask[:, None, first : first + store.window.length].to(device)
+            columns = call.tokens.mask[:, None, first : first + store.window.length].to(device)
             held[columns.expand(held.shape)] = fresh
         store.window.side[name] = held
 

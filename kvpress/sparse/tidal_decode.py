@@ -112,7 +112,7 @@ class TidalDecodeSelector(Selector):
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         if self._selects(call):
             return None
-        found: Positions = call.shared[_SHARED]
+        found: Positions = call.tokens.shared[_SHARED]
         if found.selection is None:
             return None
         selection = found.selection
@@ -146,24 +146,26 @@ class TidalDecodeSelector(Selector):
 
     def after(self, call: LayerCall) -> None:
         if self._selects(call) and not call.store.segments:
-            call.shared[_SHARED] = Positions(call.layer, call.store.seen, call.queries.shape[2], [], None)
+            call.tokens.shared[_SHARED] = Positions(call.layer.index, call.store.seen, call.queries.shape[2], [], None)
         elif self._selects(call):
             tokens = call.queries.shape[2]
             queries = by_token(group_queries(call.queries, call.store.heads), tokens)
             lse = by_token(call.whole_lse, tokens)
             selection = joined([self._best(call, queries[block], lse[block]) for block in self.blocks(call)])
-            call.shared[_SHARED] = Positions(call.layer, call.store.seen, tokens, list(call.store.segments), selection)
-        if call.depth + 1 == call.depths:
+            call.tokens.shared[_SHARED] = Positions(
+                call.layer.index, call.store.seen, tokens, list(call.store.segments), selection
+            )
+        if call.layer.depth + 1 == call.layer.depths:
             # No layer follows that would read them; what many tokens chose is large.
-            call.shared.pop(_SHARED, None)
+            call.tokens.shared.pop(_SHARED, None)
 
     def _selects(self, call: LayerCall) -> bool:
-        last: Positions | None = call.shared.get(_SHARED)
+        last: Positions | None = call.tokens.shared.get(_SHARED)
         now = call.store.seen, call.queries.shape[2]
-        if last is None or (last.seen, last.tokens) != now or last.layer >= call.layer:
+        if last is None or (last.seen, last.tokens) != now or last.layer >= call.layer.index:
             return True  # the first layer of this pass
-        again = round(RESELECT * call.layers) if self.reselect_layer is None else self.reselect_layer
-        return last.layer < again <= call.layer
+        again = round(RESELECT * call.layer.count) if self.reselect_layer is None else self.reselect_layer
+        return last.layer < again <= call.layer.index
 
     def _best(self, call: LayerCall, queries: Tensor, lse: Tensor) -> Selection:
         """Choose from the attention weights of some tokens' `queries [q, N, G, D]`."""

@@ -32,8 +32,8 @@ class Watching(Session):
 
     def observe(self, call: LayerCall) -> None:
         super().observe(call)
-        if self.asked is not None and call.module is self.modules[self.growing[-1]]:
-            self.asked.append((call.seen_before, call.queries, call.store, call.logits))
+        if self.asked is not None and call.layer.module is self.modules[self.growing[-1]]:
+            self.asked.append((call.tokens.seen_before, call.queries, call.store, call.logits))
 
 
 class Reader:

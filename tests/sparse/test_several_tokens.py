@@ -116,7 +116,7 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
     for layer, (call, rows) in enumerate(many):
         for t in range(NEW):
             one, alone = single[t * layers + layer]
-            assert one.layer == call.layer
+            assert one.layer == call.layer.index
             assert (alone is None) == (rows is None)
             assert rows is None or rows[t] == alone[0]
 
@@ -302,7 +302,7 @@ def test_blocks_of_tokens_change_nothing(spec: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "BLOCK_BYTES", 2**16)
     torch.testing.assert_close(step(model, twin, mask, press, new), expected, atol=1e-5, rtol=1e-5)
     for (call, one), (_, other) in zip(whole, found, strict=True):
-        blocks = build(spec, 32).selector_at(call.layer).blocks(call)
+        blocks = build(spec, 32).selector_at(call.layer.index).blocks(call)
         assert len(blocks) > 3
         assert one == other
 

@@ -53,7 +53,7 @@ def test_read_is_what_any_head_of_the_group_looks_at(inner: str, storage: str, m
     step(*state, press)
     smaller = 0
     for call, queries, sets, _ in record.choices:
-        chosen = press.recipe(facts_of(tiny_model("llama"))).selector(call.layer).inner.choose(call, queries)
+        chosen = press.recipe(facts_of(tiny_model("llama"))).selector(call.layer.index).inner.choose(call, queries)
         assert sets is not None
         for n in range(len(queries)):
             logits, names = [], []
