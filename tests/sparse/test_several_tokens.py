@@ -116,7 +116,7 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
     for layer, (call, rows) in enumerate(many):
         for t in range(NEW):
             one, alone = single[t * layers + layer]
-            assert one.layer == call.layer.index
+            assert one.layer.index == call.layer.index
             assert (alone is None) == (rows is None)
             assert rows is None or rows[t] == alone[0]
 
