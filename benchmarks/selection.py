@@ -34,7 +34,7 @@ from kvpress.cache.store import KVStore
 from kvpress.cache.window import Window
 from kvpress.core.press import BasePress
 from kvpress.core.selector import Selector
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.sparse.channels import Channels
 from kvpress.sparse.double_sparsity import DoubleSparsitySelector
 
@@ -77,10 +77,15 @@ class Contender:
         """Return what a selector is told of one layer's step."""
         store = self.stores[layer]
         return LayerCall(
-            module=NO_MODULE, store=store, layer=layer, layers=len(self.stores), depth=layer, depths=len(self.stores),
-            kwargs={}, hidden_states=queries, seen_before=store.seen, phase="decode", queries=queries,
-            logits=Logits(DIM**-0.5), shared=self.shared,
-        )  # fmt: skip
+            AttentionLayer(NO_MODULE, layer, len(self.stores), layer, len(self.stores)),
+            NewTokens(store.seen, shared=self.shared),
+            store=store,
+            kwargs={},
+            hidden_states=queries,
+            phase="decode",
+            queries=queries,
+            logits=Logits(DIM**-0.5),
+        )
 
     def token(self, queries: list[Tensor]) -> None:
         """Attend in all layers, as one decode step does."""

@@ -60,8 +60,8 @@ BASES = {
         "core.amount.Schedule", "core.recipe.Allocator", "core.recipe.Rewritten",
     ),
     "What a method sees": (
-        "observe.view.View", "observe.call.LayerCall", "observe.observer.Observer", "observe.observer.Wanted",
-        "core.model.ModelFacts", "core.model.LayerFacts",
+        "observe.view.View", "observe.call.LayerCall", "observe.call.AttentionLayer", "observe.call.NewTokens",
+        "observe.observer.Observer", "observe.observer.Wanted", "core.model.ModelFacts", "core.model.LayerFacts",
     ),
     "Storing and reading": (
         "cache.codec.Codec", "cache.codec.Sealing", "cache.segment.Segment", "core.selector.Selector", "core.selector.Budget",

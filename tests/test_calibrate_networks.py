@@ -38,7 +38,7 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, plus: b
     seen: dict[int, Any] = {}
     with torch.no_grad():
         weights = model(ids.repeat(2)[None], output_attentions=True).attentions
-        with Watching(lambda call: seen.setdefault(call.layer, call))(model):
+        with Watching(lambda call: seen.setdefault(call.layer.index, call))(model):
             model(ids.repeat(2)[None], use_cache=True)
     assert sorted(readings) == full_layers(model)
     # Sliding windows change the inputs of deeper layers, so that only the first full layer agrees in both passes.
@@ -47,7 +47,7 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, plus: b
     torch.testing.assert_close(readings[layer].hidden, call.hidden_states[0, :LENGTH], atol=1e-4, rtol=1e-4)
     values = call.store.window.filled_values[0]
     heads, groups = values.shape[0], call.queries.shape[1] // values.shape[0]
-    projection = output_weight(call.module)
+    projection = output_weight(call.layer.module)
     assert projection is not None
     for head in range(heads):
         best = torch.zeros(LENGTH)

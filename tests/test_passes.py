@@ -206,7 +206,7 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
 
     def act(done: Pass) -> None:
         states.append(state(done.cache))
-        done.read(new, lambda call: seen.setdefault(call.layer, call.queries.clone()))
+        done.read(new, lambda call: seen.setdefault(call.layer.index, call.queries.clone()))
         states.append(state(done.cache))
 
     cache = DynamicCache(config=model.config)
@@ -222,7 +222,7 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
     plain = DynamicCache(config=model.config)
     with RecordingPrompts()(model) as session:
         forward(model, ids, plain, mask)
-        session.observe = lambda call: expected.__setitem__(call.layer, call.queries.clone())
+        session.observe = lambda call: expected.__setitem__(call.layer.index, call.queries.clone())
         grown = grow(mask, 6)
         forward(model, new, copy.deepcopy(plain), grown)
         session.observe = lambda call: None
@@ -268,7 +268,7 @@ def test_an_error_while_reading_leaves_the_cache_as_it_was() -> None:
     states: list[list[Tensor]] = []
 
     def stop(call: Any) -> None:
-        if call.layer == 1:
+        if call.layer.index == 1:
             raise ValueError("stop")
 
     def act(done: Pass) -> None:

@@ -22,7 +22,7 @@ def written_pairs(call: LayerCall) -> tuple[Tensor, Tensor]:
     """Return the keys and values `[1, H, T, D]` that a pass wrote into an empty cache; latents are expanded."""
     call.need("queries, whose attention is compared,")
     assert call.written is not None  # noqa: S101 - for type checkers
-    return call.written if call.expand is None else call.expand(*call.written)
+    return call.written if call.layer.expand is None else call.layer.expand(*call.written)
 
 
 def logits_of(call: LayerCall, keys: Tensor, positions: Tensor) -> Tensor:

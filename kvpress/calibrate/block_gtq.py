@@ -55,9 +55,9 @@ class PairEnergies(Observer):
 
     def observe(self, call: LayerCall) -> None:
         if call.written is None:
-            raise ValueError(f"{type(call.module).__name__} wrote nothing into its cache")
+            raise ValueError(f"{type(call.layer.module).__name__} wrote nothing into its cache")
         keys, embeddings = call.written[0], call.position_embeddings
-        self.rotated = 2 * per_pair(embeddings[0][0]).shape[-1] if call.rotates and embeddings is not None else 0
+        self.rotated = 2 * per_pair(embeddings[0][0]).shape[-1] if call.layer.rotates and embeddings is not None else 0
         pairs = pairs_of(keys.shape[3], self.rotated).to(keys.device)
         self.count += keys.shape[2] - SINKS
         for name, vectors in {"queries": call.queries, "keys": keys}.items():

@@ -45,8 +45,8 @@ class QuerySquares(Observer):
 
     def observe(self, call: LayerCall) -> None:
         queries, self.heads = call.queries.transpose(1, 2).double(), call.store.heads
-        if call.mask is not None:
-            queries = queries * call.mask[:, -queries.shape[1] :, None, None].to(queries.device)
+        if call.tokens.mask is not None:
+            queries = queries * call.tokens.mask[:, -queries.shape[1] :, None, None].to(queries.device)
         total, gram = queries.sum(dim=(0, 1)), torch.einsum("bnhd,bnhe->hde", queries, queries)
         self.total = total if self.total is None else self.total + total
         self.gram = gram if self.gram is None else self.gram + gram

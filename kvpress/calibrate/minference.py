@@ -80,7 +80,7 @@ class PatternShares(Observer):
 
     def observe(self, call: LayerCall) -> None:
         keys, values = written_pairs(call)
-        prompt = Prompt(call.queries, keys, values, call.logits, call.layer)
+        prompt = Prompt(call.queries, keys, values, call.logits, call.layer.index)
         total, heads = prompt.total, prompt.queries.shape[1]
         positions = query_positions(total, keys.device)
         # The comparison ignores learned sinks.

@@ -50,7 +50,7 @@ class PairRecorder(Observer):
 
     def observe(self, call: LayerCall) -> None:
         if call.written is None:
-            raise ValueError(f"{type(call.module).__name__} wrote nothing into its cache")
+            raise ValueError(f"{type(call.layer.module).__name__} wrote nothing into its cache")
         keys, values = call.written
         self.keys.append(_tokens(call.unrotated(keys.detach())))
         self.values.append(_tokens(values.detach()))

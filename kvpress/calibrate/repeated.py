@@ -60,7 +60,7 @@ class _Recording(KVzipPress):
         readings = self.__dict__.setdefault("readings", {})
         for call in finished.calls:
             seen = call.store.observers
-            readings[call.layer] = Reading(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
+            readings[call.layer.index] = Reading(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
 
 
 @dataclass(frozen=True)

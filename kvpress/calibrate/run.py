@@ -238,5 +238,5 @@ class _ByLayer(Observer):
         self.layers = layers.observers
 
     def observe(self, call: LayerCall) -> None:
-        if call.layer in self.layers:
-            self.layers[call.layer].observe(call)
+        if call.layer.index in self.layers:
+            self.layers[call.layer.index].observe(call)

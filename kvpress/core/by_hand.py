@@ -67,7 +67,7 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]
     if step.compress is not None:
         keys, values = step.compress(*score_arguments(view))
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
-    amount = step.amount.at(view.call.depth) if step.schedule.target is None else step.schedule.target
+    amount = step.amount.at(view.call.layer.depth) if step.schedule.target is None else step.schedule.target
     amount.check(view.length)
     free = partial(free_pairs, step, protected) if protected else None
     group = Group([view], lambda *_: (amount.of(view.length), view.length), step, free)

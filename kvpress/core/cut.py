@@ -152,9 +152,9 @@ class Cut:
     def __init__(self, call: LayerCall, step: Eviction, apart: bool, free: Free | None) -> None:
         self.call, self.store, self.step = call, call.store, step
         window = self.store.window
-        check_finite(window.filled_keys, window.filled_values, call.layer)
-        whole = not self.store.sealed and call.mask is None
-        self.opened = None if whole else self.store.open_segment(call.mask)
+        check_finite(window.filled_keys, window.filled_values, call.layer.index)
+        whole = not self.store.sealed and call.tokens.mask is None
+        self.opened = None if whole else self.store.open_segment(call.tokens.mask)
         apart = apart or (free is not None and self.store.batch > 1)  # rows may have other spans
         self.views = view_groups(call, self.opened, apart)
         self.groups: list[Group] = []
@@ -197,7 +197,7 @@ class Cut:
             self.store.targets = self.targets
             self.store.since_eviction, self.store.counted = 0, self.store.seen
         if not self.everything or self.widths:
-            self.store.evict(self.masks, self.call.mask, self.opened)
+            self.store.evict(self.masks, self.call.tokens.mask, self.opened)
         if self.rewritten:
             self._rewrite()
         if self.widths:
@@ -226,7 +226,7 @@ class Cut:
         waits = self.store.observers.get(BEHIND)
         pairs = None if waits is None else waits.take()
         if pairs is not None and rows:
-            put_before(self.store, {row: (pairs[0][row], pairs[1][row]) for row in rows}, self.call.mask)
+            put_before(self.store, {row: (pairs[0][row], pairs[1][row]) for row in rows}, self.call.tokens.mask)
 
     def _rewrite(self) -> None:
         """Put keys, values, weights and positions in the place of those of the pairs that stay."""

@@ -81,10 +81,13 @@ class Executor:
         """Evict from one layer that has been read."""
         store = call.store
         if call.phase == "decode":
-            store.since_eviction, store.counted = store.since_eviction + store.seen - call.seen_before, store.seen
+            store.since_eviction, store.counted = (
+                store.since_eviction + store.seen - call.tokens.seen_before,
+                store.seen,
+            )
         elif _is_later_turn(call):
             if self.steps["decode"]:
-                call.keep_store(call.seen_before)
+                call.keep_store(call.tokens.seen_before)
             store.since_eviction, store.counted = store.since_eviction + 1, store.seen
         for place in range(self.waiting[call.phase]):
             self._evict([call], place)
@@ -96,7 +99,7 @@ class Executor:
 
     def after_chunk(self, call: LayerCall) -> None:
         """Evict from one layer that has read a part of a prompt, where whole chunks are left."""
-        if self.chunk is None or (call.prompt_end - call.store.seen) % self.chunk:
+        if self.chunk is None or (call.tokens.prompt_end - call.store.seen) % self.chunk:
             return
         for place, step in enumerate(self.steps["prefill"]):
             if step.schedule.chunk is not None:
@@ -124,7 +127,7 @@ class Executor:
         hooks = self.hooks[done.phase]
         if hooks:
             for call in done.calls:
-                call.keep_store(call.seen_before)
+                call.keep_store(call.tokens.seen_before)
         for hook in (hook for hook in hooks if hook.first):
             hook.act(done)
         for place in range(self.waiting[done.phase], len(self.steps[done.phase])):
@@ -147,10 +150,10 @@ class Executor:
             self._run(calls, step)
             return
         for call in calls:
-            call.keep_store(call.seen_before)
+            call.keep_store(call.tokens.seen_before)
             follow = partial(self._follow, call, step.inside)
-            vars(call.module).pop(MASKED, None)
-            call.output = step.hook(call.module, (), {**hook_arguments(call), FOLLOW: follow}, call.output)
+            vars(call.layer.module).pop(MASKED, None)
+            call.output = step.hook(call.layer.module, (), {**hook_arguments(call), FOLLOW: follow}, call.output)
             evict_masked(call)
 
     def _follow(self, call: LayerCall, steps: Sequence[Eviction]) -> None:
@@ -191,9 +194,9 @@ class Executor:
     def _mean(self, step: Eviction, phase: Phase, view: View, held: float, free: float) -> tuple[int, int]:
         """Return how many pairs per head a view is to keep on average, and of how many that earlier evictions left."""
         del held, free
-        store, depth = view.call.store, view.call.depth
+        store, depth = view.call.store, view.call.layer.depth
         if phase == "prefill":
-            unread = max(0, view.call.prompt_end - store.seen)
+            unread = max(0, view.call.tokens.prompt_end - store.seen)
             tokens = view.call.left.get(view.rows[0], view.seen + unread)
             return step.amount.at(depth).beside(view).of(tokens), tokens
         amount = step.amount.at(depth)
@@ -208,7 +211,7 @@ class Executor:
 
 def _is_later_turn(call: LayerCall) -> bool:
     """Whether a pass ends a turn behind the prompt."""
-    return call.phase == "prefill" and call.prompt_start > 0
+    return call.phase == "prefill" and call.tokens.prompt_start > 0
 
 
 def _is_due(call: LayerCall, step: Eviction) -> bool:
@@ -217,7 +220,7 @@ def _is_due(call: LayerCall, step: Eviction) -> bool:
         if not _is_later_turn(call):
             return False
         target = step.schedule.target
-        if target is not None and call.store.seen - call.prompt_start >= max(1, target.of(call.store.seen)):
+        if target is not None and call.store.seen - call.tokens.prompt_start >= max(1, target.of(call.store.seen)):
             return True
     return call.store.since_eviction >= (step.schedule.every or 0)
 
@@ -232,7 +235,7 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
     Pairs that it marks on the module are evicted, and those that were `marked` before, where that is said.
     """
     store = call.store
-    check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
+    check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
     if store.segments:
         raise ValueError("a press with its own `compress` cannot change pairs that a codec has already encoded")
     streams = store.batch * store.heads
@@ -241,16 +244,16 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
     changed = False
     for view in (view for group in view_groups(call) for view in group):
         if not marked:
-            vars(call.module).pop(MASKED, None)
+            vars(call.layer.module).pop(MASKED, None)
         new_keys, new_values = compress(*score_arguments(view))
-        stays = _take_masked(call.module, new_keys)
+        stays = _take_masked(call.layer.module, new_keys)
         if new_keys.shape[:3] != new_values.shape[:3] or new_keys.shape[:2] != view.keys.shape[:2]:
             raise ValueError(
                 f"compress returned keys {tuple(new_keys.shape)} and values {tuple(new_values.shape)} for keys "
                 f"{tuple(view.keys.shape)}; batch and head counts must stay, lengths must agree"
             )
         if new_keys is not view.keys or new_values is not view.values:
-            check_finite(new_keys, new_values, call.layer, "returned by `compress`")
+            check_finite(new_keys, new_values, call.layer.index, "returned by `compress`")
         changed |= new_keys is not view.keys or new_values is not view.values or stays is not None
         left = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
         if left != view.length:
@@ -264,12 +267,12 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
             found = positions_of((keys[n], values[n]), old, view.positions[i, j])
             slots[n] = torch.where(found >= 0, found + pads, found)
     if changed:
-        seal_streams(store, keys, values, slots, call.mask)
+        seal_streams(store, keys, values, slots, call.tokens.mask)
 
 
 def evict_masked(call: LayerCall) -> None:
     """Free the pairs that a user's hook has marked on the module of a layer."""
-    if vars(call.module).get(MASKED) is not None:
+    if vars(call.layer.module).get(MASKED) is not None:
         replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values), marked=True)
 
 

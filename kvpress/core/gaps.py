@@ -32,7 +32,7 @@ def close_gaps(view: View, mask: Tensor, renumber: Renumber | None = None) -> Re
     Rotary attention depends on distances only, so moving keys up behind the newest token equals numbering the cache
     from 0, while queries keep their true positions. Keys that are handed back to a caller are numbered from 0.
     """
-    if not view.call.rotates:
+    if not view.call.layer.rotates:
         return None
     rank = mask.long().cumsum(dim=-1).clamp_min(1) - 1
     kept = mask.sum(dim=-1, keepdim=True)
@@ -65,7 +65,7 @@ def _renumbered(view: View, mask: Tensor, renumber: Renumber) -> View:
         for head in range(mask.shape[1]):
             at = mask[row, head].nonzero().flatten()
             given = view.keys[row, head][None, None]
-            keys[row, head, at] = renumber(view.call.module, at[None, None], given)[0, 0].to(keys.dtype)
+            keys[row, head, at] = renumber(view.call.layer.module, at[None, None], given)[0, 0].to(keys.dtype)
             moved = first[row, head] + torch.arange(len(at), device=at.device)
             shift[row, head, at] = moved - view.positions[row, head, at]
     return replace(view, vectors=lambda: (keys, view.values), side={**view.side, "shift": shift})

@@ -100,8 +100,8 @@ class Pattern(ABC):
             if len(asked) == 0:
                 continue
             prompt = Prompt(
-                _of(queries, rows, asked), _of(keys, rows, kept), _of(values, rows, kept), call.logits, call.layer,
-                tuple(rows), call.shared, call.depth + 1 == call.depths, call, kept,
+                _of(queries, rows, asked), _of(keys, rows, kept), _of(values, rows, kept), call.logits, call.layer.index,
+                tuple(rows), call.tokens.shared, call.layer.depth + 1 == call.layer.depths, call, kept,
             )  # fmt: skip
             whole = prompt.total <= FEWEST_BLOCKS * self.block
             found = prompt.attend(everything(prompt, self.block)) if whole else self.read(prompt)

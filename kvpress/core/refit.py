@@ -48,7 +48,7 @@ def asked(view: View, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor | None]]:
     """
     call, observer = view.call, view.observer(wanted)
     queries = view.query_heads(observer.queries)
-    if not observer.repeated and call.rotates:
+    if not observer.repeated and call.layer.rotates:
         future = call.next_positions(view.rows, view.seen, AHEAD)
         future = future[:, torch.arange(queries.shape[2], device=future.device) % AHEAD]
         queries = call.rotate(queries.float(), *call.angles(future)).to(queries.dtype)
@@ -101,14 +101,14 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
 
     A copy of the layer is sealed for it: it shares what is sealed already, and lives as long as what is returned.
     """
-    own = codec(call.layer)
+    own = codec(call.layer.index)
     store = call.store
     if own is not None:
         bare = copy.copy(store)
         bare.observers = {}
         store = copy.deepcopy(bare)
         store.observers = call.store.observers  # which a codec may read
-        store.settle(own, replace(call.sealing, shared=dict(call.shared)))
+        store.settle(own, replace(call.sealing, shared=dict(call.tokens.shared)))
     return lambda n: torch.cat([part.read(part.layout.rows(n))[0] for part in store.sealed]).float()
 
 
@@ -146,9 +146,9 @@ def fitted_values(call: LayerCall, ridge: float, target: Target, keys: Tensor, s
 def _open(call: LayerCall, stream: int) -> int:
     """How many of the pairs that a stream keeps are of this prompt or turn: its newest ones, all of them dense."""
     dense = call.store.dense
-    if dense is None or not call.prompt_start:
+    if dense is None or not call.tokens.prompt_start:
         return 0 if dense is None else dense.layout.lengths[stream]
-    return int((dense.slots()[dense.layout.rows(stream)] >= call.prompt_start).sum())
+    return int((dense.slots()[dense.layout.rows(stream)] >= call.tokens.prompt_start).sum())
 
 
 def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:

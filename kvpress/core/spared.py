@@ -49,23 +49,28 @@ def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor
 
 def warn_of_absent(rule: Spans, call: LayerCall) -> None:
     """Say, once for a cache, that its first prompt has no spans of a rule that is about some."""
-    if rule.absent is None or not call.is_first_prompt or rule.absent in call.shared or any(spans_in(rule, call)):
+    if (
+        rule.absent is None
+        or not call.is_first_prompt
+        or rule.absent in call.tokens.shared
+        or any(spans_in(rule, call))
+    ):
         return
-    call.shared[rule.absent] = True
+    call.tokens.shared[rule.absent] = True
     warnings.warn(rule.absent, RuntimeWarning, stacklevel=2)
 
 
 def left_of_spans(step: Eviction, view: View, held: float, free: float) -> tuple[int, int]:
     """Return how many of the pairs `held` per head stay where an eviction takes from the `free` ones, and of how many."""
-    taken = round(free) - step.amount.at(view.call.depth).of(round(free))
+    taken = round(free) - step.amount.at(view.call.layer.depth).of(round(free))
     return round(held) - taken, view.seen
 
 
 def warn(call: LayerCall, settled: int, mean: int) -> None:
     """Say, once for a cache, that protected pairs are more than may stay."""
-    if WARNED in call.shared:
+    if WARNED in call.tokens.shared:
         return
-    call.shared[WARNED] = True
+    call.tokens.shared[WARNED] = True
     warnings.warn(
         f"protected spans and the newest pairs are {settled} pairs per head, more than the {mean} that are to stay: they stay "
         "all the same, and everything else goes; raise the budget, lower compression_ratio, or protect less",

@@ -20,7 +20,7 @@ from kvpress.core.host import Asked
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.bidirectional import read_both_ways
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 
 
 @dataclass
@@ -123,24 +123,25 @@ class Reader:
     def _call(self, store: KVStore, attention: Asked, block: slice, reread: slice, mask: Tensor | None) -> LayerCall:
         """Return the call that observers and evictions get: its queries are those of the block."""
         facts: LayerFacts = self.facts.layers[attention.layer]
-        call = LayerCall(
+        layer = AttentionLayer(
             module=nn.Module() if facts.module is None else facts.module,
-            store=store,
-            layer=attention.layer,
-            layers=len(self.facts.layers),
+            index=attention.layer,
+            count=len(self.facts.layers),
             depth=attention.layer,
             depths=len(self.facts.layers),
+            rotates=facts.rotates,
+            apply_rotary=facts.rotate,
+            rotary_angles=None if facts.angles is None else partial(facts.angles, attention.keys),
+        )
+        call = LayerCall(
+            layer,
+            NewTokens(seen_before=0, mask=mask, around=True),
+            store=store,
             kwargs={},
             hidden_states=attention.keys.new_empty(store.batch, 0, 1),
-            seen_before=0,
             queries=attention.queries[:, :, block],
             logits=attention.logits,
             sinks=attention.sinks,
-            mask=mask,
-            apply_rotary=facts.rotate,
-            rotary_angles=None if facts.angles is None else partial(facts.angles, attention.keys),
-            rotates=facts.rotates,
-            around=True,
         )
         # Ratios apply to the pairs around the block.
         real = [store.seen] * store.batch if mask is None else mask.sum(dim=1).tolist()

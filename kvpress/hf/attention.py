@@ -192,9 +192,11 @@ def attention(
         raise AskedError(query, key, logits_of(query, scaling, kwargs), kwargs.get("s_aux"))
     call = None if forward is None else forward.call
     lent = None if forward is None or call is not None else forward.lent_call(key)
-    call = call if lent is None else replace(lent, module=module)
+    call = (
+        call if lent is None else replace(lent, layer=replace(lent.layer, module=module), tokens=replace(lent.tokens))
+    )
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda keys: attention_mask
-    if forward is None or call is None or call.module is not module or call.store is None:
+    if forward is None or call is None or call.layer.module is not module or call.store is None:
         run = native_attention(module)
         return run(module, query, key, value, native(key.shape[2]), scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None and not isinstance(attention_mask, PressMask):
@@ -203,8 +205,8 @@ def attention(
 
     store, length = call.store, query.shape[2]
     session, static, whole = forward.session, forward.static, forward.watch is not None or lent is not None
-    plan = session.layers[id(lent.module if lent else module)]
-    fresh, handed = call.seen_before == 0, query
+    plan = session.layers[id(lent.layer.module if lent else module)]
+    fresh, handed = call.tokens.seen_before == 0, query
     if plan.tiles is None:
         plan.tiles = _tiles(module, call, key, value)
     query = _in_order(query, key, plan.tiles)
@@ -215,11 +217,11 @@ def attention(
         real = static.real_tokens
     else:
         real = None if attention_mask is None else attention_mask.real(call, forward.request)
-    call.mask = None if real is None else real.real
+    call.tokens.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
     own = (
         bool(store.sealed)
-        or (length == 1 and call.seen_before > 0 and (static is not None or query.device.type == "cpu"))
+        or (length == 1 and call.tokens.seen_before > 0 and (static is not None or query.device.type == "cpu"))
         or _few_behind_many(module, call, attention_mask)
     )
     pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
@@ -261,7 +263,9 @@ def _weights(
     store = call.store
     reason = why_unreadable([store])
     if reason:
-        raise ValueError(f"output_attentions=True cannot return the attention weights of layer {call.layer}: {reason}")
+        raise ValueError(
+            f"output_attentions=True cannot return the attention weights of layer {call.layer.index}: {reason}"
+        )
     keys, values = _arranged(*dense_pairs(store), key, tiles)
     visible: Any = None if mask is None else mask.native(keys.shape[2])
     if store.sealed:
@@ -287,7 +291,7 @@ def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None)
         and call.store is not None
         and queries.device.type == "cpu"
         and 1 < queries.shape[2] <= FEW
-        and call.seen_before >= MANY
+        and call.tokens.seen_before >= MANY
         and queries.shape[1] > call.store.heads
         and mask is not None
         and mask.arguments.get("mask_function", causal_mask_function) is causal_mask_function

@@ -14,7 +14,7 @@ from kvpress.cache.attention import Logits
 from kvpress.cache.store import KVStore
 from kvpress.hf.attention import asked
 from kvpress.hf.models import find_rotary, find_rotate
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, view_groups
 
@@ -45,23 +45,25 @@ def view_by_hand(
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", 0)
     layers = getattr(config, "num_hidden_layers", layer + 1)
     call = LayerCall(
-        module=nn.Module() if module is None else module,
+        AttentionLayer(
+            module=nn.Module() if module is None else module,
+            index=layer,
+            count=layers,
+            depth=layer,
+            depths=layers,
+            apply_rotary=None if module is None else find_rotate(module),
+        ),
+        NewTokens(seen_before=store.seen - hidden.shape[1]),
         store=store,
-        layer=layer,
-        layers=layers,
-        depth=layer,
-        depths=layers,
         kwargs=kwargs,
         hidden_states=hidden,
-        seen_before=store.seen - hidden.shape[1],
         queries=keys.new_empty(*keys.shape[:2], 0, keys.shape[3]),
         logits=Logits(keys.shape[3] ** -0.5),
-        apply_rotary=None if module is None else find_rotate(module),
         by_hand=True,
     )
-    call.rotary_angles = _angles(call)
+    call.layer.rotary_angles = _angles(call)
     if wants and hidden.shape[1] and "position_embeddings" in kwargs:
-        found = asked(call.module, hidden, kwargs)
+        found = asked(call.layer.module, hidden, kwargs)
         call.queries, call.logits, call.sinks = found.queries, found.logits, found.sinks
         for wanted in wants:
             store.observers[wanted] = wanted.make()
@@ -82,13 +84,13 @@ def _with_embeddings(module: nn.Module, hidden: Tensor, keys: Tensor | None, kwa
 
 def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return the rotary angles of the layer: those of the embedding on its module, else as far as they were given."""
-    embedding = find_rotary(call.module, call.module)
+    embedding = find_rotary(call.layer.module, call.layer.module)
     if embedding is not None:
         return partial(embedding, call.store.window.keys)
 
     def given(positions: Tensor) -> tuple[Tensor, Tensor]:
         known = call.kwargs.get("position_embeddings")
-        at = positions - call.seen_before
+        at = positions - call.tokens.seen_before
         if known is None or bool((at < 0).any()) or bool((at >= known[0].shape[1]).any()):
             raise ValueError(
                 "this press needs rotary angles: give the attention module with its `rotary_emb`, or position_embeddings of "

@@ -176,10 +176,10 @@ def check_pass(session: Running, forward: Forward, args: tuple[Any, ...], kwargs
 def after_layer(session: Running, forward: Forward, call: LayerCall) -> None:
     """Put what a layer stores of the tokens that it was handed at their places, and decide which go on."""
     dropping = session.recipe.dropping
-    if dropping is None or call.seen_before or not session.evict or call.store is None:
+    if dropping is None or call.tokens.seen_before or not session.evict or call.store is None:
         return
     handed = forward.handed
-    if call.layer in dropping.layers:
+    if call.layer.index in dropping.layers:
         forward.handed = _chosen(dropping, session.recipe, call, handed)
     if handed is not None:
         _put(call, handed)
@@ -190,7 +190,11 @@ def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, handed: Handed 
     state = handed
     if state is None:
         warn_of_absent(dropping.rule, call)
-        real = torch.ones(call.store.batch, call.store.seen, dtype=torch.bool) if call.mask is None else call.mask
+        real = (
+            torch.ones(call.store.batch, call.store.seen, dtype=torch.bool)
+            if call.tokens.mask is None
+            else call.tokens.mask
+        )
         state = everything(
             dropping.rule, recipe.protected, real.to(call.queries.device), lambda one: spans_in(one, call)
         )
@@ -224,12 +228,12 @@ def everything(
 def _put(call: LayerCall, handed: Handed) -> None:
     """Store the pairs of the tokens that a layer was handed at their places in the whole prompt."""
     store, window = call.store, call.store.window
-    check_finite(window.filled_keys, window.filled_values, call.layer)
+    check_finite(window.filled_keys, window.filled_values, call.layer.index)
     rows = [row for row in range(store.batch) for _ in range(store.heads)]
     columns, real = handed.rows(), handed.real
     flat = zip(window.filled_keys.flatten(0, 1), window.filled_values.flatten(0, 1), rows, strict=True)
     keys, values = zip(*((keys[real[row]], values[real[row]]) for keys, values, row in flat), strict=True)
-    store.seen, call.mask = handed.length, handed.mask
+    store.seen, call.tokens.mask = handed.length, handed.mask
     seal_streams(store, keys, values, [columns[row] for row in rows], handed.mask)
     call.left.update({row: len(found) for row, found in enumerate(columns)})
     if SPANS in store.observers:
@@ -239,12 +243,18 @@ def _put(call: LayerCall, handed: Handed) -> None:
 def cut_back(session: Running, forward: Forward, call: LayerCall) -> None:
     """Once the last layer that drops has been read, leave in those since the first one what all of them handed on."""
     dropping, handed = session.recipe.dropping, forward.handed
-    if dropping is None or not dropping.cut or handed is None or call.seen_before or call.layer != max(dropping.layers):
+    if (
+        dropping is None
+        or not dropping.cut
+        or handed is None
+        or call.tokens.seen_before
+        or call.layer.index != max(dropping.layers)
+    ):
         return
     marked = torch.zeros(len(handed.index), handed.length, dtype=torch.bool)
     for row, columns in enumerate(handed.rows()):
         marked[row, columns.cpu()] = True
-    for module in session.modules[min(dropping.layers) : call.layer + 1]:
+    for module in session.modules[min(dropping.layers) : call.layer.index + 1]:
         store = forward.cache.layers[cache_place(module)].store  # type: ignore[union-attr]
         kept = [marked[n // store.heads, slots] for n, slots in enumerate(Stored(store, handed.mask).slots)]
         if not all(bool(own.all()) for own in kept):

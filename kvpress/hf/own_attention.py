@@ -112,7 +112,8 @@ def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
     if not hiding.acted:
         raise NotImplementedError(
-            f"{type(call.module).__name__} computes attention weights by no softmax of torch, so evicted pairs cannot be hidden"
+            f"{type(call.layer.module).__name__} computes attention weights by no softmax of torch, so evicted pairs cannot be "
+            "hidden"
         )
     return output
 
@@ -120,7 +121,7 @@ def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def note(forward: Forward, call: LayerCall) -> None:
     """Note, after its forward pass, what such a module has written, and let observers see it."""
     if call.written is None:
-        raise NotImplementedError(f"{type(call.module).__name__} did not write its layer of the cache")
+        raise NotImplementedError(f"{type(call.layer.module).__name__} did not write its layer of the cache")
     keys, _ = call.written
     call.count(keys.shape[2])
     call.queries = keys.new_empty(*keys.shape[:3], 0)

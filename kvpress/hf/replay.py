@@ -93,7 +93,7 @@ class CapturedForward(threading.local):
         with _one_at_a_time:
             outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
         for call in self.calls:
-            call.mask, call.seen_before = None if real is None else real.real, call.store.seen - 1
+            call.tokens.mask, call.tokens.seen_before = None if real is None else real.real, call.store.seen - 1
             self.session.follow(call)
         if self.session.follows:
             self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])

@@ -179,8 +179,8 @@ class Forward:
         """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
-            layer = call.cache.layers[cache_place(call.module)]
-            layer.call, layer.static, layer.padded = None, False, call.mask is not None
+            layer = call.cache.layers[cache_place(call.layer.module)]
+            layer.call, layer.static, layer.padded = None, False, call.tokens.mask is not None
         return call
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ from kvpress.hf.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.requests import Forward, here
 from kvpress.hf.rereading import DecoderReader
 from kvpress.hf.rollback import read_in_parts
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 from kvpress.observe.spans import SPANS, SpanTracker
 
@@ -246,35 +246,41 @@ class Session:
         layer.columns, layer.latent = self.reads_itself, own_attention.caches_latents(module)
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
         prompt_end = forward.prompt_end(cache)
-        call = LayerCall(
+        attention_layer = AttentionLayer(
             module=module,
-            store=layer.store,  # type: ignore[arg-type]
-            layer=plan.facts.index,
-            layers=len(self.modules),
-            prompt_end=prompt_end,
-            prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
-            chunk=self.executor.chunk,
+            index=plan.facts.index,
+            count=len(self.modules),
             depth=plan.depth,
             depths=len(self.growing),
-            kwargs={**kwargs, "past_key_values": cache},
-            hidden_states=hidden,  # type: ignore[arg-type]
-            seen_before=seen_before,
-            mask=forward.mask,
-            axes=forward.axes,
-            ids=forward.ids,
-            cells=forward.cells,
-            tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
-            reads_itself=self.reads_itself,
             rotates=not self.reads_itself,
-            expand=own_attention.expanded(module),
-            copies=forward.copies(cache),
             apply_rotary=plan.facts.rotate,
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
+            expand=own_attention.expanded(module),
+            reads_itself=self.reads_itself,
+        )
+        tokens = NewTokens(
+            seen_before=seen_before,
+            mask=forward.mask,
+            prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
+            prompt_end=prompt_end,
+            chunk=self.executor.chunk,
+            candidates=layer.record_past and seen_before > 0,
+            copies=forward.copies(cache),
+            ids=forward.ids,
+            axes=forward.axes,
+            cells=forward.cells,
+            tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
-        if call.rotates and not self.recipe.is_identity:
-            call.rotates = rotates(module, call)
-        call.candidates = layer.record_past and seen_before > 0
+        call = LayerCall(
+            attention_layer,
+            tokens,
+            store=layer.store,  # type: ignore[arg-type]
+            kwargs={**kwargs, "past_key_values": cache},
+            hidden_states=hidden,  # type: ignore[arg-type]
+        )
+        if call.layer.rotates and not self.recipe.is_identity:
+            call.layer.rotates = rotates(module, call)
         call.count(length)
         layer.call = forward.call = call
         if call.phase == "decode" and length == 1 and forward.watch is None:
@@ -288,7 +294,7 @@ class Session:
     def observe(self, call: LayerCall) -> None:
         """Let observers see a pass, where something later needs it."""
         if any(not wanted.by_token for wanted in self.executor.watched[call.phase]):
-            call.keep_store(call.seen_before)
+            call.keep_store(call.tokens.seen_before)
         for wanted in self.executor.watched[call.phase]:
             if wanted not in call.store.observers:
                 call.store.observers[wanted] = wanted.make()
@@ -335,7 +341,7 @@ class Session:
         store = call.store
         if store is None or call.queries.dim() < 4:
             return
-        if store.seen < call.prompt_end:
+        if store.seen < call.tokens.prompt_end:
             self.executor.after_chunk(call)
             return
         self.executor.after_layer(call)
@@ -344,18 +350,18 @@ class Session:
 
     def _seal(self, call: LayerCall) -> None:
         """Drop what only this pass's eviction needed and encode what is ready, once a layer holds what it will keep."""
-        store, plan = call.store, self.layers[id(call.module)]
+        store, plan = call.store, self.layers[id(call.layer.module)]
         if call.phase == "prefill" and self.evict:
             store.forget([*self.executor.watched["decode"], *((TOKENS,) if self.follows else ())])
         if plan.codec is not None:
             if call.phase == "prefill":
-                check_finite(store.window.filled_keys, store.window.filled_values, call.layer)
+                check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
             store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
             if call.is_first_prompt:
                 store.fix()
-        if call.copies > 1 and call.is_first_prompt:
-            store.hold_in_common(call.copies, call.mask)
-        self.prepare_reading(call.module, store)
+        if call.tokens.copies > 1 and call.is_first_prompt:
+            store.hold_in_common(call.tokens.copies, call.tokens.mask)
+        self.prepare_reading(call.layer.module, store)
 
     def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
         """Let the selector of a layer look at what it stores."""
@@ -364,13 +370,13 @@ class Session:
             selector.prepare(store)
 
     def _kept_of(self, call: LayerCall) -> LayerCall:
-        return call.without_tensors(self.layers[id(call.module)].facts.angles)
+        return call.without_tensors(self.layers[id(call.layer.module)].facts.angles)
 
     def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for call in forward.lent:
             self._finish_layer(forward, call)
         forward.lent = []
-        forward.passed.sort(key=lambda call: call.depth)
+        forward.passed.sort(key=lambda call: call.layer.depth)
         calls, forward.passed = [call for call in forward.passed if call.store is not None], []
         if calls:
             self.finish(
@@ -383,8 +389,8 @@ class Session:
         if TOKENS not in store.observers:
             store.observers[TOKENS] = ReadTokens()
         tokens: ReadTokens = store.observers[TOKENS]
-        tokens.add(ids, calls[0].seen_before, store.seen - calls[0].seen_before)
-        if store.seen < calls[0].prompt_end:
+        tokens.add(ids, calls[0].tokens.seen_before, store.seen - calls[0].tokens.seen_before)
+        if store.seen < calls[0].tokens.prompt_end:
             return
         if self.executor.follows(phase):
             position = (

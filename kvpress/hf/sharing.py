@@ -120,7 +120,7 @@ class SharedSession(Session):
         for branch in self.branches:
             with branch.at_work(call.queries.device):
                 branch.end()
-        layers, index = call.cache.layers, cache_place(call.module)
+        layers, index = call.cache.layers, cache_place(call.layer.module)
         layers[index] = layers[index].empty_twin()
 
     def finish_caches(self, read: Cache, ids: Tensor) -> list[Cache]:
@@ -163,16 +163,19 @@ class Branch(Session):
         # The tokens themselves are shared until the press has seen them.
         layer.store.window, layer.store.seen = copy.copy(call.store.window), call.store.seen
         layer.store.window.side = {}
-        place = cache_place(call.module)
-        layer.columns, layer.latent = call.reads_itself, call.expand is not None
+        place = cache_place(call.layer.module)
+        layer.columns, layer.latent = call.layer.reads_itself, call.layer.expand is not None
         self.own[place] = layer
         self.call = replace(
             call,
             store=layer.store,
             kwargs={**call.kwargs, "past_key_values": self.cache},
-            shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
+            tokens=replace(
+                call.tokens,
+                shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
+                tracker=self._own_tracker if self.recipe.reads_tokens else None,
+            ),
             left={},
-            tracker=self._own_tracker if self.recipe.reads_tokens else None,
         )
         self.observe(self.call)
 

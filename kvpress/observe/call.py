@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of one attention layer, as it is handed to observers, scorers, codecs and selectors."""
+"""One forward pass of one attention layer: the input of observers, scorers, codecs and selectors."""
 
 from __future__ import annotations
 
@@ -18,71 +18,105 @@ from kvpress.cache.store import KVStore
 
 Phase = Literal["prefill", "decode"]
 Cells = Callable[[int], Tensor]
-"""Lays out the pictures of a pass behind so many tokens: picture, frame, row and column of each new one, `[B, Q, 4]`."""
+"""Maps the number of tokens before a pass to picture, frame, row and column of each new token, `[B, Q, 4]`."""
+
+
+@dataclass
+class NewTokens:
+    """The new tokens of a forward pass, and the tokens before them, as one layer meets them."""
+
+    seen_before: int
+    """Tokens seen before this pass, padding included."""
+    mask: Tensor | None = None
+    """Real tokens among all seen ones, bool `[B, seen]`; None where nothing is padded."""
+    prompt_start: int = 0
+    """Tokens seen before the prompt or turn that this pass belongs to."""
+    prompt_end: int = 0
+    """Tokens seen once a prompt that is read in several passes ends; 0 for other passes."""
+    chunk: int | None = None
+    """Tokens of a prompt after which it is evicted from while it is read; None if it is not."""
+    candidates: bool = False
+    """Whether several tokens behind a prompt count as generated ones, because they may be taken back."""
+    around: bool = False
+    """Whether stored pairs lie before and behind the tokens, which see all of them (masked diffusion)."""
+    copies: int = 1
+    """Consecutive rows of the batch that began with the same prompt."""
+    ids: Tensor | None = None
+    """Token ids `[B, Q]`; None where the tokens came as embeddings."""
+    axes: Tensor | None = None
+    """Positions `[n, B, Q]` where a model counts positions along several axes."""
+    cells: Cells | None = None
+    """Layout of the images and videos among `ids`; None where the model reads none."""
+    tracker: Callable[[], Any] | None = None
+    """Returns the tracker of spans in the ids of all tokens (`kvpress.observe.spans`)."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """State that all layers of a cache have in common."""
+
+
+@dataclass
+class AttentionLayer:
+    """The attention layer of a call, and its place among the others."""
+
+    module: nn.Module
+    """The attention module."""
+    index: int
+    """Index among all attention layers."""
+    count: int
+    """Number of attention layers."""
+    depth: int = 0
+    """Index among the layers whose pairs this library stores."""
+    depths: int = 1
+    """Number of layers whose pairs this library stores."""
+    rotates: bool = True
+    """Whether the layer applies a rotary embedding to queries and keys."""
+    apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """The model's rotary function of `(vectors, cos, sin)`; None where it has none."""
+    rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """Maps positions `[B, n]` to `(cos, sin)`, each `[B, n, d]`; None where the layer has no rotary embedding."""
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Turns cached latents into keys and values; None where the module caches keys and values."""
+    reads_itself: bool = False
+    """Whether the module reads its cache by its own code, so that only its pairs are visible: queries are `[B, H, Q, 0]`."""
 
 
 @dataclass
 class LayerCall:
-    """One forward pass of one attention layer.
+    """One forward pass of one attention layer."""
 
-    `queries [B, Hq, Q, D]` are rotated, as the attention function got them. `mask [B, seen]` marks real tokens, None where
-    nothing is padded. `lse [N, M]` is the log-sum-exp of the pass, None where the model's own attention ran, and
-    `window_lse` that of the window alone, where a pattern read a part of it. `read` is what each new token read of the
-    sealed segments (`kvpress.cache.chosen`), None for all of them. `layer` counts attention layers, of `layers` in all, and
-    `depth` those that this library stores, of `depths`. `shared` is state that all layers of the cache have in common.
-    `left` says of how many pairs the ratio of the next eviction is, for the rows that earlier ones of this prompt have cut.
-    `prompt_end` is how many tokens will have been seen once a prompt that comes in chunks is read, 0 for other passes;
-    `prompt_start` is how many had been seen before the prompt or turn. `rotates` says that the layer turns keys and queries
-    by their positions. `written` are the keys and values `[B, H, Q, D]` that the module put into its cache, `output` is
-    what it returned, once it has. With `reads_itself`, nothing but its pairs is known of the module: `queries [B, H, Q, 0]`
-    are empty. `expand` turns latents, where a module caches them, into keys and values. `axes [n, B, Q]` are the positions
-    of the new tokens where a model counts them in several axes. With `candidates`, tokens behind the prompt count as
-    generated ones though several come at once, because they may be taken back. `ids [B, Q]` are their ids, None where they
-    came as embeddings, and `tracker` returns what has found spans in those of all tokens (`kvpress.observe.spans`). `cells`
-    lays out the images and videos among `ids`, behind so many tokens, None where no model reads any
-    (`kvpress.observe.pictures`). So many rows in a row as `copies` says began with the same prompt. With `around`, the
-    queries are those of a block that all stored pairs lie around: it sees earlier and later ones alike. `by_hand` marks a
-    call made of bare tensors, whose caller counts the pairs that it gets back, not the tokens seen.
-    """
-
-    module: nn.Module
+    layer: AttentionLayer
+    """The layer."""
+    tokens: NewTokens
+    """The new tokens."""
     store: KVStore
-    layer: int
-    layers: int
+    """Pairs of the layer."""
     kwargs: dict[str, Any]
+    """Keyword arguments of the module, the cache under `past_key_values`."""
     hidden_states: Tensor
-    seen_before: int
-    prompt_end: int = 0
-    prompt_start: int = 0
-    chunk: int | None = None
-    depth: int = 0
-    depths: int = 1
+    """Input of the module, `[B, Q, hidden]`."""
     phase: Phase = "prefill"
+    """Whether the tokens belong to a prompt or turn, or are generated."""
     queries: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Queries `[B, Hq, Q, D]` as the attention function got them, rotated."""
     logits: Logits = field(default_factory=lambda: Logits(1.0))
+    """Scale and soft cap of the logits."""
     sinks: Tensor | None = None
-    mask: Tensor | None = None
+    """Learned extra logits of the softmax, one for each query head."""
     lse: Tensor | None = None
+    """Log-sum-exp of the pass, `[N, M]`; None where the model's own attention ran."""
     window_lse: Tensor | None = None
+    """Log-sum-exp over the window alone, where a pattern computed a part of it."""
     read: Selection = None
+    """Sealed pairs that each new token read; None for all of them."""
     attentions: Tensor | None = None
-    apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    shared: dict[str, Any] = field(default_factory=dict)
+    """Attention weights, where the model returned them."""
     left: dict[int, int] = field(default_factory=dict)
-    output: Any = None
-    rotates: bool = True
+    """Pairs that the ratio of the next eviction refers to, for rows that earlier evictions of this prompt have cut."""
     written: tuple[Tensor, Tensor] | None = None
-    reads_itself: bool = False
-    axes: Tensor | None = None
-    candidates: bool = False
-    ids: Tensor | None = None
-    cells: Cells | None = None
-    tracker: Callable[[], Any] | None = None
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    copies: int = 1
-    around: bool = False
+    """Keys and values `[B, H, Q, D]` that the module put into its cache."""
+    output: Any = None
+    """Output of the module, once it has returned."""
     by_hand: bool = False
+    """Whether the call was made of bare tensors, whose caller counts the pairs that it gets back, not the tokens seen."""
 
     @property
     def cache(self) -> Any:
@@ -91,13 +125,13 @@ class LayerCall:
 
     def count(self, tokens: int) -> None:
         """Work out the phase of a pass of so many new tokens."""
-        fresh = self.seen_before == 0 or self.seen_before < self.prompt_end
-        self.phase = "prefill" if fresh or (tokens > 1 and not self.candidates) else "decode"
+        fresh = self.tokens.seen_before == 0 or self.tokens.seen_before < self.tokens.prompt_end
+        self.phase = "prefill" if fresh or (tokens > 1 and not self.tokens.candidates) else "decode"
 
     @property
     def is_first_prompt(self) -> bool:
         """Whether the pass reads the prompt that a cache begins with: there is nothing before it to go back to."""
-        return self.phase == "prefill" and self.prompt_start == 0
+        return self.phase == "prefill" and self.tokens.prompt_start == 0
 
     def keep_store(self, unit: int | None = None) -> None:
         """Note that something but new pairs is about to come to the store; see `KVStore.save`."""
@@ -109,7 +143,11 @@ class LayerCall:
     @property
     def follows_eviction(self) -> bool:
         """Whether a part of a prompt was read and evicted from right before this pass."""
-        return bool(self.chunk and self.prompt_end and (self.prompt_end - self.seen_before) % self.chunk == 0)
+        return bool(
+            self.tokens.chunk
+            and self.tokens.prompt_end
+            and (self.tokens.prompt_end - self.tokens.seen_before) % self.tokens.chunk == 0
+        )
 
     def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
         """Return a call without the tensors of its pass: those of all layers together would outweigh the cache.
@@ -117,12 +155,13 @@ class LayerCall:
         `angles` maps `(like, positions)` to `(cos, sin)`; None where the layer has no rotary embedding.
         """
         empty, positions = self.queries.new_zeros(1, 1, 1), self.kwargs.get("position_ids")
+        axes = self.tokens.axes
         return replace(
             self,
+            tokens=replace(self.tokens, ids=None, axes=None if axes is None else axes[..., -1:].clone()),
+            layer=replace(self.layer, rotary_angles=None if angles is None else partial(angles, empty)),
             kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
-            axes=None if self.axes is None else self.axes[..., -1:].clone(),
             hidden_states=empty[:, :0],
-            ids=None,
             queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
             lse=None,
             window_lse=None,
@@ -130,15 +169,14 @@ class LayerCall:
             output=None,
             written=None,
             read=None,
-            rotary_angles=None if angles is None else partial(angles, empty),
         )
 
     def need(self, what: str) -> None:
         """Refuse to give `what` of a module that reads its cache by itself."""
-        if self.reads_itself:
+        if self.layer.reads_itself:
             raise NotImplementedError(
-                f"{type(self.module).__name__} reads its cache by itself, so {what} are not known; use a press that scores "
-                "pairs by their keys and values, such as knorm, keydiff, streaming_llm or random"
+                f"{type(self.layer.module).__name__} reads its cache by itself, so {what} are not known; use a press that "
+                "scores pairs by their keys and values, such as knorm, keydiff, streaming_llm or random"
             )
 
     @property
@@ -146,18 +184,18 @@ class LayerCall:
         """What a codec may look at when it encodes what this layer holds."""
         rotation = Rotation(
             self.angles,
-            str(getattr(self.module, "layer_type", None)),
-            type(self.module).__name__,
+            str(getattr(self.layer.module, "layer_type", None)),
+            type(self.layer.module).__name__,
             self.rotate,
-            known=self.rotary_angles is not None and self.apply_rotary is not None,
+            known=self.layer.rotary_angles is not None and self.layer.apply_rotary is not None,
         )
         return Sealing(
             heads=self.store.heads,
             generated=self.phase == "decode",
             seen=self.store.seen,
-            mask=self.mask,
-            rotation=rotation if self.rotates else None,
-            shared=self.shared,
+            mask=self.tokens.mask,
+            rotation=rotation if self.layer.rotates else None,
+            shared=self.tokens.shared,
         )
 
     @property
@@ -193,11 +231,11 @@ class LayerCall:
     def unrotated(self, vectors: Tensor) -> Tensor:
         """Return vectors of this pass's tokens as they were before the rotary embedding."""
         given = self.position_embeddings
-        return self.unrotate(vectors, *given) if given is not None and self.rotates else vectors
+        return self.unrotate(vectors, *given) if given is not None and self.layer.rotates else vectors
 
     def next_positions(self, rows: Sequence[int], seen: int, count: int) -> Tensor:
         """Return the positions `[b, count]` of the tokens that come next in some rows, of which `seen` were read."""
-        given = self.kwargs.get("position_ids") if self.axes is None else self.axes
+        given = self.kwargs.get("position_ids") if self.tokens.axes is None else self.tokens.axes
         device = self.queries.device
         ahead = torch.arange(count, device=device)[None]
         if not isinstance(given, Tensor) or given.dim() < 2 or given.numel() == 0:
@@ -216,18 +254,18 @@ class LayerCall:
 
     def rotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `vectors [B, heads, n, D]` with the model's own rotary function; linear in `cos` and `sin [B, n, d]`."""
-        if self.apply_rotary is None:
+        if self.layer.apply_rotary is None:
             raise NotImplementedError(
-                f"{type(self.module).__name__} has no `apply_rotary_pos_emb`: methods that need keys or queries before "
+                f"{type(self.layer.module).__name__} has no `apply_rotary_pos_emb`: methods that need keys or queries before "
                 "the rotary embedding are not available for this model"
             )
-        return self.apply_rotary(vectors, cos, sin)
+        return self.layer.apply_rotary(vectors, cos, sin)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(cos, sin)`, each `[B, n, d]`, of this layer's rotary embedding at `positions [B, n]`."""
-        if self.rotary_angles is None:
-            raise NotImplementedError(f"found no rotary embedding beside {type(self.module).__name__}")
-        return self.rotary_angles(positions)
+        if self.layer.rotary_angles is None:
+            raise NotImplementedError(f"found no rotary embedding beside {type(self.layer.module).__name__}")
+        return self.layer.rotary_angles(positions)
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Softmax over the last axis of `scores [N, G, n, T]`, with the layer's learned attention sinks if any."""

@@ -31,7 +31,7 @@ class QueryCentres(Observer):
             device = call.queries.device
             self.count = torch.zeros(batch, device=device)
             self.total, self.sizes = (torch.zeros(batch, heads, dim, device=device) for _ in range(2))
-        real = torch.ones(batch, length) if call.mask is None else call.mask[:, -length:].float()
+        real = torch.ones(batch, length) if call.tokens.mask is None else call.tokens.mask[:, -length:].float()
         real = real.to(call.queries.device)
         self.count = self.count + real.sum(dim=1)
         for part in passes(call, max(1, attention.BLOCK_BYTES // (12 * batch * heads * dim))):
@@ -60,7 +60,7 @@ def pair_sizes(call: LayerCall, vectors: Tensor, like: Tensor | None) -> Tensor:
     is its own pair. `like [B, n, d]` is a cosine of the embedding, None where there is none.
     """
     vectors = vectors.float()
-    if like is None or not call.rotates:
+    if like is None or not call.layer.rotates:
         return vectors.abs()
     zero = torch.zeros_like(like, dtype=torch.float32)
     turned = call.rotate(vectors, zero, zero + 1) - call.rotate(vectors, zero, zero)
@@ -70,7 +70,7 @@ def pair_sizes(call: LayerCall, vectors: Tensor, like: Tensor | None) -> Tensor:
 def pair_weights(call: LayerCall, like: Tensor | None, dim: int) -> Tensor:
     """Return `[D]`: half for channels of a pair, which is counted twice, and 1 for those that are not turned."""
     ones = torch.ones(1, 1, 1, dim, device=None if like is None else like.device)
-    if like is None or not call.rotates:
+    if like is None or not call.layer.rotates:
         return ones.flatten()
     zero = torch.zeros_like(like[:1, :1], dtype=torch.float32)
     return ((1 + call.rotate(ones, zero, zero)) / 2).flatten()

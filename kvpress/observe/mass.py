@@ -24,7 +24,7 @@ def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
     which is no part of a stream.
     """
     store, window, length = call.store, call.store.window, call.queries.shape[2]
-    pads = window.pads(None if call.mask is None else RealTokens(call.mask), window.length)
+    pads = window.pads(None if call.tokens.mask is None else RealTokens(call.tokens.mask), window.length)
     if pads is None or not kernels.available(window.keys):
         return None
     part = window.part(pads)
@@ -62,7 +62,9 @@ class AttentionMass(Observer):
         (name,), store, length = self.sides, call.store, call.queries.shape[2]
         self.queries += length
         # A token on its own is never padding.
-        real = None if call.mask is None or length == 1 else call.mask[:, -length:].to(call.queries.device)
+        real = (
+            None if call.tokens.mask is None or length == 1 else call.tokens.mask[:, -length:].to(call.queries.device)
+        )
         weights = self._weights(call, real)
         device = call.queries.device
         fade = torch.full((1,), self.decay**length, device=device) if real is None else self.decay ** real.sum(dim=1)
@@ -97,7 +99,7 @@ class AttentionMass(Observer):
         received = torch.zeros(streams, window.length, device=call.queries.device)
         keys, own = window.filled_keys.flatten(0, 1), window.filled_log_weight
         own = None if own is None else own.flatten(0, 1)
-        real = None if call.mask is None else call.mask.to(received.device)
+        real = None if call.tokens.mask is None else call.tokens.mask.to(received.device)
         newest = window.length - length
         shape = (streams, groups, length)
         lse = None if call.lse is None else call.lse.view(shape)
@@ -136,9 +138,9 @@ class ProbeAttention(Observer):
 
     def observe(self, call: LayerCall) -> None:
         window, length = call.store.window, call.queries.shape[2]
-        end = max(call.seen_before + length, call.prompt_end)
+        end = max(call.tokens.seen_before + length, call.tokens.prompt_end)
         if end != self.end:
-            self.start, self.end = call.seen_before, end
+            self.start, self.end = call.tokens.seen_before, end
         if self.end - self.start == 1 and self._add_token(call):
             return
         for name in self.sides:
@@ -160,8 +162,8 @@ class ProbeAttention(Observer):
         if call.lse is None or call.window_lse is not None or (received := flat_mass(call)) is None:
             return False
         seen = torch.ones_like(received)
-        if call.mask is not None:
-            seen *= call.mask[:, None, window.first : window.first + window.length].to(seen.device)
+        if call.tokens.mask is not None:
+            seen *= call.tokens.mask[:, None, window.first : window.first + window.length].to(seen.device)
         for name, new in zip(self.sides, (received, seen), strict=True):
             window.side[name] = window.side[name] + new if name in window.side else new
         if store.dense is not None:
@@ -171,10 +173,10 @@ class ProbeAttention(Observer):
     def _rows(self, call: LayerCall) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the batch, and which tokens of this pass are their probes."""
         length = call.queries.shape[2]
-        if call.mask is None or length == 1:
-            yield slice(0, call.store.batch), self._probes(call.seen_before, length)
+        if call.tokens.mask is None or length == 1:
+            yield slice(0, call.store.batch), self._probes(call.tokens.seen_before, length)
             return
-        real = call.mask.sum(dim=1), call.mask[:, -length:].sum(dim=1)
+        real = call.tokens.mask.sum(dim=1), call.tokens.mask[:, -length:].sum(dim=1)
         for row, (seen, new) in enumerate(zip(*(part.tolist() for part in real), strict=True)):
             if new:
                 pads = call.store.seen - seen
@@ -202,8 +204,8 @@ class ProbeAttention(Observer):
             scores = call.logits(queries, keys, None if own is None else own[rows])
             scores = scores.view(batch, heads, -1, len(part), length)
             visible = (torch.arange(length, device=device) <= newest[:, None]).expand(batch, -1, -1)
-            if call.mask is not None:
-                real = call.mask[rows, window.first : window.first + length].to(device)
+            if call.tokens.mask is not None:
+                real = call.tokens.mask[rows, window.first : window.first + length].to(device)
                 visible = visible & real[:, None]
             scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
             whole = call.lse_of(rows, chosen, scores)

@@ -119,7 +119,7 @@ class Pass:
     @property
     def mask(self) -> Tensor | None:
         """Real tokens of all that the cache has seen."""
-        return self.calls[0].mask
+        return self.calls[0].tokens.mask
 
     @property
     def seen(self) -> int:

@@ -56,10 +56,10 @@ def lay_out(ids: Tensor, grids: Mapping[int, Sequence[Grid]], before: int) -> Te
 
 def cells_of(view: View) -> Tensor | None:
     """Return picture, frame, row and column of the pairs of a view, `[b, h, n, 4]`; None where no grid is known at all."""
-    tracker = None if view.call.tracker is None else view.call.tracker()
+    tracker = None if view.call.tokens.tracker is None else view.call.tokens.tracker()
     if tracker is None or tracker.cells is None:
         return None
-    mask, found = view.call.mask, []
+    mask, found = view.call.tokens.mask, []
     for row, positions in zip(view.rows, view.positions.cpu(), strict=True):
         own = tracker.cells[row] if mask is None else tracker.cells[row][mask[row].cpu()]
         found.append(own[positions])

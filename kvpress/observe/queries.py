@@ -53,10 +53,10 @@ class SampledQueries(Observer):
         if self.repeated:
             return
         length = call.queries.shape[2]
-        if call.mask is None:
-            place = torch.arange(call.seen_before, call.seen_before + length).expand(call.store.batch, -1)
+        if call.tokens.mask is None:
+            place = torch.arange(call.tokens.seen_before, call.tokens.seen_before + length).expand(call.store.batch, -1)
         else:
-            place = torch.where(call.mask, call.mask.cumsum(dim=1) - 1, -1)[:, -length:]
+            place = torch.where(call.tokens.mask, call.tokens.mask.cumsum(dim=1) - 1, -1)[:, -length:]
         self.add(call, place)
 
     def add(self, call: LayerCall, place: Tensor) -> None:
@@ -66,7 +66,7 @@ class SampledQueries(Observer):
         order, chosen = order.topk(min(self.size, order.shape[1]), largest=False)
         queries = call.queries.gather(2, _wide(chosen[:, None], call.queries))
         given = None if self.repeated else call.position_embeddings
-        if given is not None and call.rotates:
+        if given is not None and call.layer.rotates:
             cos, sin = (part[torch.arange(len(part), device=part.device)[:, None], chosen] for part in given)
             queries = call.unrotate(queries, cos, sin).to(call.queries.dtype)
         if self.queries is not None and self.order is not None:
@@ -108,10 +108,10 @@ class QueryStats(Observer):
         """Mark the queries of a pass that count, float32 `[B, n]`."""
         batch, _, length, _ = call.queries.shape
         device = call.queries.device
-        if call.mask is None:
-            order = torch.arange(call.seen_before, call.seen_before + length, device=device)
+        if call.tokens.mask is None:
+            order = torch.arange(call.tokens.seen_before, call.tokens.seen_before + length, device=device)
             return (order >= self.skip).float().expand(batch, -1)
-        real = call.mask.to(device)
+        real = call.tokens.mask.to(device)
         return (real & (real.cumsum(dim=1) > self.skip))[:, -length:].float()
 
     def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
@@ -130,17 +130,20 @@ def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
         return
     embeddings = call.position_embeddings
     for start in range(0, length, size):
-        tokens = slice(start, min(start + size, length))
+        block = slice(start, min(start + size, length))
         kwargs = dict(call.kwargs)
         if embeddings is not None:
-            kwargs["position_embeddings"] = tuple(part[:, tokens] for part in embeddings)
-        seen = call.seen_before + tokens.stop
+            kwargs["position_embeddings"] = tuple(part[:, block] for part in embeddings)
+        seen = call.tokens.seen_before + block.stop
         yield replace(
             call,
-            queries=call.queries[:, :, tokens],
+            queries=call.queries[:, :, block],
             kwargs=kwargs,
-            seen_before=call.seen_before + start,
-            mask=None if call.mask is None else call.mask[:, :seen],
+            tokens=replace(
+                call.tokens,
+                seen_before=call.tokens.seen_before + block.start,
+                mask=None if call.tokens.mask is None else call.tokens.mask[:, :seen],
+            ),
         )
 
 

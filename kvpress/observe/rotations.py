@@ -33,7 +33,7 @@ class Rotations(Observer):
     def observe(self, call: LayerCall) -> None:
         given = call.position_embeddings
         if given is not None:
-            self.first = self.first if self.parts else call.seen_before
+            self.first = self.first if self.parts else call.tokens.seen_before
             self.parts.append(given)
 
     def tensors(self) -> list[Tensor]:

@@ -270,17 +270,19 @@ class SpanTracker(Observer):
     def observe(self, call: LayerCall) -> None:
         """Take in the ids of a pass."""
         self.end = call.store.seen
-        if call.depth or call.ids is None:
+        if call.layer.depth or call.tokens.ids is None:
             return
-        new = call.ids.to("cpu", torch.int32)
-        if call.cells is not None or self.cells is not None:
+        new = call.tokens.ids.to("cpu", torch.int32)
+        if call.tokens.cells is not None or self.cells is not None:
             self.cells = self._with_cells(call, new)
         self.ids = new.clone() if self.ids is None else torch.cat([self.ids, new], dim=1)
 
     def _with_cells(self, call: LayerCall, new: Tensor) -> Tensor:
         unknown = torch.full((*new.shape[:1], self.known, 4), -1, dtype=torch.int32)
         earlier = unknown if self.cells is None else self.cells
-        cells = call.cells(self.known) if call.cells is not None else unknown.new_full((*new.shape, 4), -1)
+        cells = (
+            call.tokens.cells(self.known) if call.tokens.cells is not None else unknown.new_full((*new.shape, 4), -1)
+        )
         return torch.cat([earlier, cells], dim=1)
 
     def find(self, rule: Spans, mask: Tensor | None) -> list[list[Span]]:
@@ -335,14 +337,14 @@ def spans_in(rule: Spans, call: LayerCall) -> list[list[Span]]:
         ValueError: they are found in token ids, which are not known.
     """
     if rule.reads_tokens:
-        if call.tracker is None:
+        if call.tokens.tracker is None:
             raise ValueError(
                 "spans of tags, roles and images are found while a model reads: use the press inside `with press(model)`"
             )
-        found: Any = call.tracker()
-        return found.find(rule, call.mask)
+        found: Any = call.tokens.tracker()
+        return found.find(rule, call.tokens.mask)
     rows, seen = call.store.batch, call.store.seen
-    lengths = [seen] * rows if call.mask is None else call.mask.sum(dim=1).tolist()
+    lengths = [seen] * rows if call.tokens.mask is None else call.tokens.mask.sum(dim=1).tolist()
     return [rule.within((), length) for length in lengths]
 
 

@@ -52,7 +52,7 @@ class View:
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:
-        return self.vectors() if self.call.expand is None else self.call.expand(*self.vectors())
+        return self.vectors() if self.call.layer.expand is None else self.call.layer.expand(*self.vectors())
 
     @property
     def keys(self) -> Tensor:
@@ -109,7 +109,7 @@ class View:
     @property
     def layer(self) -> int:
         """Number of the attention layer."""
-        return self.call.layer
+        return self.call.layer.index
 
     def numbers(self, seed: int = 0) -> Tensor:
         """Uniform numbers `[b, h, n]` that depend on layer, length, head, position and seed only."""
@@ -143,7 +143,7 @@ class View:
         scores = self.call.logits(grouped, self.keys).view(batch, heads, -1, width, length)
         if LOG_WEIGHT in self.side:
             scores = scores + self.side[LOG_WEIGHT][:, :, None, None]
-        if not self.call.around:
+        if not self.call.tokens.around:
             at = torch.arange(self.seen - width, self.seen, device=self.keys.device)
             future = self.positions[:, :, None, None, :] > at[:, None]
             scores = scores.masked_fill_(future, float("-inf"))
@@ -158,7 +158,7 @@ class View:
         """Return the keys as they were before the rotary embedding, `[b, h, n, D]`, float32."""
         self.call.need("keys before the rotary embedding")
         keys = self.keys.float()
-        if not self.call.rotates:
+        if not self.call.layer.rotates:
             return keys
         turned = zip(keys.split(1, dim=1), self.rotations(self.positions + self.shift), strict=True)
         return torch.cat([self.call.unrotate(head, *angles) for head, angles in turned], dim=1)
@@ -188,9 +188,9 @@ class View:
 
     def _columns(self, positions: Tensor) -> Tensor:
         """Return where the tokens at `positions [b, h, n]` stand in the batch, padding counted."""
-        if self.call.mask is None:
+        if self.call.tokens.mask is None:
             return positions
-        columns = [self.call.mask[row].nonzero().flatten().to(positions.device) for row in self.rows]
+        columns = [self.call.tokens.mask[row].nonzero().flatten().to(positions.device) for row in self.rows]
         return torch.stack([real[at] for real, at in zip(columns, positions, strict=True)])
 
     def _check_rotations(self, watched: Rotations | None) -> None:
@@ -204,7 +204,7 @@ class View:
         columns = torch.arange(watched.first, watched.first + cos.shape[1], device=cos.device).expand(
             len(self.rows), -1
         )
-        mask = self.call.mask
+        mask = self.call.tokens.mask
         if mask is not None:
             columns = (mask.cumsum(dim=1) - 1).clamp_min(0).to(cos.device)[self.rows].gather(1, columns)
         if not torch.allclose(self.call.angles(columns)[0].to(cos), cos, atol=1e-2):
@@ -267,7 +267,7 @@ def view_groups(call: LayerCall, opened: DenseSegment | None = None, apart: bool
     one view, unless head-wise eviction has made them differ in length: then every head is a view of its own. `opened` is what
     `KVStore.open_segment` returns, where that is known.
     """
-    store, mask = call.store, call.mask
+    store, mask = call.store, call.tokens.mask
     if not store.sealed and mask is None and (store.batch == 1 or not apart):
         return [[_whole_window(call)]]
     opened = store.open_segment(mask) if opened is None else opened
@@ -366,10 +366,10 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
                 attentions = attentions[rows[..., None], :, at[:, :, None], at[:, None]].permute(0, 3, 1, 2)
     if embeddings is not None:
         kwargs["position_embeddings"] = tuple(embeddings)
-    return call.module, hidden, view.keys, view.values, attentions, kwargs
+    return call.layer.module, hidden, view.keys, view.values, attentions, kwargs
 
 
 def hook_arguments(call: LayerCall) -> dict[str, Any]:
     """Keyword arguments of a module's forward pass, as a `forward_hook` written for NVIDIA kvpress expects them."""
-    positions = torch.arange(call.seen_before, call.store.seen, device=call.hidden_states.device)
+    positions = torch.arange(call.tokens.seen_before, call.store.seen, device=call.hidden_states.device)
     return {**call.kwargs, "hidden_states": call.hidden_states, "cache_position": positions}

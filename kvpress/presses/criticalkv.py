@@ -145,9 +145,9 @@ class TwoStages(ScorerAround):
         view, heads = scored.view, scored.view.call.store.heads
         if self.norms is None:
             groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
-            norms = output_norms(view.values, view.call.module, heads, view.heads, groups)
+            norms = output_norms(view.values, view.call.layer.module, heads, view.heads, groups)
         else:
-            norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.module)[:, view.heads]
+            norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.layer.module)[:, view.heads]
         weighted = torch.where(finite, (scores - least + self.epsilon) * norms, scores)
         check_numbers(weighted, "scores times the norms of value outputs", view)
         at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()

@@ -156,12 +156,12 @@ class OutsideMass(Observer):
             self.total = torch.zeros(store.batch, store.heads, device=device)
             self.count = torch.zeros(store.batch, device=device)
         self.total, self.count = self.total.clone(), self.count.clone()
-        if call.mask is None:
+        if call.tokens.mask is None:
             groups = [slice(0, store.batch)]
             real = torch.ones(1, store.seen, dtype=torch.bool, device=device)
         else:
             groups = [slice(row, row + 1) for row in range(store.batch)]
-            real = call.mask.to(device)
+            real = call.tokens.mask.to(device)
         at = real.cumsum(dim=1) - 1
         for row, rows in enumerate(groups):
             queries = at[row, -new:]

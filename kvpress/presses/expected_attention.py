@@ -97,7 +97,7 @@ class ExpectedAttentionPress(ScorerPress):
         mean, covariance = self.statistics(view)
         turn = override_of(self, "apply_avg_rope")
         if turn is not None:
-            turned: tuple[Tensor, Tensor] = turn(view.call.module, mean, covariance, view.seen)
+            turned: tuple[Tensor, Tensor] = turn(view.call.layer.module, mean, covariance, view.seen)
             return turned
         future = view.call.next_positions(view.rows, view.seen, self.n_future_positions)
         return averaged(view.call, mean, covariance, future)
@@ -144,7 +144,7 @@ class ExpectedAttentionPress(ScorerPress):
 
 def averaged(call: LayerCall, mean: Tensor, covariance: Tensor, future: Tensor) -> tuple[Tensor, Tensor]:
     """Return R mean `[b, hq, D]` and R covariance R^T `[b, hq, D, D]`, with R the mean rotation of the positions `[b, n]`."""
-    if not call.rotates:
+    if not call.layer.rotates:
         return mean, covariance
     rotate = mean_rotation(call, future)
     turned = rotate(covariance).transpose(-1, -2)
@@ -153,7 +153,7 @@ def averaged(call: LayerCall, mean: Tensor, covariance: Tensor, future: Tensor) 
 
 def mean_rotation(call: LayerCall, future: Tensor) -> Callable[[Tensor], Tensor]:
     """Return what applies the mean rotation of the positions `future [b, n]` to the rows of `[b, hq, rows, D]`."""
-    if not call.rotates:
+    if not call.layer.rotates:
         return lambda vectors: vectors
     cos, sin = (part.float().mean(dim=1, keepdim=True) for part in call.angles(future))
 

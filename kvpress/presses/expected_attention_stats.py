@@ -105,7 +105,7 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
         tensors, rows = self.measured().tensors, view.call.store.batch
 
         def of_layer(name: str) -> Tensor:
-            found = tensors[f"{view.call.layer}.{name}"].to(view.keys.device)
+            found = tensors[f"{view.call.layer.index}.{name}"].to(view.keys.device)
             return view.query_heads(found.expand(rows, *found.shape))
 
         return of_layer("mean"), of_layer("covariance")

@@ -163,7 +163,7 @@ class Question(Observer):
     def observe(self, call: LayerCall) -> None:
         if call.phase == "decode":
             return
-        if call.seen_before == call.prompt_start or self.queries is None or self.size is None:
+        if call.tokens.seen_before == call.tokens.prompt_start or self.queries is None or self.size is None:
             self.queries, self.size = (
                 call.queries[:, :, :0],
                 torch.full((len(call.queries),), -1, device=call.queries.device),
@@ -171,10 +171,10 @@ class Question(Observer):
         new = call.queries.shape[2]
         self.size = torch.where(self.size >= 0, self.size + new, self.size)
         if self.delimiter is not None:
-            if call.ids is None:
+            if call.tokens.ids is None:
                 raise ValueError("FinchPress looks for its delimiter in token ids: give the prompt as input_ids")
-            order = torch.arange(new, device=call.ids.device)
-            last = torch.where(call.ids == self.delimiter, order, -1).amax(dim=1).to(self.size.device)
+            order = torch.arange(new, device=call.tokens.ids.device)
+            last = torch.where(call.tokens.ids == self.delimiter, order, -1).amax(dim=1).to(self.size.device)
             self.size = torch.where(last >= 0, new - 1 - last, self.size)
         kept = int(self.size.max()) if self.window is None else self.window
         whole = torch.cat([self.queries, call.queries], dim=2)

@@ -114,12 +114,12 @@ class _Received:
         self.agg_task, self.agg_group = agg_task, agg_group
         self.lengths = torch.empty(0)
         self.values: dict[int, list[Tensor]] = {}
-        self.worth: dict[int, Worth] = {call.layer: call.store.observers[Wanted(Worth)] for call in done.calls}
+        self.worth: dict[int, Worth] = {call.layer.index: call.store.observers[Wanted(Worth)] for call in done.calls}
 
     def take_in(self, call: LayerCall) -> None:
         """Add what one layer's queries pay."""
         store, new = call.store, call.queries.shape[2]
-        stored = Stored(store, call.mask)
+        stored = Stored(store, call.tokens.mask)
         parts = [stored.read(n, 0, len(at)) for n, at in enumerate(stored.slots)]
         lengths = [len(at) for at in stored.slots]
         keys, values = (torch.cat([pair[side] for part in parts for pair in part]) for side in (0, 1))
@@ -142,9 +142,9 @@ class _Received:
             own = options if sinks is None else replace(options, sinks=sinks[:, g : g + 1].expand(-1, new).contiguous())
             paid.append(operator(asking.contiguous(), rows, where, own, query_weight=real))
         found = [weights[:, : weights.shape[1] - new] for weights in torch.stack(paid).split(lengths, dim=1)]
-        known = self.values.get(call.layer)
+        known = self.values.get(call.layer.index)
         join = torch.maximum if self.agg_task == "max" else torch.add
-        self.values[call.layer] = found if known is None else list(map(join, known, found))
+        self.values[call.layer.index] = found if known is None else list(map(join, known, found))
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Hand over what each pair is worth, given how many tokens each row has read again."""

@@ -205,7 +205,7 @@ class _Scores:
                 torch.full((len(at),), torch.inf, device=call.queries.device)
                 for at in Stored(call.store, done.mask).slots
             ]
-            self.values[call.layer] = worth.values
+            self.values[call.layer.index] = worth.values
 
     def chunk(self, tokens: slice, lengths: list[int]) -> None:
         """Set which tokens of each row the next pass repeats, and how many of its own tokens are real."""
@@ -215,7 +215,7 @@ class _Scores:
     def take_in(self, call: LayerCall) -> None:
         """Add what one layer's queries pay to the pairs of the chunk."""
         store, new = call.store, call.queries.shape[2]
-        stored = Stored(store, call.mask)
+        stored = Stored(store, call.tokens.mask)
         spans = [self._span(at, n // store.heads) for n, at in enumerate(stored.slots)]
         parts = [
             [
@@ -228,7 +228,7 @@ class _Scores:
         lengths = [sum(len(keys) for keys, _ in part) for part in parts]
         keys, values = (torch.cat([pair[side] for part in parts for pair in part]) for side in (0, 1))
         weights = self._weights(call, keys, values, lengths).split(lengths)
-        for found, weight, (sinks, start, stop) in zip(self.values[call.layer], weights, spans, strict=True):
+        for found, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
             found[start:stop] = weight[sinks : sinks + stop - start]
 
     def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
@@ -271,7 +271,7 @@ class _Scores:
                 queries[:, part], rows, where, options, lse=lse[:, part], query_weight=spread(real)[:, part]
             )
             sizes = [
-                _projected(call.module, rows, (n % store.heads) * groups + g)
+                _projected(call.layer.module, rows, (n % store.heads) * groups + g)
                 for n, rows in enumerate(values.split(lengths))
             ]
             weights = torch.maximum(weights, found * torch.cat(sizes))

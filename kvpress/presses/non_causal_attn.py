@@ -103,13 +103,13 @@ class ChunkMass(Observer):
         if call.phase == "decode":
             return
         window, queries = call.store.window, call.queries
-        broken = call.seen_before != self.end or window.first > self.first or call.follows_eviction
+        broken = call.tokens.seen_before != self.end or window.first > self.first or call.follows_eviction
         if self.queries is None or broken:
-            self.first = call.seen_before
+            self.first = call.tokens.seen_before
         elif self.queries.shape[2]:
             queries = torch.cat([self.queries, queries], dim=2)
         self.end = call.store.seen
-        counts = self._real(call, call.seen_before), self._real(call, self.end)
+        counts = self._real(call, call.tokens.seen_before), self._real(call, self.end)
         groups: dict[int, list[int]] = {}
         for row, (before, now) in enumerate(zip(*counts, strict=True)):
             groups.setdefault(before % self.size + now - before, []).append(row)
@@ -124,9 +124,9 @@ class ChunkMass(Observer):
 
     def _real(self, call: LayerCall, end: int) -> list[int]:
         """Real tokens of each row in the columns from `first` to `end` that are in chunks."""
-        if call.mask is None:
+        if call.tokens.mask is None:
             return [max(0, end - max(self.first, self.skip))] * call.store.batch
-        before, upto = (call.mask[:, :columns].sum(dim=1).clamp(min=self.skip) for columns in (self.first, end))
+        before, upto = (call.tokens.mask[:, :columns].sum(dim=1).clamp(min=self.skip) for columns in (self.first, end))
         return (upto - before).tolist()
 
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:

@@ -76,8 +76,8 @@ class Pyramid(Allocator):
         # Of the pairs that stay in any case, such as protected ones, there is no choice in any layer.
         calls = [(each.view.call, each.view.available - each.view.target + mean) for each in scored]
         if self.ask is not None:
-            return [self.ask(call.module, held) for call, held in calls]
-        return [self.of_layer(call.depth, call.depths, mean, held) for call, held in calls]
+            return [self.ask(call.layer.module, held) for call, held in calls]
+        return [self.of_layer(call.layer.depth, call.layer.depths, mean, held) for call, held in calls]
 
     def of_layer(self, depth: int, depths: int, mean: int, held: int) -> int:
         """Return how many of `held` pairs one of `depths` layers keeps, where they keep `mean` on average."""

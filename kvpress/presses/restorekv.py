@@ -150,7 +150,7 @@ class Restore:
             keys, values = (
                 pairs[:, :, window.length - self.count : window.length] for pairs in (window.keys, window.values)
             )
-            if call.rotates:
+            if call.layer.rotates:
                 bare = call.unrotate(keys, *call.angles(read_at))
                 keys = call.rotate(bare, *(part.float() for part in call.angles(kept_at))).to(keys.dtype)
             held: ReadBehind = call.store.observers[BEHIND]

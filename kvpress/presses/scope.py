@@ -89,7 +89,7 @@ class PromptEnd(Observer):
         self.end = call.store.seen
         if call.phase == "prefill" or self.tokens is None:
             rows, seen = call.store.batch, call.store.seen
-            self.tokens = torch.full((rows,), seen) if call.mask is None else call.mask.sum(dim=1).cpu()
+            self.tokens = torch.full((rows,), seen) if call.tokens.mask is None else call.tokens.mask.sum(dim=1).cpu()
 
     def crop(self, tokens: int) -> None:
         """Forget the newest tokens, none of which is of a prompt."""

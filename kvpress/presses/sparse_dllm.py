@@ -58,7 +58,7 @@ class SparseDLLMPress(ScorerPress):
         """Return `[b, h, n]`, infinite in the block."""
         queries = view.newest_queries(*self.wants).float().mean(dim=2).unflatten(1, (view.shape[1], -1)).mean(dim=2)
         worth = torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()).mean(dim=1)
-        newest = 0 if view.call.around else min(self.block_length, view.length)
+        newest = 0 if view.call.tokens.around else min(self.block_length, view.length)
         older = worth[:, : view.length - newest]
         if older.shape[1]:
             older = max_pool1d(older, self.kernel_size, stride=1, padding=self.kernel_size // 2)

@@ -121,7 +121,7 @@ class StreamingHeadsPress(BasePress):
         """Return which heads of a layer stream, `[B, H]` on the host; None where that is not known."""
         if table is None:
             return None
-        chosen = lowest(table.values, self.head_compression_ratio)[view.call.layer]
+        chosen = lowest(table.values, self.head_compression_ratio)[view.call.layer.index]
         return chosen.expand(view.call.store.batch, -1)
 
 

@@ -83,7 +83,7 @@ class TriAttentionPress(ScorerPress):
         """Return `[b, h, n]`."""
         call, (mean, size) = view.call, self.statistics(view)
         turned, like, factor = mean, None, 1.0
-        if call.rotates:
+        if call.layer.rotates:
             ahead = (
                 call.next_positions(view.rows, view.seen, 1) + 2 ** torch.arange(self.distances, device=mean.device) - 1
             )

@@ -239,9 +239,9 @@ def chunks(positions: Tensor, cells: Tensor | None, chunk: int, frames: int) -> 
 
 def warn_of_unknown(call: LayerCall, known: Tensor | None, chunk: int, frames: int) -> None:
     """Say, once for a cache, that frames cannot be told apart."""
-    if (known is not None and bool(known.all())) or GRIDLESS in call.shared:
+    if (known is not None and bool(known.all())) or GRIDLESS in call.tokens.shared:
         return
-    call.shared[GRIDLESS] = True
+    call.tokens.shared[GRIDLESS] = True
     warnings.warn(
         f"the model does not say which frames some of the image or video tokens belong to, so frames={frames} cannot be "
         f"counted there: chunks of chunk={chunk} tokens are used for these",
@@ -281,14 +281,14 @@ class Near(Pattern):
         assert call is not None and at is not None  # noqa: S101, PT018 - for type checkers
         place, found, cells = prompt.rows[row], torch.full((prompt.total,), -1), None
         if self.rule.reads_tokens:
-            if call.ids is None:
+            if call.tokens.ids is None:
                 raise ValueError("images and videos are found in token ids, which are not known: pass input_ids")
-            finder, columns = self.rule.finder(), at[-prompt.new :] - (int(at[-1]) + 1 - call.ids.shape[1])
-            finder.feed(call.ids[place].cpu()[columns])
+            finder, columns = self.rule.finder(), at[-prompt.new :] - (int(at[-1]) + 1 - call.tokens.ids.shape[1])
+            finder.feed(call.tokens.ids[place].cpu()[columns])
             spans, before = self.rule.within(finder.found, prompt.new), prompt.total - prompt.new
-            cells = None if call.cells is None else call.cells(0)[place][columns]
+            cells = None if call.tokens.cells is None else call.tokens.cells(0)[place][columns]
         else:
-            seen = call.store.seen if call.mask is None else int(call.mask[place].sum())
+            seen = call.store.seen if call.tokens.mask is None else int(call.tokens.mask[place].sum())
             spans, before = self.rule.within((), seen), prompt.total - seen
         own = torch.cat([torch.arange(first, end) for first, end in spans] or [torch.arange(0)])
         own = own[own + before >= 0]

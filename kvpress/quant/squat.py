@@ -74,8 +74,8 @@ class QueryGram(Observer):
             return
         heads = call.store.heads
         queries = call.queries.float().unflatten(1, (heads, -1))
-        if call.mask is not None:
-            real = call.mask[:, -queries.shape[3] :].to(queries.device)
+        if call.tokens.mask is not None:
+            real = call.tokens.mask[:, -queries.shape[3] :].to(queries.device)
             queries = queries * real[:, None, None, :, None]
         new = torch.einsum("bhgqd,bhgqe->bhde", queries, queries)
         self.gram = new if self.gram is None else self.gram + new

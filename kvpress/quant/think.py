@@ -88,7 +88,7 @@ class QueryEnergy(Observer):
         if self.tail is not None and queries.shape[2] < self.size:
             queries = torch.cat([self.tail, queries], dim=2)[:, :, -self.size :]
         self.tail = None
-        if call.prompt_end and call.store.seen < call.prompt_end:
+        if call.tokens.prompt_end and call.store.seen < call.tokens.prompt_end:
             self.tail = queries.clone(memory_format=torch.contiguous_format)
         else:
             self.total = self.count = None
@@ -100,8 +100,8 @@ class QueryEnergy(Observer):
             self.total = torch.zeros(batch, call.store.heads, dim, device=queries.device)
             self.count = torch.zeros(batch, device=queries.device)
         counts = torch.ones(batch, new, device=queries.device)
-        if call.mask is not None and new > 1:
-            counts = call.mask[:, -new:].to(queries.device, torch.float32)
+        if call.tokens.mask is not None and new > 1:
+            counts = call.tokens.mask[:, -new:].to(queries.device, torch.float32)
         counts = counts * (counts.cumsum(dim=1) <= self.size - self.count[:, None])
         if bool(counts.any()):
             squares = queries.float().square() * counts[:, None, :, None]

@@ -127,9 +127,9 @@ class Room:
         beside, growing = self.beside(view.seen), self.streams * view.seen * self.full
         smaller = self.smaller or 1.0
         reached = (growing + beside) / (growing / smaller + beside)
-        if reached > CLOSE * smaller or WARNED in view.call.shared or not view.call.is_first_prompt:
+        if reached > CLOSE * smaller or WARNED in view.call.tokens.shared or not view.call.is_first_prompt:
             return
-        view.call.shared[WARNED] = True
+        view.call.tokens.shared[WARNED] = True
         layers = len(self.layers) + len(self.model.sliding if self.model is not None else ())
         share = growing / (growing + beside)
         warnings.warn(

@@ -120,9 +120,9 @@ class LoopScores(RecentQueries):
         super().observe(call)
         seen = call.store.seen
         if call.phase == "prefill":
-            if seen < call.prompt_end:
+            if seen < call.tokens.prompt_end:
                 return
-            count = min(self.size, seen - call.prompt_start)
+            count = min(self.size, seen - call.tokens.prompt_start)
         elif self.judged and seen - self.judged < self.every:
             return
         else:
@@ -139,9 +139,9 @@ class LoopScores(RecentQueries):
         groups, device = newest.shape[1] // store.heads, queries.device
         query_slots = torch.arange(store.seen - count, store.seen, device=device).repeat(groups)
         real = torch.ones(store.batch, count, dtype=torch.bool, device=device)
-        if call.mask is not None:
-            real = call.mask[:, -count:].to(device)
-        window = store.window.segment(call.mask)
+        if call.tokens.mask is not None:
+            real = call.tokens.mask[:, -count:].to(device)
+        window = store.window.segment(call.tokens.mask)
         segments = [SegmentAttention(segment, queries, query_slots, call) for segment in (*store.sealed, window)]
         lse = torch.stack([segment.lse() for segment in segments]).logsumexp(dim=0)
         if call.sinks is not None:
@@ -155,11 +155,11 @@ class LoopScores(RecentQueries):
         for segment, scores in zip(store.sealed, sealed, strict=True):
             segment.side[name] = scores
         window_scores = torch.zeros(store.batch, store.heads, store.window.length, device=device)
-        if call.mask is None:
+        if call.tokens.mask is None:
             window_scores = newest_scores.view(window_scores.shape)
         else:
             first = store.window.first
-            columns = call.mask[:, None, first : first + store.window.length].to(device)
+            columns = call.tokens.mask[:, None, first : first + store.window.length].to(device)
             window_scores[columns.expand(window_scores.shape)] = newest_scores
         store.window.side[name] = window_scores
 

@@ -119,7 +119,7 @@ class TidalDecodeSelector(Selector):
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         if self._selects(call):
             return None
-        positions: ChosenPositions = call.shared[_SHARED]
+        positions: ChosenPositions = call.tokens.shared[_SHARED]
         if positions.selection is None:
             return None
         selection = positions.selection
@@ -154,26 +154,28 @@ class TidalDecodeSelector(Selector):
 
     def after(self, call: LayerCall) -> None:
         if self._selects(call) and not call.store.segments:
-            call.shared[_SHARED] = ChosenPositions(call.layer, call.store.seen, call.queries.shape[2], [], None)
+            call.tokens.shared[_SHARED] = ChosenPositions(
+                call.layer.index, call.store.seen, call.queries.shape[2], [], None
+            )
         elif self._selects(call):
             tokens = call.queries.shape[2]
             queries = by_token(group_queries(call.queries, call.store.heads), tokens)
             lse = by_token(call.whole_lse, tokens)
             selection = joined([self._best(call, queries[block], lse[block]) for block in self.blocks(call)])
-            call.shared[_SHARED] = ChosenPositions(
-                call.layer, call.store.seen, tokens, list(call.store.segments), selection
+            call.tokens.shared[_SHARED] = ChosenPositions(
+                call.layer.index, call.store.seen, tokens, list(call.store.segments), selection
             )
-        if call.depth + 1 == call.depths:
+        if call.layer.depth + 1 == call.layer.depths:
             # The last layer frees the positions, which are large for many tokens.
-            call.shared.pop(_SHARED, None)
+            call.tokens.shared.pop(_SHARED, None)
 
     def _selects(self, call: LayerCall) -> bool:
-        last: ChosenPositions | None = call.shared.get(_SHARED)
+        last: ChosenPositions | None = call.tokens.shared.get(_SHARED)
         current = call.store.seen, call.queries.shape[2]
-        if last is None or (last.seen, last.tokens) != current or last.layer >= call.layer:
+        if last is None or (last.seen, last.tokens) != current or last.layer >= call.layer.index:
             return True  # first layer of this pass
-        reselect = round(RESELECT * call.layers) if self.reselect_layer is None else self.reselect_layer
-        return last.layer < reselect <= call.layer
+        reselect = round(RESELECT * call.layer.count) if self.reselect_layer is None else self.reselect_layer
+        return last.layer < reselect <= call.layer.index
 
     def _best(self, call: LayerCall, queries: Tensor, lse: Tensor) -> Selection:
         """Return the choice from the attention weights of some tokens' `queries [q, N, G, D]`."""

@@ -89,8 +89,8 @@ class ChunkSelector(Selector):
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
-        choice: Choice | None = call.shared.get(CHOICE)
-        selection = None if choice is None else choice.of(call.layer, call.store.segments, call.store.heads)
+        choice: Choice | None = call.tokens.shared.get(CHOICE)
+        selection = None if choice is None else choice.of(call.layer.index, call.store.segments, call.store.heads)
         tokens = len(queries) // (call.store.batch * call.store.heads)
         if selection is None or tokens == 1:
             return selection

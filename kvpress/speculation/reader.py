@@ -29,8 +29,8 @@ class RecordingSession(Session):
 
     def observe(self, call: LayerCall) -> None:
         super().observe(call)
-        if self.recorded is not None and call.module is self.modules[self.growing[-1]]:
-            self.recorded.append((call.seen_before, call.queries, call.store, call.logits))
+        if self.recorded is not None and call.layer.module is self.modules[self.growing[-1]]:
+            self.recorded.append((call.tokens.seen_before, call.queries, call.store, call.logits))
 
 
 class Reader:

@@ -45,7 +45,7 @@ def scored(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, **se
         model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **settings)
     found: dict[int, Found] = {}
     for view, scores in recorded.found:
-        found.setdefault(view.call.layer, []).append((view, scores))
+        found.setdefault(view.call.layer.index, []).append((view, scores))
     return found
 
 

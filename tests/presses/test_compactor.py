@@ -40,7 +40,7 @@ def test_the_two_terms_of_what_lies_between_the_sinks_are_standardised_and_blend
     press = CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=SIZE)
     view, found = one_view(model, press, ids)
     between = view.pairs(torch.arange(3, 38).expand(*view.shape[:2], -1))
-    received = brute_force(model, ids, press.scale, slice(3, 38))[view.call.layer]
+    received = brute_force(model, ids, press.scale, slice(3, 38))[view.call.layer.index]
     expected = weight * z(leverage(between, 48)) + z(received[None])
     torch.testing.assert_close(found[..., 3:-2].double(), expected, atol=1e-4, rtol=1e-4)
     ends = torch.cat([found[..., :3], found[..., -2:]], dim=2)

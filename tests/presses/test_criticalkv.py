@@ -47,9 +47,9 @@ def test_values_are_weighed_by_their_reach(family: str, monkeypatch: pytest.Monk
     model, ids = tiny_model(family, "eager"), tokens(2, 40)
     for views in scored(model, CriticalKVPress(KnormPress(0.5)), ids).values():
         for view, _ in views:
-            found = output_norms(view.values, view.call.module, view.call.store.heads, view.heads)
+            found = output_norms(view.values, view.call.layer.module, view.call.store.heads, view.heads)
             for row in range(2):
-                expected = norms(model, view.call.module.layer_idx, view.values[row])
+                expected = norms(model, view.call.layer.module.layer_idx, view.values[row])
                 torch.testing.assert_close(found[row].double(), expected, atol=1e-3, rtol=1e-4)
 
 

@@ -45,7 +45,7 @@ def test_scores_are_gates_of_hidden_states(block: int, monkeypatch: pytest.Monke
     seen: dict[int, Tensor] = {}
     with torch.no_grad():
         found = scored(model, kvpress.FastKVzipPress(0.5, n_sink=2, window_ratio=0.1, gates=file), ids, mask)
-        with Watching(lambda call: seen.setdefault(call.layer, call.hidden_states))(model):
+        with Watching(lambda call: seen.setdefault(call.layer.index, call.hidden_states))(model):
             model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True)
     for layer, views in found.items():
         for view, scores in views:

@@ -47,7 +47,7 @@ def test_kvzap_scores_by_its_networks(kind: Any, tmp_path: Path) -> None:
     press = kvpress.KVzapPress(0.5, kind, weights=str(tmp_path))
     with torch.no_grad():
         found = scored(model, press, ids, mask)
-        with Watching(lambda call: seen.setdefault(call.layer, call.hidden_states))(model):
+        with Watching(lambda call: seen.setdefault(call.layer.index, call.hidden_states))(model):
             model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True)
         for layer, views in found.items():
             assert len(views) == 2
@@ -84,7 +84,7 @@ def test_calibrated_filters_point_away_from_queries(tmp_path: Path) -> None:
     model, ids, file = tiny_model("llama"), tokens(3, 50), tmp_path / "filters.safetensors"
     calibrate(model, ids, METHODS["qfilter"](), file)
     seen: dict[int, list[Tensor]] = {}
-    with torch.no_grad(), Watching(lambda call: seen.setdefault(call.layer, []).append(call.queries))(model):
+    with torch.no_grad(), Watching(lambda call: seen.setdefault(call.layer.index, []).append(call.queries))(model):
         for row in ids:
             model(row[None], use_cache=True)
     found = load_file(file)

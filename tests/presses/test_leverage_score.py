@@ -67,7 +67,7 @@ def test_keys_are_turned_back_from_where_they_are() -> None:
     views: list[View] = []
 
     def look(call: LayerCall) -> None:
-        views.extend(view for group in view_groups(call) for view in group if call.layer == 0)
+        views.extend(view for group in view_groups(call) for view in group if call.layer.index == 0)
 
     cache = DynamicCache(config=model.config)
     at = position_ids(mask)

@@ -25,7 +25,7 @@ def rotated_queries(model: Any, ids: Tensor) -> dict[int, Any]:
     found = {}
 
     def look(call: LayerCall) -> None:
-        found[call.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
+        found[call.layer.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
 
     with Watching(look)(model):
         model(ids, use_cache=True)

@@ -39,7 +39,7 @@ def test_scores_are_importance_less_redundancy(family: str) -> None:
     view, scores = one_view(model, press, ids, layer)
     paid = weights(model, ids)[layer][0, :, -WINDOW:, :-WINDOW].double()
     asked: dict[int, Tensor] = {}
-    with Watching(lambda call: asked.__setitem__(call.layer, call.queries[0, :, -WINDOW:].double()))(model):
+    with Watching(lambda call: asked.__setitem__(call.layer.index, call.queries[0, :, -WINDOW:].double()))(model):
         model(ids)
     older, groups = LENGTH - WINDOW, paid.shape[0] // 2
     for head in range(2):

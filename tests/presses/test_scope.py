@@ -58,9 +58,9 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
     since = 0
 
     def note(call: Any) -> None:
-        asked[call.layer] = call.queries[:, :, -1].double()
+        asked[call.layer.index] = call.queries[:, :, -1].double()
         new = call.written[0].double()
-        keys[call.layer] = torch.cat([keys[call.layer], new], dim=2) if call.layer in keys else new
+        keys[call.layer.index] = torch.cat([keys[call.layer.index], new], dim=2) if call.layer.index in keys else new
 
     def replay(step: int, cache: DynamicCache) -> None:
         nonlocal since

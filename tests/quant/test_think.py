@@ -21,7 +21,7 @@ LENGTH, WINDOW = 44, 6
 def chosen(model: Any, ids: Tensor, ratio: float) -> dict[int, Tensor]:
     """Channels of each layer that stay, `[H, C]`, for the prompt of one row."""
     queries: dict[int, Tensor] = {}
-    with torch.no_grad(), Watching(lambda call: queries.setdefault(call.layer, call.queries))(model):
+    with torch.no_grad(), Watching(lambda call: queries.setdefault(call.layer.index, call.queries))(model):
         stock = model(ids, use_cache=True).past_key_values
     found = {}
     for layer in full_layers(model):

@@ -84,7 +84,7 @@ def read_at_a_step(press: Any) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
     before, seen = copy.deepcopy(cache), {}
 
     def see(call: Any, output: Tensor) -> None:
-        seen[call.layer] = call.queries, call.read
+        seen[call.layer.index] = call.queries, call.read
 
     grown = grow(mask, 1)
     with kvpress.reading(model, press) as session, watching(session, see):

@@ -17,7 +17,7 @@ from kvpress.cache.chosen import Chosen, attend_chosen, by_stream, by_token
 from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import facts_of
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.sparse.double_sparsity import DoubleSparsityPress
 from tests.models import tiny_model, tokens
 from tests.sparse.selecting import build, channels_file, prefilled, step
@@ -64,9 +64,14 @@ def test_a_long_turn_never_stores_the_scores_of_all_its_tokens(
         with Largest() as noted:
             for layer in range(3):
                 call = LayerCall(
-                    module=torch.nn.Identity(), store=store, layer=layer, layers=3, depth=layer, depths=3, kwargs={},
-                    hidden_states=queries, seen_before=store.seen, queries=queries, logits=Logits(dim**-0.5), shared=shared,
-                )  # fmt: skip
+                    AttentionLayer(torch.nn.Identity(), layer, 3, layer, 3),
+                    NewTokens(store.seen, shared=shared),
+                    store=store,
+                    kwargs={},
+                    hidden_states=queries,
+                    queries=queries,
+                    logits=Logits(dim**-0.5),
+                )
                 parts = layers[layer].attend(call, group_queries(queries, heads))
                 call.lse = attention.merge(parts)[1]
                 layers[layer].after(call)

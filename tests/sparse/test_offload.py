@@ -76,13 +76,13 @@ def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPa
 
     def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
         is_prefetched = selector.fetching is not None and selector in selector.fetching.pending
-        inputs[call.layer] = call
+        inputs[call.layer.index] = call
         partials = original(selector, call, queries)
-        assert is_prefetched == (SKIPPED < call.layer < LAYERS - 1)
+        assert is_prefetched == (SKIPPED < call.layer.index < LAYERS - 1)
         choosing = queries
         if is_prefetched:
-            module = model.model.layers[call.layer].self_attn
-            before = inputs[call.layer - 1]
+            module = model.model.layers[call.layer.index].self_attn
+            before = inputs[call.layer.index - 1]
             choosing = group_queries(asked(module, before.hidden_states, before.kwargs).queries, 2)
         (chosen,) = selector.choose(call, choosing) or []
         for segment, pairs, (out, lse) in zip(call.store.segments, chosen, partials, strict=True):
@@ -93,7 +93,7 @@ def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPa
                 expected = attend(queries[n : n + 1], keys[None], values[None], call.logits, is_read[None, None])
                 torch.testing.assert_close(out[n], expected[0][0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(lse[n], expected[1][0], atol=1e-4, rtol=1e-4)
-        checked.append(call.layer)
+        checked.append(call.layer.index)
         return partials
 
     cache = DynamicCache(config=model.config)
@@ -117,7 +117,7 @@ def test_a_layer_is_fetched_before_the_layer_before_attends_and_buffers_alternat
         return start(prefetcher, store, choose)
 
     def attending(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
-        events.append(("attend", call.layer, None))
+        events.append(("attend", call.layer.index, None))
         return attend_layer(selector, call, queries)
 
     cache = DynamicCache(config=model.config)
@@ -189,7 +189,7 @@ def test_computed_queries_of_a_module_are_those_of_its_attention(family: str) ->
 
     def look(call: LayerCall) -> None:
         queries = call.queries
-        seen.append((asked(call.module, call.hidden_states, call.kwargs).queries, queries))
+        seen.append((asked(call.layer.module, call.hidden_states, call.kwargs).queries, queries))
 
     with Watching(look)(model):
         model(tokens(2, 20), use_cache=True)

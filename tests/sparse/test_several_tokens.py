@@ -116,7 +116,7 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
     for layer, (call, rows) in enumerate(together_calls):
         for t in range(NEW):
             single, single_rows = single_calls[t * layers + layer]
-            assert single.layer == call.layer
+            assert single.layer == call.layer.index
             assert (single_rows is None) == (rows is None)
             assert rows is None or rows[t] == single_rows[0]
 
@@ -304,7 +304,7 @@ def test_choosing_in_blocks_of_tokens_changes_nothing(spec: str, monkeypatch: py
     monkeypatch.setattr(attention, "BLOCK_BYTES", 2**16)
     torch.testing.assert_close(step(model, twin, mask, press, new), expected, atol=1e-5, rtol=1e-5)
     for (call, rows), (_, rows_in_blocks) in zip(at_once, calls, strict=True):
-        blocks = build(spec, 32).selector_at(call.layer).blocks(call)
+        blocks = build(spec, 32).selector_at(call.layer.index).blocks(call)
         assert len(blocks) > 3
         assert rows == rows_in_blocks
 

@@ -36,9 +36,9 @@ def columns_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[set[int]] | 
 
     def watching(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
         sets = selector.choose(call, queries)
-        read[call.layer] = None
+        read[call.layer.index] = None
         if sets is not None:
-            read[call.layer] = [
+            read[call.layer.index] = [
                 {
                     int(column)
                     for segment, pairs in zip(call.store.segments, chosen, strict=True)
@@ -110,8 +110,8 @@ def remembering(chosen: list[Any]) -> Any:
 
     def after(selector: Any, call: LayerCall) -> None:
         original(selector, call)
-        if call.layer == 1:
-            chosen.append(call.shared["tidal_decode"])
+        if call.layer.index == 1:
+            chosen.append(call.tokens.shared["tidal_decode"])
 
     return after
 

@@ -55,7 +55,7 @@ def test_a_group_reads_the_pairs_of_all_its_query_heads(
     step(*state, press)
     smaller = 0
     for call, queries, sets, _ in record.choices:
-        chosen = press.recipe(facts_of(tiny_model("llama"))).selector(call.layer).inner.choose(call, queries)
+        chosen = press.recipe(facts_of(tiny_model("llama"))).selector(call.layer.index).inner.choose(call, queries)
         assert sets is not None
         for n in range(len(queries)):
             logits, names = [], []

@@ -87,7 +87,7 @@ class FullLayer:
             if i and call.read is not None:
                 read = columns_read(call, i)
                 assert read is not None  # noqa: S101 - for type checkers; what one token reads in part, all do
-            weights = self.weights(query, call.seen_before + i + 1)
+            weights = self.weights(query, call.tokens.seen_before + i + 1)
             on_read = (weights * read[..., : weights.shape[-1]]).sum(dim=-1)
             shares.append(on_read.view(batch, -1).mean(dim=1))
         return torch.stack(shares, dim=1)
@@ -110,7 +110,7 @@ class Recorder:
         return watching(session, self._see)
 
     def _see(self, call: LayerCall, output: Tensor) -> None:
-        layer = self.layers.setdefault(layer_of(call.module), FullLayer(call))
+        layer = self.layers.setdefault(layer_of(call.layer.module), FullLayer(call))
         layer.call = call
         layer.inputs.append(call.hidden_states)
         layer.queries.append(call.queries)
@@ -137,7 +137,7 @@ class Meter:
         return self.full[layer].inputs[len(self.errors[layer])]
 
     def _see(self, call: LayerCall, output: Tensor) -> None:
-        layer = layer_of(call.module)
+        layer = layer_of(call.layer.module)
         full, step = self.full[layer], len(self.errors[layer])
         self.errors[layer].append(relative_error(output, full.outputs[step]))
         if not self.isolated:

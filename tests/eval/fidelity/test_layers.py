@@ -82,7 +82,7 @@ def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -
 
     def see(call: LayerCall, output: Tensor) -> None:
         store, marks = call.store, columns_read(call)
-        seen.append(call.layer)
+        seen.append(call.layer.index)
         assert marks is None or marks.shape == (4, 2, store.seen)  # 2 rows of 2 heads, which 2 query heads share
         dim = model.config.head_dim
         keys, values = (torch.zeros(store.batch * store.heads, store.seen, dim) for _ in range(2))
@@ -99,7 +99,7 @@ def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -
         if marks is not None:
             scores = scores.masked_fill(~marks, -torch.inf)
             parts.append(float(marks.float().mean()))
-        expected = call.module.o_proj((scores.softmax(-1) @ values).reshape(store.batch, 1, -1))  # type: ignore[operator]
+        expected = call.layer.module.o_proj((scores.softmax(-1) @ values).reshape(store.batch, 1, -1))  # type: ignore[operator]
         torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
 
     cache = DynamicCache(config=model.config)
