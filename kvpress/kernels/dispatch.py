@@ -45,6 +45,9 @@ from kvpress.kernels.triton import device
 MOST_QUERIES = 64
 """Query rows per stream past which a matrix product on decoded blocks is faster than a decode kernel."""
 
+MOST_PRODUCTS = 2**24
+"""Products of queries with an offset that are held at a time, float32; further streams wait."""
+
 
 def serves(queries: Tensor, storage: Tensor) -> bool:
     """Whether a compiled operator should attend from `queries [N, M, D]` to pairs kept in `storage`."""
@@ -106,6 +109,12 @@ def _name(part: Part) -> str:
 
 def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
     rows, where = part.rows, part.where
+    if rows.key_offset is not None:
+        step = max(1, MOST_PRODUCTS // (q.shape[1] * rows.key_offset.places))
+        if step < len(q):
+            blocks = range(0, len(q), step)
+            found = [_decode(q[n : n + step], Part(rows, where.streams(n, n + step)), options) for n in blocks]
+            return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
     moved, model_dtype = None, q.dtype
     added = None if rows.key_offset is None else rows.key_offset.products(q, where.stream)
     if rows.key_basis is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.formats.rotary import Rotary
+from kvpress.kernels.formats.rotary import STEP, Rotary
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Offset:
     centre: Tensor
     rotary: Rotary
     order: Tensor | None = None
+
+    @property
+    def places(self) -> int:
+        """Positions that a query has a product for."""
+        return STEP * len(self.rotary.coarse)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors."""

@@ -187,6 +187,10 @@ class Ranges:
         """Rows of a stream at most, of so many that are stored; nothing waits for the device."""
         return stored if self.longest is None else min(stored, self.longest)
 
+    def streams(self, first: int, last: int) -> Ranges:
+        """Return the ranges of some streams, each with the books, scales and shifts that it had."""
+        return Ranges(self.starts[first:last], self.lengths[first:last], _owners(self)[first:last], self.longest)
+
     def check_stored(self, rows: int) -> None:
         """Refuse streams that leave the storage, or are longer than `longest`."""
         most = self.most_rows(rows)
@@ -233,6 +237,10 @@ class Listed:
         _check_index(self.stream, q)
         checks.same_device(q, self.rows, self.counts)
 
+    def streams(self, first: int, last: int) -> Listed:
+        """Return the lists of some streams, each with the books, scales and shifts that it had."""
+        return Listed(self.rows[first:last], self.counts[first:last], _owners(self)[first:last])
+
     def check_stored(self, rows: int) -> None:
         """Refuse counts above K and listed rows that are not stored."""
         width = self.rows.shape[1]
@@ -249,6 +257,11 @@ class Listed:
 
 
 Where: TypeAlias = Ranges | Listed
+
+
+def _owners(where: Where) -> Tensor:
+    """Return the stream whose books, scales and shifts each one uses, int64 [N]."""
+    return torch.arange(len(where.lengths), device=where.lengths.device) if where.stream is None else where.stream
 
 
 @dataclass(frozen=True, eq=False)

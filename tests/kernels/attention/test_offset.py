@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpress.kernels import Dense, Offset, Options, Ranges, Rows, decode
+from kvpress.kernels import Dense, Offset, Options, Ranges, Rows, decode, dispatch
 from kvpress.kernels.attention import cpu, reference
 from tests.kernels.builders import Streams, assert_same_lse, coded, dense, quantise, relative_error, rotary, streams
 from tests.kernels.compiler import LEVELS
@@ -77,6 +77,17 @@ def test_streams_read_the_offset_of_their_owner(name: str) -> None:
     found, _ = decode(s.q, rows, Ranges(s.starts[order], s.lengths[order], order), Options(0.05))
     expected, _ = reference.decode(s.q, added(rows, s), Ranges(s.starts[order], s.lengths[order]), Options(0.05))
     assert relative_error(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_many_products_are_made_for_some_streams_at_a_time(monkeypatch: pytest.MonkeyPatch, listed: bool) -> None:
+    s = streams(LENGTHS, 4, DIM)
+    rows = with_offset(stored("coded", s.rows), s)
+    where = s.listed() if listed else s.where
+    expected = decode(s.q, rows, where, Options(0.05))
+    monkeypatch.setattr(dispatch, "MOST_PRODUCTS", 3 * 4 * 1024)
+    for found, whole in zip(decode(s.q, rows, where, Options(0.05)), expected, strict=True):
+        torch.testing.assert_close(found, whole)
 
 
 def test_zeros_change_nothing() -> None:
