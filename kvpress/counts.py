@@ -27,7 +27,7 @@ def parse_count(value: Any, name: str = "tokens", least: int = 1) -> int:
 
 
 def few(values: Iterable[Any]) -> str:
-    """Return a list for a message: whole where it is short, else its first values and how many there are."""
+    """Return a list for a message: all of a short one, else the first values and their number."""
     texts = list(map(str, values))
     if len(texts) <= 2 * _SHOWN:
         return ", ".join(texts)

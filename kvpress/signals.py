@@ -61,7 +61,7 @@ class _Signals:
         """Handle the signals, if this is the main thread: Python allows it there only."""
         if threading.current_thread() is not threading.main_thread():
             return
-        # Runs after all later exit functions. What follows it resets Python's handlers, but not an ignored signal.
+        # Runs last of all exit functions. The interpreter then resets its handlers, but leaves a signal that is ignored.
         atexit.register(self._ignore)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)

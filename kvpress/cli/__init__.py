@@ -19,7 +19,7 @@ from rich.text import Text
 
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
-from kvpress.cli.console import App, fail, new_console, shown, tokens
+from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
@@ -132,15 +132,15 @@ def plan_command(
                 min(most, longest_context(get_press(spec), geometry, room, batch, generated)) for spec, _ in rows
             ]
         if out is not None:
-            figures: dict[str, Any] = {
-                "model": model, "context": context, "batch": batch, "generated": generated, "positions": geometry.positions,
-                "cache_bytes_allowed": room, "presses": [
-                    {"press": spec, "smaller": planned.factor, **asdict(planned)} for spec, planned in rows
-                ],
-            }  # fmt: skip
-            for row, most in zip(figures["presses"], longest, strict=False):
-                row["longest_context"] = most
-            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            plans: list[dict[str, Any]] = [
+                {"press": spec, "smaller": planned.factor, **asdict(planned)} for spec, planned in rows
+            ]
+            if longest:
+                plans = [{**one, "longest_context": most} for one, most in zip(plans, longest, strict=True)]
+            settled = {"model": model, "context": context, "batch": batch, "generated": generated}
+            _write_json(
+                out, {**settled, "positions": geometry.positions, "cache_bytes_allowed": room, "presses": plans}
+            )
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
     console = new_console()
@@ -174,6 +174,13 @@ def plan_command(
     if room is not None:
         left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
         console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+
+
+def _write_json(path: Path, figures: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(error, UNWRITABLE)
 
 
 def _note_on_positions(geometry: Geometry, context: int, generated: int, longest: Sequence[int]) -> str:

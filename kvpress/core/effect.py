@@ -54,12 +54,12 @@ def compresses_prompts(press: BasePress) -> bool:
 
 
 def left_whole(press: BasePress, kept: float, held_bytes: float, uncompressed_bytes: float) -> bool:
-    """Whether a press that compresses prompts has left one as it was: the share `kept` is 1, and no bytes are saved."""
+    """Whether a press that compresses prompts left one as it was: all pairs are `kept`, a share of 1, and no bytes saved."""
     return kept >= 1 and held_bytes >= uncompressed_bytes and compresses_prompts(press)
 
 
 def left_whole_note(press: BasePress) -> str:
-    """Return why a press may have left a prompt as it was, and what to do about it."""
+    """Return a reason why a press left a prompt as it was, and a remedy."""
     if press.recipe().codec is not None:
         return (
             "nothing is compressed: a codec leaves the newest pairs dense (residual_length), and all of a shorter text; read "

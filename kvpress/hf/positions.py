@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions that a model was made for: answers to what is read beyond them are garbage, without an error."""
+"""Positions that a model was made for: beyond them its answers are garbage, without an error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _uses_alibi(text: Any) -> bool:
 def reach(config: Any, recipe: Recipe, tokens: int) -> int:
     """Return the positions that reading `tokens` needs: fewer where a press closes the gaps that it leaves while it reads.
 
-    Rotary attention depends on distances alone, and these are then those inside of what is kept and one chunk.
+    Rotary attention depends on distances alone, and these then lie within the kept pairs and one chunk.
     """
     ropes = _embeddings(config.get_text_config(decoder=True))
     relative = ropes and not any(str(rope.get("rope_type")).startswith(_MOVING) for rope, _ in ropes)
