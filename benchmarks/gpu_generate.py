@@ -7,8 +7,8 @@ Batch 1. A warm-up compiles every kernel: the same tokens behind a sixteenth of 
 Times of tokens leave out the first few, which record graphs. Mean and 99th percentile show the cost of sealing, which a median
 hides. The rival without compression is transformers' static cache with a compiled decode step.
 
-Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of so many rows does not count. `rows`
-were decoded; `failed_at` is the smallest batch that was tried and did not fit.
+Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of so many rows does not count.
+`rows` were decoded; `failed_at` is the smallest batch that was tried and did not fit.
 """
 
 from __future__ import annotations
