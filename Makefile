@@ -61,7 +61,7 @@ gpu:
 gpu-a gpu-b:
 	PYTHONPATH=. $(PYTHON) benchmarks/$(subst -,_,$@).py --out $(OUT)
 
-# Without a GPU: every launch, compiled for CHIPS and held to their limits by a driver that runs nothing; some minutes a chip.
+# Without a GPU: every launch, compiled for CHIPS and held to their limits by a driver that runs nothing; about 20 minutes of CPU a chip.
 CHIPS ?= 80 90 100
 gpu-dry: $(STAMP)
 	PYTHONPATH=. $(BIN)/python -m tests.fakegpu --chips $(CHIPS)
