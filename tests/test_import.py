@@ -97,8 +97,8 @@ def imports(path: Path) -> set[str]:
 
 
 RANKS = (
-    "env", "kernels", "cache", "observe", "core", "calibrate.file", "presses", "quant", "sparse", "calibrate", "hf",
-    "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
+    "env", "signals", "counts", "kernels", "cache", "observe", "core", "calibrate.file", "presses", "quant", "sparse",
+    "calibrate", "hf", "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
 )  # fmt: skip
 """Rooms of the library, those that others build on first: a module knows its own room and those before it."""
 

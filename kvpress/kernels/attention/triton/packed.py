@@ -36,17 +36,21 @@ WARPS, STAGES = 2, 3
 
 @dataclass(frozen=True)
 class Limits:
-    """Query rows and cached rows of a tile at most, and registers per thread: what fits without a spill."""
+    """Query rows and cached rows of a tile at most, registers per thread and warps: what fits without a spill."""
 
     queries: int
     block: int
     registers: int | None
+    warps: int = WARPS
 
 
 def limits(channels: int, corrected: bool, levelled: bool = False) -> Limits:
     """Limits for so many key and value channels, with corrections or without, with levels or without."""
     if corrected:
-        return Limits(8, 32, 255) if channels <= 256 else Limits(4, 16, 255)
+        if channels <= 256:
+            return Limits(8, 32, 255)
+        # Older versions would spill from two warps, newer ones from four on sm_120.
+        return Limits(4, 16, 255) if TRITON >= (3, 8) else Limits(4, 32, 255, 2 * WARPS)
     if channels > 256:
         return Limits(16, 32 if levelled else 64, 255)
     # ptxas would spill from small tiles, as from large ones, to run more of them.
@@ -166,7 +170,7 @@ def launch(
             NARROW.get(values.scale.dtype, 0),
             float(keys.zero_point),
             float(values.zero_point),
-            num_warps=WARPS,
+            num_warps=most.warps,
             num_stages=STAGES,
             maxnreg=most.registers,
         )
