@@ -39,10 +39,10 @@ from kvpress.cache.codec import Sealing
 from kvpress.cache.report import storage_bytes
 from kvpress.cache.rotation import Angles, KeyRotation
 from kvpress.cache.store import KVStore
-from kvpress.calibrate.file import Calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
 from kvpress.quant.codebook import CodedSegment
 from kvpress.quant.press import pair

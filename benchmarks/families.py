@@ -34,8 +34,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpress
 from benchmarks import tiny
+from kvpress.hf.attention.self_caching import reads_itself
 from kvpress.hf.models import attention_modules, cache_place, uses_interface, with_cache
-from kvpress.hf.own_attention import reads_itself
 
 PROMPT, STEPS, ROWS = 40, 5, 2
 SPEC = "knorm:0.5"

@@ -40,7 +40,7 @@ from benchmarks.gpu_parts import Row, Task, part_arguments, release, serve
 from benchmarks.gpu_speed import Timer
 from benchmarks.problems import KEY_GROUP, VALUE_GROUP, Dense, Streams
 from kvpress import kernels
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 
 SPECS = {
     "none": "none",

@@ -36,9 +36,9 @@ import kvpress
 from benchmarks.machine import cpu_model
 from kvpress import kernels
 from kvpress.cache.store import KVStore
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
-from kvpress.hf.session import Session
+from kvpress.hf.session.session import Session
 
 PROMPT = 64
 PRESSES = {

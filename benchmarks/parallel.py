@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import kvpress
 from benchmarks.handover import build, write_rows
-from kvpress.hf.runahead import balanced
+from kvpress.hf.generation.parallel_prefill import balanced
 
 
 def reading(rank: int, folder: str, args: argparse.Namespace, queue: Any) -> None:

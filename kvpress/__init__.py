@@ -16,15 +16,15 @@ _EXPORTS = {
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
     "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
-    "kvpress.hf.branches": ["branch"],
-    "kvpress.hf.files": ["CacheInfo", "cache_info", "load", "save"],
-    "kvpress.hf.handover": ["receive", "send"],
+    "kvpress.hf.cache.branches": ["branch"],
+    "kvpress.hf.cache.files": ["CacheInfo", "cache_info", "load", "save"],
+    "kvpress.hf.cache.handover": ["receive", "send"],
     "kvpress.hf.model_files": ["reference_path"],
-    "kvpress.hf.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
-    "kvpress.hf.prefixes": ["PrefixStore"],
-    "kvpress.hf.runahead": ["parallel_prefill"],
-    "kvpress.hf.session": ["reading"],
-    "kvpress.hf.sharing": ["Prefill", "prefill"],
+    "kvpress.hf.generation.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
+    "kvpress.hf.cache.prefix_store": ["PrefixStore"],
+    "kvpress.hf.generation.parallel_prefill": ["parallel_prefill"],
+    "kvpress.hf.session.session": ["reading"],
+    "kvpress.hf.generation.shared_prefill": ["Prefill", "prefill"],
     "kvpress.speculation.eagle": ["EagleHead"],
     "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
     "kvpress.speculation.loop": ["Speculation", "speculate"],
@@ -69,7 +69,7 @@ class _AfterPipelines:
 
 
 def _register_task(pipelines: Any) -> None:
-    importlib.import_module("kvpress.hf.registration").register(pipelines)
+    importlib.import_module("kvpress.hf.generation.registration").register(pipelines)
 
 
 if hasattr(sys.modules.get(_AfterPipelines.NAME), "PIPELINE_REGISTRY"):
@@ -83,15 +83,15 @@ if TYPE_CHECKING:
     from kvpress.core.registry import register
     from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
     from kvpress.diffusion.generate import Diffusion, diffuse
-    from kvpress.hf.branches import branch
-    from kvpress.hf.files import CacheInfo, cache_info, load, save
-    from kvpress.hf.handover import receive, send
+    from kvpress.hf.cache.branches import branch
+    from kvpress.hf.cache.files import CacheInfo, cache_info, load, save
+    from kvpress.hf.cache.handover import receive, send
+    from kvpress.hf.cache.prefix_store import PrefixStore
+    from kvpress.hf.generation.parallel_prefill import parallel_prefill
+    from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline, load_model
+    from kvpress.hf.generation.shared_prefill import Prefill, prefill
     from kvpress.hf.model_files import reference_path
-    from kvpress.hf.pipeline import KVPressTextGenerationPipeline, load_model
-    from kvpress.hf.prefixes import PrefixStore
-    from kvpress.hf.runahead import parallel_prefill
-    from kvpress.hf.session import reading
-    from kvpress.hf.sharing import Prefill, prefill
+    from kvpress.hf.session.session import reading
     from kvpress.speculation.eagle import EagleHead
     from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
     from kvpress.speculation.loop import Speculation, speculate

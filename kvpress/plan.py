@@ -7,8 +7,8 @@ import bisect
 from dataclasses import dataclass
 from typing import Any
 
-from kvpress.cache.planned import PlannedStream
 from kvpress.cache.segment import WEIGHT
+from kvpress.cache.size_model import PlannedStream
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpress.hf.attention import AskedError, asked
+from kvpress.hf.attention.functions import AskedError, asked
 from kvpress.hf.models import find_rotary, listed_models
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpress.calibrate.file import Calibration, identify
+from kvpress.core.calibration import Calibration, identify
 from kvpress.hf.models import facts_of
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.hf import rollback
 from kvpress.hf.models import CACHE
+from kvpress.hf.session import candidate_passes
 from tests import caches
 from tests.caches import STORAGES, positions
 from tests.fuzz.models import FAMILIES, model_of
@@ -159,7 +159,7 @@ def test_hidden_states_of_every_token() -> None:
 
 def test_what_cannot_be_read_in_parts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, press = model_of("llama", "float32"), kvpress.get_press("snapkv:0.5,window_size=4")
-    monkeypatch.setattr(rollback, "PER_TOKEN", ("input_ids",))
+    monkeypatch.setattr(candidate_passes, "PER_TOKEN", ("input_ids",))
     with (
         press(model),
         pytest.raises(NotImplementedError, match=r"`position_ids`.*without an assistant or prompt lookup"),

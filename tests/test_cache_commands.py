@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.cli import app
-from kvpress.hf.asking import ask
+from kvpress.hf.generation.ask import ask
 
 FILLER = " The old river runs. The code for otter is 2951. The old house stands."
 TEXT = FILLER * 20 + " The code for tiger is 4837." + FILLER * 10

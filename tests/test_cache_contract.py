@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpress
 from kvpress.cache.layout import Layout
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.test_memory import reachable

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.calibrate import CoupledSettings, calibrate, coupled, methods
-from kvpress.calibrate import file as calibration
 from kvpress.calibrate.corpus import documents, pack
 from kvpress.calibrate.pairs import PairRecorder, balance
 from kvpress.calibrate.run import collect
 from kvpress.cli import app
 from kvpress.cli.calibrate import calibrate_command
+from kvpress.core import calibration as calibration
 from tests.models import tiny_model, tokens
 
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)

@@ -15,7 +15,7 @@ import kvpress
 from kvpress.calibrate import BitsSettings, CoupledSettings, calibrate
 from kvpress.cli import app
 from kvpress.core.host import Asked
-from kvpress.hf.attending import attending
+from kvpress.hf.attention.attention_override import attending
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 
 WIDTHS = (2, 4)

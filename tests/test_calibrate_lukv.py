@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.calibrate import LUKVSettings, calibrate
-from kvpress.calibrate import file as calibration
 from kvpress.calibrate.lukv import NEWEST, falling, gains_of, kept_counts, press_scores
 from kvpress.calibrate.repeated import SINKS, read_twice
 from kvpress.cli import app
+from kvpress.core import calibration as calibration
 from tests.caches import prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.presses import scoring

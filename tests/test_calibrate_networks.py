@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.calibrate import FastKVzipSettings, KVzapSettings, calibrate
-from kvpress.calibrate import file as calibration
 from kvpress.calibrate.kvzap import ridge
 from kvpress.calibrate.repeated import SINKS, read_twice
 from kvpress.cli import app
+from kvpress.core import calibration as calibration
 from kvpress.presses.criticalkv import output_weight
 from kvpress.presses.fastkvzip import gates_of
 from tests.caches import prefill

@@ -29,9 +29,9 @@ from kvpress.calibrate import (
     QuerySettings,
     calibrate,
 )
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration, digest_of
 from kvpress.calibrate.run import FinishedLayers
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration, digest_of
 from kvpress.plan import Geometry, plan
 from tests.models import tiny_model, tokens
 

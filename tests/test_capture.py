@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.hf.session import session
+from kvpress.hf.session.session import session
 from tests.kernels.compiler import needs_compiler
 from tests.models import fingerprint, tokens
 from tests.pairwise import every_pair
@@ -35,7 +35,7 @@ pytestmark = needs_compiler
     prompt=PROMPTS,
 )
 def test_same_tokens_and_same_cache(family: str, spec: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpress.hf.replay.SPARE", 24)
+    monkeypatch.setattr("kvpress.hf.generation.replay.SPARE", 24)
     model, press, recorder = model_of(family), kvpress.get_press(spec), TapeRecorder()
     with press(model):
         expected = generate(model, *prompt)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
-from kvpress.hf.session import session
+from kvpress.hf.session.session import session
 from tests.kernels.compiler import needs_compiler
 from tests.models import COMMON, fingerprint, tiny_model
 from tests.tape import PROMPTS, TapeRecorder, generate, model_of

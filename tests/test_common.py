@@ -15,7 +15,7 @@ import kvpress
 from kvpress.cache import common
 from kvpress.cache.attention import Logits
 from kvpress.cache.common import CommonSegment
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 from tests.caches import CODEC, STORAGES, generate, positions, prefill
 from tests.models import grow, padded_batch, tiny_model, tokens
 from tests.sparse.selecting import channels_file

@@ -17,9 +17,9 @@ import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.files import pack, unpack
-from kvpress.cache.held import Held, per_pair
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.cache.storage import Held, per_pair
 from kvpress.cache.store import KVStore
 from kvpress.kernels import pack as pack_codes
 from kvpress.kernels import unpack as unpack_codes

@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_l
 from transformers.models.llama import modeling_llama
 
 import kvpress
-from kvpress.hf import attention
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.attention import functions
+from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import CACHE
 from tests.bad_input.refusals import refused
 from tests.models import tiny_model, tokens
@@ -79,7 +79,7 @@ class Spy:
             self.attention.append({"args": args, **kwargs})
             return modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
-        AttentionInterface.register("signature_probe", attention)
+        AttentionInterface.register("signature_probe", functions)
         AttentionMaskInterface.register("signature_probe", mask)
         before = model.config._attn_implementation
         model.set_attn_implementation("signature_probe")
@@ -101,7 +101,7 @@ def test_what_the_mask_function_is_given() -> None:
     assert needed <= set(found), changed(f"create_causal_mask: {sorted(needed - set(found))} missing")
     assert found["attention_mask"].shape == (2, 5), changed("create_causal_mask: the mask is no longer the 2-D one")
     assert found["attention_mask"].dtype == torch.bool, changed("create_causal_mask: the mask is no longer boolean")
-    assert parameters(attention.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
+    assert parameters(functions.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
 
 
 def test_what_the_attention_function_is_given() -> None:
@@ -116,7 +116,7 @@ def test_what_the_attention_function_is_given() -> None:
     assert mask is None, changed("the mask of a batch without padding")
     assert {"scaling", "dropout"} <= set(found), changed("arguments of the attention interface")
     extra = {n for n, v in found.items() if isinstance(v, (torch.Tensor, float))} - {"scaling", "dropout"}
-    assert extra <= attention.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
+    assert extra <= functions.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
 
 
 def test_what_attention_modules_are_given() -> None:

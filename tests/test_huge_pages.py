@@ -12,10 +12,10 @@ from torch import Tensor
 
 import kvpress
 from kvpress.cache import memory
-from kvpress.cache.held import Axis, Held
 from kvpress.cache.layout import Layout
 from kvpress.cache.memory import LEAST_BYTES, empty, moved
 from kvpress.cache.segment import Segment
+from kvpress.cache.storage import Axis, Held
 from kvpress.cache.window import Window
 from tests.formats import every_codec, segment
 from tests.models import tiny_model, tokens

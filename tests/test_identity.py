@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.utils import is_flash_attn_2_available
 
 import kvpress
-from kvpress.hf import attention
+from kvpress.hf.attention import functions
 from tests.models import FAMILIES, grow, padded_batch, tiny_model, tokens
 from tests.pairwise import every_pair
 
@@ -104,7 +104,7 @@ def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
     family: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As drafts are verified. Attention that is not torch's sdpa stays the model's own."""
-    monkeypatch.setattr(attention, "MANY", 24)
+    monkeypatch.setattr(functions, "MANY", 24)
     model = tiny_model(family, "eager" if native else "sdpa")
     (ids, mask), new = padded_batch([40, 27]), tokens(2, 5, seed=3)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
@@ -114,8 +114,8 @@ def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
         with kvpress.get_press("none")(model):
             model(ids, attention_mask=mask, past_key_values=caches[1])
             handed: list[int] = []
-            run = attention.native_attention
-            monkeypatch.setattr(attention, "native_attention", lambda module: handed.append(1) or run(module))
+            run = functions.native_attention
+            monkeypatch.setattr(functions, "native_attention", lambda module: handed.append(1) or run(module))
             found = model(new, attention_mask=grow(mask, 5), past_key_values=caches[1]).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     assert bool(handed) == native

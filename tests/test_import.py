@@ -42,7 +42,7 @@ def test_the_pipeline_is_known_once_both_are_imported_and_loaded_once_it_is_aske
     code = f"""
 import sys
 {lines}
-print("kvpress.hf.pipeline" in sys.modules, "kvpress.core.press" in sys.modules)
+print("kvpress.hf.generation.pipeline" in sys.modules, "kvpress.core.press" in sys.modules)
 print(any(type(finder).__module__ == "kvpress" for finder in sys.meta_path))
 made = pipeline("kv-press-text-generation", model=str(kvpress.reference_path()))
 print(type(made) is kvpress.KVPressTextGenerationPipeline)
@@ -63,7 +63,7 @@ def state():
             torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state().sum())
 
 before = state()
-import kvpress, kvpress.hf, kvpress.hf.pipeline, kvpress.cli, kvpress.plan
+import kvpress, kvpress.hf, kvpress.hf.generation.pipeline, kvpress.cli, kvpress.plan
 import kvpress.presses, kvpress.quant, kvpress.sparse, kvpress.kernels
 print(state() == before)
 print("kv-press-text-generation" in PIPELINE_REGISTRY.get_supported_tasks())
@@ -97,7 +97,7 @@ def imports(path: Path) -> set[str]:
 
 
 RANKS = (
-    "env", "signals", "counts", "kernels", "cache", "observe", "core", "calibrate.file", "presses", "quant", "sparse",
+    "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
 )  # fmt: skip
 """Rooms of the library, those that others build on first: a module knows its own room and those before it."""

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook, Recipe
-from kvpress.hf.session import session
+from kvpress.hf.session.session import session
 from kvpress.observe.call import Phase
 from kvpress.observe.passes import TOKENS, Pass
 from tests.kernels.compiler import needs_compiler

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kvpress
 from kvpress.cli import app
 from kvpress.hf import positions
-from kvpress.hf.asking import ask, read_text
+from kvpress.hf.generation.ask import ask, read_text
 from kvpress.hf.models import new_cache
 from kvpress.hf.positions import positions_of, reach
 from tests.models import padded_batch, tiny_model, tokens

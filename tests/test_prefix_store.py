@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.hf import prefixes
-from kvpress.hf.pipeline import KVPressTextGenerationPipeline
+from kvpress.hf.cache import prefix_store
+from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline
 from tests.caches import STORAGES, positions, prefill
 from tests.models import padded_batch, tiny_model, tokens
 
@@ -99,12 +99,12 @@ def test_other_models_presses_and_paddings_are_told_apart(tmp_path: Path) -> Non
 
 
 def test_what_a_press_reads_from_files_is_told_apart_by_its_content(tmp_path: Path) -> None:
-    first = prefixes._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
+    first = prefix_store._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
     assert len(first) == 1
     other = tmp_path / "other.json"
     other.write_text("{}")
-    assert prefixes._files_in({"calibration": str(other)}) not in ([], first)
-    assert prefixes._files_in({"calibration": str(tmp_path / "missing.json")}) == []
+    assert prefix_store._files_in({"calibration": str(other)}) not in ([], first)
+    assert prefix_store._files_in({"calibration": str(tmp_path / "missing.json")}) == []
 
 
 def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_full_disk_is_no_reason_not_to_answer(
         raise OSError(28, "no space left on device")
 
     model, store = tiny_model("llama"), kvpress.PrefixStore(tmp_path)
-    monkeypatch.setattr(prefixes, "save", full)
+    monkeypatch.setattr(prefix_store, "save", full)
     assert store.read(model, kvpress.get_press("knorm:0.5"), tokens(1, 60)).get_seq_length() == 60
     assert "no space left" in caplog.text
     assert len(store) == 0

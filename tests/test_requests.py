@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.hf.session import session
+from kvpress.hf.session.session import session
 from tests.caches import STORAGES, generate, positions
 from tests.models import fingerprint, tiny_model, tokens
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.hf.runahead import balanced
+from kvpress.hf.generation.parallel_prefill import balanced
 from tests.caches import positions
 from tests.models import grow, padded_batch, position_ids, tiny_model
 

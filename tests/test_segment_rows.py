@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial
-from kvpress.cache.held import tensors_in
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.storage import tensors_in
 from kvpress.cache.window import Window
 from kvpress.quant.codebook import CodedSegment
 from tests.formats import DIM, every_codec, segment

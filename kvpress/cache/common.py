@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial
-from kvpress.cache.held import Held, derived, part
 from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.storage import Held, derived, part
 
 LEAST = 64
 """Pairs that a stream holds on average at least, for its pairs to be shared instead of copied.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches taken apart into named tensors and plain data, as files and transfers keep them, and put together again.
 
-What can be written is a closed set, so that no code comes out of a file: plain data, tensors, containers of both, storage
-formats (`kvpress.cache.held`), and objects of the classes in `kept_whole`. What two places have in common, such as a table of
-all layers, is written once and is common again when it is read.
+Only a closed set of types is written, so that no code comes out of a file: plain data, tensors, containers of both, storage
+formats (`kvpress.cache.storage`), and objects of the classes in `kept_whole`. Objects that layers share, such as a table, are
+written once and shared again after reading.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpress.cache.held import Held
 from kvpress.cache.layout import Layout
+from kvpress.cache.storage import Held
 from kvpress.cache.store import KVStore
 from kvpress.cache.tier import FileTier
 from kvpress.cache.window import Window

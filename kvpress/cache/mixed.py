@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
-from kvpress.cache.held import Axis, Choice, own, part
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.storage import Axis, Choice, own, part
 
 
 @dataclass(eq=False)

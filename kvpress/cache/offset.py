@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.held import Held, derived, part, per_layer, per_pair, per_stream
 from kvpress.cache.rotation import Channels, KeyRotation, rotation_of
+from kvpress.cache.storage import Held, derived, part, per_layer, per_pair, per_stream
 
 if TYPE_CHECKING:
     from kvpress.cache.codec import Sealing

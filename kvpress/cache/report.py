@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvpress.cache.guard import between_passes
-from kvpress.cache.held import tensors_in
+from kvpress.cache.storage import tensors_in
 from kvpress.cache.store import KVStore
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.held import Held, per_layer, per_stream
+from kvpress.cache.storage import Held, per_layer, per_stream
 from kvpress.kernels import STEP, Rotary, rotate_halves
 
 if TYPE_CHECKING:

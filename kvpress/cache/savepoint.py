@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress.cache.held import moved, tensors_in
+from kvpress.cache.storage import moved, tensors_in
 
 COUNTERS = ("since_eviction", "counted", "fixed_at", "targets", "sealed_tokens", "settled", "index")
 

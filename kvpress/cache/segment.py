@@ -5,7 +5,7 @@ A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in a
 Copies of a cache share its tensors, so none is written to: what changes the pairs of a layer makes a new segment. Eviction,
 beams and batch operations all go through `take`, which returns a segment made of the given rows.
 
-A format is a dataclass with its tensors (`kvpress.cache.held`), a field `layout: OfStreams` and `decode`. It can attend to
+A format is a dataclass with its tensors (`kvpress.cache.storage`), a field `layout: OfStreams` and `decode`. It can attend to
 itself on its own codes in `attend` and `attend_rows`, with `log_weight` added to the logits; what it leaves to this class
 decodes block by block.
 """
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attended import Attended, Block
-from kvpress.cache.held import Choice, Held, Joint, derived, own, part, per_pair, per_pair_or_zero
 from kvpress.cache.layout import Layout, interleave, row_numbers, spans
 from kvpress.cache.offset import KeyOffset
+from kvpress.cache.segment_attention import Attended, Block
+from kvpress.cache.storage import Choice, Held, Joint, derived, own, part, per_pair, per_pair_or_zero
 from kvpress.cache.tier import FileTier, MemoryTier, in_file
 
 SegmentT = TypeVar("SegmentT", bound="Segment")

@@ -23,12 +23,12 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.common import CommonSegment
-from kvpress.cache.held import moved, tensors_in
 from kvpress.cache.layout import interleave
 from kvpress.cache.offset import offset_of
 from kvpress.cache.rollback import Rollback
 from kvpress.cache.savepoint import Savepoint
 from kvpress.cache.segment import DenseSegment, Segment, survivors
+from kvpress.cache.storage import moved, tensors_in
 from kvpress.cache.window import Cursor, RealTokens, Window
 
 Reader = Callable[[Tensor], list[Partial]]

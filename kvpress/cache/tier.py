@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache import memory
-from kvpress.cache.held import Axis, Held
+from kvpress.cache.storage import Axis, Held
 
 PREFIX = "kvpress-pairs-"
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.asked import SAMPLED_QUERIES, logits_of, query_positions, written_pairs
+from kvpress.calibrate.questions import SAMPLED_QUERIES, logits_of, query_positions, written_pairs
 from kvpress.calibrate.run import FinishedLayers, Observed, Report
 from kvpress.core.checks import Positive, check_fields
 from kvpress.core.model import ModelFacts

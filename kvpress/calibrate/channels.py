@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvpress.calibrate.file import Calibration
 from kvpress.calibrate.run import Observed
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer

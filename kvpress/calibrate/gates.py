@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.file import Calibration, write_whole
 from kvpress.calibrate.run import FinishedLayers, Report, Settings
+from kvpress.core.calibration import Calibration, write_whole
 from kvpress.core.checks import Count, NotNegative, Positive, Range, Size, check_fields
 from kvpress.core.host import Asked, host
 from kvpress.core.model import ModelFacts

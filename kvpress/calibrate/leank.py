@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.file import Calibration
 from kvpress.calibrate.gates import Distilled, Gated, softmax
 from kvpress.calibrate.run import Settings
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Count, NotNegative, Positive, Size
 from kvpress.core.host import Asked
 from kvpress.core.model import ModelFacts

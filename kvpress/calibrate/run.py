@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration, identify
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration, identify
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress

@@ -28,8 +28,8 @@ def compress_command(
         from kvpress.cache.report import memory_report
         from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
         from kvpress.core.spec import get_press
-        from kvpress.hf.asking import read_text
-        from kvpress.hf.files import save
+        from kvpress.hf.cache.files import save
+        from kvpress.hf.generation.ask import read_text
 
         compress = "zstd" if zstd else None
         check_compression(compress)
@@ -62,8 +62,8 @@ def ask_command(
     """Answer questions from a compressed cache in a file; the text is not read again."""
     with shown():
         from kvpress.cache.report import format_bytes
-        from kvpress.hf.asking import ask
-        from kvpress.hf.files import cache_info, load
+        from kvpress.hf.cache.files import cache_info, load
+        from kvpress.hf.generation.ask import ask
 
         info = cache_info(cache)
         loaded, tokenizer = _loaded(model, info.dtype, device)
@@ -96,7 +96,7 @@ def info_command(
     """Say what a file with a compressed cache holds, and which model and press made it."""
     with shown():
         from kvpress.cache.container import open_file
-        from kvpress.hf.files import cache_info
+        from kvpress.hf.cache.files import cache_info
 
         typer.echo(cache_info(cache))
         if verify:
@@ -107,7 +107,7 @@ def info_command(
 def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
     """Load a model in a type of numbers, and its tokenizer."""
     from kvpress.cache.files import dtype_of
-    from kvpress.hf.pipeline import load_model
+    from kvpress.hf.generation.pipeline import load_model
 
     loaded, tokenizer = load_model(model, dtype="auto" if dtype == "auto" else dtype_of(dtype))
     return loaded.to(device), tokenizer

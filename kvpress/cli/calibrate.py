@@ -108,7 +108,7 @@ def calibrate_command(
     from kvpress.cache.report import format_bytes
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
-    from kvpress.hf.pipeline import load_model
+    from kvpress.hf.generation.pipeline import load_model
 
     console = Console(stderr=True)
     with shown():

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpress.core.cut import Group, chosen, shares
+from kvpress.core.evict import Group, chosen, shares
 from kvpress.core.executor import MASKED
 from kvpress.core.host import host
 from kvpress.core.overrides import described_recipe
+from kvpress.core.protection import free_pairs
 from kvpress.core.recipe import Eviction, Recipe
-from kvpress.core.spared import free_pairs
 from kvpress.observe.spans import Spans
 from kvpress.observe.view import View, score_arguments
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache.codec import Codec
-from kvpress.cache.replaced import positions_of, seal_streams
+from kvpress.cache.rewrite import positions_of, seal_streams
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
-from kvpress.core.cut import evict
+from kvpress.core.evict import evict
+from kvpress.core.protection import free_pairs, left_of_spans, new_spans, note_done, warn_of_absent
 from kvpress.core.recipe import Compress, Eviction, PassHook, Recipe
-from kvpress.core.spared import free_pairs, left_of_spans, new_spans, note_done, warn_of_absent
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups

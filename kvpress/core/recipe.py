@@ -19,7 +19,7 @@ from kvpress.core.dropping import Dropping
 from kvpress.core.pattern import Pattern
 from kvpress.core.scoring import Scored, Scorer
 from kvpress.core.selector import Selector
-from kvpress.observe.behind import BEHIND
+from kvpress.observe.appended import BEHIND
 from kvpress.observe.call import Phase
 from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpress.cache.attention import attend
 from kvpress.cache.codec import Codec
 from kvpress.cache.store import KVStore
-from kvpress.core.design import Design
+from kvpress.core.least_squares import Design
 from kvpress.core.recipe import Eviction, PassHook, Refit, Weights
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted

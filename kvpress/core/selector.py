@@ -14,7 +14,9 @@ from torch import Tensor
 
 from kvpress.cache import attention
 from kvpress.cache.attention import Partial
-from kvpress.cache.chosen import (
+from kvpress.cache.codec import Codec, DenseCodec
+from kvpress.cache.layout import Layout
+from kvpress.cache.selection import (
     Chosen,
     Selection,
     attend_chosen,
@@ -24,8 +26,6 @@ from kvpress.cache.chosen import (
     for_tokens,
     joined,
 )
-from kvpress.cache.codec import Codec, DenseCodec
-from kvpress.cache.layout import Layout
 from kvpress.cache.store import KVStore
 from kvpress.kernels import Ranges, top_rows
 from kvpress.observe.call import LayerCall
@@ -59,7 +59,7 @@ class Selector(ABC):
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         """Return what some tokens of a pass, from the `first` on, read of `call.store.segments`.
 
-        Their `queries [q * N, G, D]` come token by token (`kvpress.cache.chosen`). Each set of a selection serves as many
+        Their `queries [q * N, G, D]` come token by token (`kvpress.cache.selection`). Each set of a selection serves as many
         query heads. Whether everything is read depends on what is stored, not on the queries.
         """
 

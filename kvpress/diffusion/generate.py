@@ -16,9 +16,9 @@ from kvpress.core.spec import get_press
 from kvpress.diffusion.presses import recipe_around
 from kvpress.diffusion.reader import BlockCache, Reader
 from kvpress.diffusion.settings import Cached, Settings, choose
-from kvpress.hf.attending import attending
-from kvpress.hf.bidirectional import check_bidirectional
-from kvpress.hf.checks import check_padding
+from kvpress.hf.attention.attention_override import attending
+from kvpress.hf.attention.bidirectional import check_bidirectional
+from kvpress.hf.session.checks import check_padding
 
 
 @dataclass(eq=False)

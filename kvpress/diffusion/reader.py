@@ -19,7 +19,7 @@ from kvpress.core.executor import Executor
 from kvpress.core.host import Asked
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
-from kvpress.hf.bidirectional import read_both_ways
+from kvpress.hf.attention.bidirectional import read_both_ways
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress.core.model import VISION
 from kvpress.hf.models import vision_tokens
-from kvpress.hf.requests import Request
+from kvpress.hf.session.requests import Request
 from kvpress.observe.call import Cells
 from kvpress.observe.pictures import Grid, lay_out
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
-from kvpress.cache.chosen import Selection
 from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.selection import Selection
 from kvpress.cache.store import KVStore
 
 Phase = Literal["prefill", "decode"]

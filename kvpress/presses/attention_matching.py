@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.cache.attention import attend
 from kvpress.core.checks import Count, NotNegative
-from kvpress.core.design import Design
+from kvpress.core.least_squares import Design
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe, Refit, Weights

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Count, Share, Size
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import ScorerPress

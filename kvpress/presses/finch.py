@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count, Size
-from kvpress.core.gaps import closing_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.core.rerotation import closing_gaps
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.view import View

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvpress.core.gaps import closing_gaps, turned
 from kvpress.core.helpers import helper, override_of
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
+from kvpress.core.rerotation import closing_gaps, turned
 
 _SEALED = "keys that a codec or selector has sealed cannot be rotated again; refused in the second turn"
 

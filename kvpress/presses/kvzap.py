@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, BudgetPress, WrapperPress, parts_of

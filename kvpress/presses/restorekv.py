@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.observe.behind import BEHIND, ReadBehind
+from kvpress.observe.appended import BEHIND, ReadBehind
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Pass
 from kvpress.presses.kvzip import KVzipPress

@@ -15,10 +15,10 @@ from kvpress.core.amount import Amount, Schedule
 from kvpress.core.checks import Count, Ratio
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
+from kvpress.core.protection import new_spans
 from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.core.scoring import ByScore, Scored
-from kvpress.core.spared import new_spans
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.spans import SPANS, Mark, Piece, Ranges, Span, Spans

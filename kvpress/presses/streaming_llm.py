@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Size
-from kvpress.core.gaps import closing_gaps
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.core.rerotation import closing_gaps
 from kvpress.observe.view import View
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import ScorerPress

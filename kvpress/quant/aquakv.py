@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attended import BLOCK_ROWS, options_of
 from kvpress.cache.attention import Logits, Partial
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.held import per_layer
 from kvpress.cache.layout import row_numbers
 from kvpress.cache.rotation import angle_bytes, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment_attention import BLOCK_ROWS, options_of
+from kvpress.cache.storage import per_layer
 from kvpress.core.checks import Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.model import ModelFacts
 from kvpress.counts import few
 

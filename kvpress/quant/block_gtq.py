@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attended import BLOCK_ROWS
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.held import Held, part, per_layer
 from kvpress.cache.layout import row_numbers
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment_attention import BLOCK_ROWS
+from kvpress.cache.storage import Held, part, per_layer
 from kvpress.core.checks import Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register

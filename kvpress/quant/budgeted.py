@@ -21,8 +21,8 @@ from kvpress.core.scoring import Scored
 from kvpress.presses.cake import share_out
 from kvpress.presses.leverage_score import LeverageScorePress
 from kvpress.presses.sample import SamplePress
+from kvpress.quant.bit_allocation import ByPrice, check_price
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.priced import ByPrice, check_price
 from kvpress.quant.widths import FittingCodec, Room, Sized, of_width
 
 SMALLER = 10.0

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from kvpress.cache.codec import Codec
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.kernels import per_pair, rotate_halves

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.held import Held, derived, part, per_layer, per_pair
 from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.rotation import KeyRotation
 from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.storage import Held, derived, part, per_layer, per_pair
 from kvpress.kernels import Coded, Rotary, pack
 from kvpress.quant.kmeans import assign
 from kvpress.quant.residual import Residual

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.rotation import angle_bytes, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.calibrate.file import Calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Size, check_count
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register

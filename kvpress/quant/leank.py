@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count, Ratio, Size
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
-from kvpress.quant.thinned import ThinCodec, refuse_latents
+from kvpress.quant.key_channels import ThinCodec, refuse_latents
 
 METHOD = "leank"
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvpress.cache.held import Held, part, per_group, per_pair
+from kvpress.cache.storage import Held, part, per_group, per_pair
 from kvpress.kernels import Correction
 from kvpress.quant.runs import Counts, Runs
 

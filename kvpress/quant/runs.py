@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvpress.cache.held import Axis, own
 from kvpress.cache.layout import spans
+from kvpress.cache.storage import Axis, own
 
 UNEVEN = 2**30
 """Size of runs that are not regular, such as one per stream."""

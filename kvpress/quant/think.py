@@ -18,7 +18,7 @@ from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
-from kvpress.quant.thinned import ThinCodec, ThinnedSegment, refuse_latents
+from kvpress.quant.key_channels import ThinCodec, ThinnedSegment, refuse_latents
 
 
 @register("think", "quantise", "Xu et al., 2024, arXiv:2407.21018", example="think:0.5")

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpress.cache.attended import BLOCK_ROWS
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment_attention import BLOCK_ROWS
 from kvpress.core.checks import Size
 from kvpress.core.registry import register
 from kvpress.kernels import pack

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attended import BLOCK_ROWS
 from kvpress.cache.codec import Codec, Sealing
-from kvpress.cache.held import Choice, Held, Joint, part, per_group, per_pair, per_stream
 from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.offset import Spread
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
+from kvpress.cache.segment_attention import BLOCK_ROWS
+from kvpress.cache.storage import Choice, Held, Joint, part, per_group, per_pair, per_stream
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Runs

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.layout import Layout, spans
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
 from kvpress.observe.call import LayerCall

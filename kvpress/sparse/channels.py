@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration, how_to_make, write_whole
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration, how_to_make, write_whole
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.counts import few

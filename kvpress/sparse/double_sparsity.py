@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Partial
-from kvpress.cache.chosen import fetched_bytes
 from kvpress.cache.codec import Codec
+from kvpress.cache.selection import fetched_bytes
 from kvpress.cache.store import KVStore
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe

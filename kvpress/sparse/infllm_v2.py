@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpress.cache import attention
-from kvpress.cache.chosen import for_tokens
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment, read_keys
+from kvpress.cache.selection import for_tokens
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
 from kvpress.core.selector import RESIDUAL, Budget

@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.files import keep_whole
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Budget, Selector, spans_of
 from kvpress.kernels import Dense, Packed, Ranges, label_rows, label_scores, quantise, row_step

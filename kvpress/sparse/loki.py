@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvpress.cache.held import Held, per_stream
 from kvpress.cache.segment import read_keys
+from kvpress.cache.storage import Held, per_stream
 from kvpress.cache.store import KVStore
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvpress.cache.attended import Block
 from kvpress.cache.attention import attend, group_queries, query_blocks
-from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import Segment
+from kvpress.cache.segment_attention import Block
+from kvpress.cache.selection import Chosen, Selection, for_tokens
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count, Odd, Share
 from kvpress.core.model import ModelFacts

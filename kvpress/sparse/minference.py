@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.pattern import Prompt

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.attended import Block
 from kvpress.cache.attention import Logits, Partial, attend
-from kvpress.cache.chosen import Chosen
 from kvpress.cache.codec import DenseCodec, Sealing
-from kvpress.cache.held import per_pair
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.segment_attention import Block
+from kvpress.cache.selection import Chosen
+from kvpress.cache.storage import per_pair
 from kvpress.cache.store import KVStore
 
 BUFFERS = 2

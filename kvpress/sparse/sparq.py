@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Logits, Partial, merge
-from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection, for_tokens
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count
 from kvpress.core.registry import register

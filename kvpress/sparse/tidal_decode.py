@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import group_queries
-from kvpress.cache.chosen import Chosen, Selection, by_token, for_tokens, joined
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection, by_token, for_tokens, joined
 from kvpress.core.checks import Size, check_count
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook, Recipe

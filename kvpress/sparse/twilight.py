@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvpress.cache.chosen import Chosen, Selection
 from kvpress.cache.codec import Codec
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Range
 from kvpress.core.model import ModelFacts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpress.core.press import BasePress
-from kvpress.hf.checks import check_cache_kind, check_ids, check_mask, check_padding, setting
 from kvpress.hf.models import attention_modules, cache_among, cached_layers, facts_of
+from kvpress.hf.session.checks import check_cache_kind, check_ids, check_mask, check_padding, setting
 from kvpress.speculation.eagle import EagleHead
 from kvpress.speculation.forms import RetrievedPassages
 from kvpress.speculation.prompt import reads_alike, selects_only

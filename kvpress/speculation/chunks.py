@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Logits, group_queries, merge
-from kvpress.cache.chosen import Chosen, Selection, for_tokens
 from kvpress.cache.codec import DenseCodec
 from kvpress.cache.segment import Segment
+from kvpress.cache.selection import Chosen, Selection, for_tokens
 from kvpress.cache.store import KVStore
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvpress.cache.report import memory_report
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
-from kvpress.hf.clock import now
-from kvpress.hf.layer import stop_recording
+from kvpress.hf.cache.layer import stop_recording
+from kvpress.hf.generation.clock import now
 from kvpress.hf.models import cache_among, new_cache
 from kvpress.speculation.accept import accept, draw, pulled
 from kvpress.speculation.checks import (

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.recipe import Recipe
-from kvpress.hf.branches import branch
-from kvpress.hf.installed import same
+from kvpress.hf.cache.branches import branch
+from kvpress.hf.generation.shared_prefill import prefill
 from kvpress.hf.models import new_cache
-from kvpress.hf.sharing import prefill
+from kvpress.hf.session.installation import same
 from kvpress.speculation.reader import Reader
 
 

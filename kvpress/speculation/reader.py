@@ -13,10 +13,10 @@ from torch import Tensor
 from kvpress.cache.attention import Logits
 from kvpress.cache.store import KVStore
 from kvpress.core.press import BasePress
-from kvpress.hf.branches import branch
+from kvpress.hf.cache.branches import branch
 from kvpress.hf.models import with_cache
-from kvpress.hf.requests import Forward, as_pass
-from kvpress.hf.session import Session
+from kvpress.hf.session.requests import Forward, as_pass
+from kvpress.hf.session.session import Session
 from kvpress.observe.call import LayerCall
 from kvpress.speculation.chunks import attention_of
 

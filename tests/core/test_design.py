@@ -8,7 +8,7 @@ import torch
 
 from kvpress.cache import attention
 from kvpress.cache.attention import Logits
-from kvpress.core.design import Design
+from kvpress.core.least_squares import Design
 
 
 def design(queries: int, pairs: int, weighed: bool = False) -> Design:

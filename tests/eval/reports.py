@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from kvpress_eval.report.write import to_html
-from kvpress_eval.results.boards import make_boards
+from kvpress_eval.results.leaderboards import make_boards
 from kvpress_eval.results.read import Results
 
 ATTACK = "<script>alert('x')</script> & \ud800 \u202e"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvpress_eval.results.boards import make_boards
+from kvpress_eval.results.leaderboards import make_boards
 from kvpress_eval.results.read import read_run
 
 from kvpress import AdaKVPress, KnormPress, get_press

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.hf.capture import Recorder
-from kvpress.hf.session import session
+from kvpress.hf.generation.capture import Recorder
+from kvpress.hf.session.session import session
 from kvpress.observe.spans import Between, Mark
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import grow, position_ids, tiny_model, tokens

@@ -16,7 +16,7 @@ from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.calibrate import EnergySettings, calibrate
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.kernels import rotate_halves
 from kvpress.quant.block_gtq import BlockCodec, DigitSegment, KeyDigits, allocate, pairs_of
 from tests.models import tiny_model, tokens

@@ -15,7 +15,7 @@ from kvpress.cache.codec import Rotation, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.calibrate import LevelSettings, calibrate
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.quant.codebook import CodedSegment
 from kvpress.quant.kvquant import LevelCodec, centre_and_reach
 from tests.caches import prefill

@@ -13,11 +13,11 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.calibrate import LeanKSettings, calibrate
-from kvpress.calibrate import file as calibration
-from kvpress.calibrate.file import Calibration
 from kvpress.calibrate.leank import Scaled
+from kvpress.core import calibration as calibration
+from kvpress.core.calibration import Calibration
 from kvpress.core.host import host
-from kvpress.quant.thinned import ThinnedSegment
+from kvpress.quant.key_channels import ThinnedSegment
 from tests.folders import new_folder
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.scales import write_scales

@@ -13,9 +13,9 @@ import kvpress
 from kvpress.cache.codec import WIDTH
 from kvpress.cache.report import parse_bytes
 from kvpress.cache.segment import Segment
-from kvpress.quant import priced
+from kvpress.quant import bit_allocation
+from kvpress.quant.bit_allocation import BITS, LOST, Layer, cheapest, worth
 from kvpress.quant.hadamard import hadamard
-from kvpress.quant.priced import BITS, LOST, Layer, cheapest, worth
 from kvpress.quant.rotated import SteppedRows, gaussian_error
 from kvpress.quant.widths import pair_widths
 from tests.models import tiny_model, tokens
@@ -40,7 +40,9 @@ def test_the_bytes_are_met_within_a_hundredth(spec: str, reference: Any) -> None
 def test_pairs_are_stored_in_the_bits_that_they_were_given(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several widths in a layer, more of them for pairs that are worth more; nothing of the choice stays in the cache."""
     given: list[Layer] = []
-    monkeypatch.setattr(priced, "cheapest", lambda layers, limit: given.extend(layers) or cheapest(layers, limit))
+    monkeypatch.setattr(
+        bit_allocation, "cheapest", lambda layers, limit: given.extend(layers) or cheapest(layers, limit)
+    )
     ids = torch.randint(5, 900, (1, 512), generator=torch.Generator().manual_seed(0))
     with kvpress.get_press("budgeted(snapkv:kernel_size=1):smaller=6,per_pair=true")(reference) as session:
         reference(ids, use_cache=True, logits_to_keep=1)
@@ -64,12 +66,12 @@ def layer_of(scores: torch.Tensor, price_of: float = 1.0) -> Layer:
     layer = object.__new__(Layer)
     layer.sums, layer.sizes = scores.double() * price_of, torch.ones(len(scores), dtype=torch.float64)
     layer.kinds = torch.zeros(len(scores), dtype=torch.long)
-    pairs = torch.full((len(priced.SETS), len(BITS)), torch.inf, dtype=torch.float64)
+    pairs = torch.full((len(bit_allocation.SETS), len(BITS)), torch.inf, dtype=torch.float64)
     pairs[:, 0] = 0
-    for n, chosen in enumerate(priced.SETS):
+    for n, chosen in enumerate(bit_allocation.SETS):
         for option in chosen:
             pairs[n, option] = 1 + BITS[option]
-    layer.forms = pairs, torch.tensor([2.0 * len(chosen) for chosen in priced.SETS], dtype=torch.float64)
+    layer.forms = pairs, torch.tensor([2.0 * len(chosen) for chosen in bit_allocation.SETS], dtype=torch.float64)
     return layer
 
 

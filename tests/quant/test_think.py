@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.quant.thinned import ThinnedSegment
+from kvpress.quant.key_channels import ThinnedSegment
 from tests.models import full_layers, padded_batch, position_ids, tiny_model, tokens
 from tests.probes import Watching
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.calibrate import ChannelSettings, calibrate
-from kvpress.calibrate import file as calibration
 from kvpress.cli import app
+from kvpress.core import calibration as calibration
 from kvpress.hf.models import facts_of
 from kvpress.sparse.channels import Channels, read_official
 from tests.models import full_layers, tiny_model, tokens

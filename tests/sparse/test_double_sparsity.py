@@ -14,7 +14,7 @@ import kvpress
 from kvpress.cache.attention import Partial
 from kvpress.core.selector import Selector
 from kvpress.hf.models import facts_of
-from kvpress.hf.session import session
+from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.channels import Channels
 from kvpress.sparse.double_sparsity import DoubleSparsityPress
@@ -151,7 +151,7 @@ def test_model_families_work(family: str) -> None:
     ],
 )
 def test_replayed_steps_choose_without_the_host(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpress.hf.replay.SPARE", 24)
+    monkeypatch.setattr("kvpress.hf.generation.replay.SPARE", 24)
     model, press, recorder = tiny_model("llama"), build(spec, 0.3), TapeRecorder()
     ids, mask = padded_batch([130, 100]) if padded else (tokens(2, 130), None)
     with press(model):

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.calibrate import KeyDirectionSettings, calibrate
-from kvpress.calibrate import file as calibration
+from kvpress.core import calibration as calibration
 from kvpress.sparse.loki import KeyBasis
 from tests.models import padded_batch, tiny_model, tokens
 from tests.sparse.selecting import build, read_at_a_step

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from kvpress.cache import attention
 from kvpress.cache.attention import Logits, attend, group_queries
-from kvpress.cache.chosen import Chosen, attend_chosen, by_stream, by_token
 from kvpress.cache.codec import DenseCodec, Sealing
+from kvpress.cache.selection import Chosen, attend_chosen, by_stream, by_token
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import facts_of
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens

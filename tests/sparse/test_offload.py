@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.attention import Partial, attend, group_queries
-from kvpress.hf.attention import asked
-from kvpress.hf.session import session
+from kvpress.hf.attention.functions import asked
+from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
 from kvpress.sparse.offload import HostSegment, Prefetcher

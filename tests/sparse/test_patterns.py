@@ -19,7 +19,7 @@ from kvpress.calibrate import PatternSettings, calibrate
 from kvpress.calibrate.minference import candidates
 from kvpress.core.host import Asked
 from kvpress.core.pattern import Prompt
-from kvpress.hf.attending import attending
+from kvpress.hf.attention.attention_override import attending
 from kvpress.presses.duo_attention import OutsideMass
 from kvpress.sparse.lines import newest_attention, slash_scores
 from kvpress.sparse.minference import A_SHAPE, BLOCKS, LINES, HeadPatterns

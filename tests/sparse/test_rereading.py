@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvpress
 from kvpress.cache.store import KVStore
-from kvpress.hf.requests import Forward, as_pass
-from kvpress.hf.rereading import DecoderReader
+from kvpress.hf.session.requests import Forward, as_pass
+from kvpress.hf.session.rereading import DecoderReader
 from kvpress.observe.passes import Pass
 from tests.models import grow, padded_batch, position_ids, tokens
 from tests.sparse.selecting import prefilled

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import kvpress
 from benchmarks.recall import read_prompts, recall
 from kvpress.cache.attention import Partial, attend
-from kvpress.cache.chosen import Selection
+from kvpress.cache.selection import Selection
 from kvpress.core.selector import Selector
 from kvpress.hf.models import facts_of
 from kvpress.observe.call import LayerCall

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.cache import attention
 from kvpress.cache.attention import Partial, attend, group_queries
-from kvpress.cache.chosen import Chosen, by_token
+from kvpress.cache.selection import Chosen, by_token
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Selector
 from kvpress.observe.call import LayerCall

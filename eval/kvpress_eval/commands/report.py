@@ -54,7 +54,7 @@ def command(
 
 def _print(report: Report, console: Console) -> None:
     """Print every table of the page, and what was left out."""
-    from kvpress_eval.report.sheets import TITLES
+    from kvpress_eval.report.comparison_tables import TITLES
     from kvpress_eval.report.table import print_table
 
     for board in report.boards:

@@ -18,7 +18,7 @@ from transformers import Cache
 
 import kvpress
 from kvpress.hf.models import new_cache, with_cache
-from kvpress.hf.session import Session
+from kvpress.hf.session.session import Session
 from kvpress_eval.common.errors import ConfigError, EvalError
 from kvpress_eval.fidelity.layers import FullLayer
 from kvpress_eval.run import memory

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache.attention import group_queries
-from kvpress.hf.layer import PressLayer
+from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import cache_among
-from kvpress.hf.session import Session
+from kvpress.hf.session.session import Session
 from kvpress.observe.call import LayerCall
 
 See = Callable[[LayerCall, Tensor], None]

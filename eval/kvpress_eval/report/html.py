@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpress_eval.report import frontier, lines, page
-from kvpress_eval.report.sheets import TITLES, Sheet, about
-from kvpress_eval.results.boards import Board, difference_of
+from kvpress_eval.report.comparison_tables import TITLES, Sheet, about
 from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.leaderboards import Board, difference_of
 from kvpress_eval.results.read import Results
 from kvpress_eval.results.summary import Place, PressSummary, conclusion, place_of
 

@@ -11,12 +11,12 @@ from typing import Any
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.common.files import make_room, replace_file
 from kvpress_eval.report import frontier, table
+from kvpress_eval.report.comparison_tables import TITLES, Sheet, make_sheets
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.html import to_html
 from kvpress_eval.report.lines import line_files
-from kvpress_eval.report.sheets import TITLES, Sheet, make_sheets
-from kvpress_eval.results.boards import Board, make_boards
 from kvpress_eval.results.cells import flatten
+from kvpress_eval.results.leaderboards import Board, make_boards
 from kvpress_eval.results.read import Results, is_run, read_runs
 from kvpress_eval.results.records import check_records, find_records
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import kvpress
 from kvpress.cache.report import format_bytes
-from kvpress.hf.clock import now
+from kvpress.hf.generation.clock import now
 from kvpress.plan import plan
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.common.terminal import MISSING, Name, plain_table

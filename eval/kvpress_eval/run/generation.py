@@ -17,8 +17,8 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopSt
 
 import kvpress
 from kvpress.core.effect import left_whole
-from kvpress.hf.clock import now
-from kvpress.hf.greedy import greedy
+from kvpress.hf.generation.clock import now
+from kvpress.hf.generation.greedy import greedy
 from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.run.models import Engine

@@ -31,8 +31,8 @@ from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
 from kvpress_eval.tasks.local import PREFIX
 from kvpress_eval.tuning import result
-from kvpress_eval.tuning.crew import helpers
 from kvpress_eval.tuning.items import Part, Split, has_answers, split_tasks, split_texts
+from kvpress_eval.tuning.ray_workers import helpers
 from kvpress_eval.tuning.scoring import Examiner
 from kvpress_eval.tuning.search import Search, Standing, describe, pick, rungs, work
 from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room

@@ -16,8 +16,8 @@ import yaml
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.measure import measure
+from kvpress_eval.report.comparison_tables import Sheet, make_sheets
 from kvpress_eval.report.html import to_html
-from kvpress_eval.report.sheets import Sheet, make_sheets
 from kvpress_eval.report.write import find_sources, read_report, write_outputs
 from kvpress_eval.results.records import FIDELITY, LM_EVAL, Records, check_records, find_records
 from kvpress_eval.run.runner import RunResult

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.boards import Board, make_boards
 from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.leaderboards import Board, make_boards
 from kvpress_eval.results.read import Results, read_run
 from kvpress_eval.results.store import encode_row
 from kvpress_eval.run.runner import RunResult

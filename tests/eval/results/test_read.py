@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.boards import make_boards
+from kvpress_eval.results.leaderboards import make_boards
 from kvpress_eval.results.read import read_run, read_runs
 from kvpress_eval.results.summary import summarise
 from kvpress_eval.run.runner import RunResult

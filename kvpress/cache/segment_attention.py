@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to sealed pairs: by an operator, on their own codes, or block by block where none serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvpress import kernels
+from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
+from kvpress.cache.layout import Layout
+from kvpress.cache.storage import tensors_in
+
+RowsT = TypeVar("RowsT", bound="kernels.Rows | None")
+
+BLOCK_ROWS = 4096
+"""Rows decoded at a time where a packed format is read without a fused kernel."""
+
+
+@dataclass
+class Block:
+    """Dense pairs of some streams: `keys [S, n, D]`, `values [S, n, Dv]`, and where they come from."""
+
+    streams: slice
+    rows: slice
+    keys: Tensor
+    values: Tensor
+
+
+class Attended(ABC):
+    """Pairs that are read row by row, and that an operator may read as they lie."""
+
+    layout: Layout
+
+    @property
+    @abstractmethod
+    def log_weight(self) -> Tensor | None:
+        """Log of how many pairs each one stands for, [total], which is added to its logits; None for zeros."""
+
+    @property
+    @abstractmethod
+    def value_dim(self) -> int:
+        """Head dim of the values."""
+
+    @abstractmethod
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return dense `(keys [n, D], values [n, Dv])` of flat rows, in the dtype of the model."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "attend" in vars(cls) and "as_parts" not in vars(cls):
+            cls.as_parts = Attended._no_parts  # type: ignore[method-assign]
+
+    def _no_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
+        del queries, logits
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["_read_as"] = None  # it may hold what was there
+        super().__setattr__(name, value)
+
+    def blocks(self) -> Iterator[Block]:
+        """Dense blocks that cover all pairs, small enough never to amount to a dense copy."""
+        layout = self.layout
+        for n in range(layout.streams):
+            rows = layout.rows(n)
+            for start in range(rows.start, rows.stop, BLOCK_ROWS):
+                part = slice(start, min(start + BLOCK_ROWS, rows.stop))
+                keys, values = self.read(part)
+                yield Block(slice(n, n + 1), part, keys[None], values[None])
+
+    def operand(self) -> kernels.Rows | None:
+        """Return the pairs as the operators take them; None where they can only be read block by block."""
+        return None
+
+    def as_rows(self) -> kernels.Rows | None:
+        """Return `operand`, kept for the next token."""
+        return self._keep("operand", self.operand)
+
+    def _keep(self, name: str, make: Callable[[], RowsT]) -> RowsT:
+        """Return `make()`, the same object for every token, so that it is checked once.
+
+        It is kept until something of the pairs is set, unless it holds tensors that only it has: those are made for each
+        call, and freed behind it. Made twice, such an operand has others.
+        """
+        kept = self._kept()
+        if name in kept:
+            rows = kept[name]
+            return make() if rows is None else rows
+        rows, again = make(), make()
+        places, others = ([t.untyped_storage().data_ptr() for t in tensors_in(made)] for made in (rows, again))
+        self._kept()[name] = rows if places == others else None  # tables may have grown meanwhile
+        return rows
+
+    def _kept(self) -> dict[str, Any]:
+        """What `_keep` keeps, by name; empty once something has changed."""
+        read_as = vars(self).get("_read_as")
+        if read_as is None or read_as[0] is not self._tables():
+            read_as = vars(self)["_read_as"] = self._tables(), {}
+        return read_as[1]
+
+    def _tables(self) -> Tensor | None:
+        """What an operand holds that changes without being set on the segment."""
+        return None
+
+    def serves(self, queries: Tensor, logits: Logits) -> bool:
+        """Whether an operator attends from these queries, without decoded copies."""
+        return self._served(queries, logits) is not None
+
+    def _served(self, queries: Tensor, logits: Logits) -> kernels.Rows | None:
+        """Return the operand where an operator should attend from these queries."""
+        rows = self.as_rows()
+        if logits.softcap is not None and rows is not None and rows.key_basis is not None:
+            rows = rows if rows.key_basis.centre is None else None
+        stored = None if rows is None else rows.keys.tensors()[0]
+        return rows if stored is not None and kernels.serves(queries, stored) else None
+
+    def _part(self, rows: kernels.Rows) -> kernels.Part:
+        """All pairs as one part of what an operator reads, kept as long as its rows are."""
+        kept = self._kept()
+        lasting = kept.get("operand") is rows
+        part: kernels.Part | None = kept.get("part") if lasting else None
+        if part is None:
+            part = kernels.Part(rows, self._ranges(rows.keys.storage))
+            if lasting:
+                kept["part"] = part
+        return part
+
+    def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
+        """What an operator reads to do the same as `attend`, with what lies elsewhere in one call; None where it cannot."""
+        rows = self._served(queries, logits)
+        return None if rows is None else [self._part(rows)]
+
+    def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
+        """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out.
+
+        A format that does this in its own way says in `as_parts` what does the same, or is always asked alone.
+        """
+        if hidden is None and (rows := self._served(queries, logits)) is not None:
+            return kernels.decode_parts(queries, [self._part(rows)], options_of(logits))
+        parts: dict[int, list[Partial]] = {}
+        for block in self.blocks():
+            visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)
+            asking, weight = queries[block.streams], self._weight_of(block)
+            partial = attend(asking, block.keys, block.values, logits, visible, weight)
+            parts.setdefault(block.streams.start, []).append(partial)
+        merged = {start: merge(partials) for start, partials in parts.items()}
+        if 0 in merged and len(merged[0][0]) == len(queries):
+            return merged[0]
+        out = torch.zeros(*queries.shape[:2], self.value_dim, device=queries.device)
+        lse = torch.full(out.shape[:2], -torch.inf, device=queries.device)
+        for start, (own_out, own_lse) in merged.items():
+            out[start], lse[start] = own_out[0], own_lse[0]
+        return out, lse
+
+    def _weight_of(self, block: Block) -> Tensor | None:
+        weight = self.log_weight
+        return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
+
+    def attend_rows(
+        self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
+    ) -> Partial:
+        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
+
+        They are pairs of stream `streams[i]`, int64, of stream `i % N` where that is None.
+        """
+        if (operand := self._served(queries, logits)) is not None:
+            if streams is None and len(rows) != self.layout.streams:
+                streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
+            return kernels.decode(queries, operand, kernels.Listed(rows, counts, streams), options_of(logits))
+        keys, values = self.read(rows.flatten())
+        shape, weight = (*rows.shape, -1), self.log_weight
+        visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
+        weight = None if weight is None else weight[rows]
+        return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :], weight)
+
+    def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
+        """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
+        rows = self.as_rows()
+        dense = rows is not None and rows.is_plain and isinstance(rows.keys, kernels.Dense)
+        if dense and kernels.available(rows.keys.storage):  # type: ignore[union-attr]
+            return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)  # type: ignore[arg-type]
+        received = torch.zeros(self.layout.total, device=queries.device)
+        for block in self.blocks():
+            asking, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)
+            for some in query_blocks(asking, block.keys):
+                shares = torch.exp(logits(asking[:, some], block.keys, weight) - total[:, some])
+                received[block.rows] += shares.sum(dim=1).flatten()
+        return received
+
+    def _ranges(self, beside: Tensor) -> kernels.Ranges:
+        return kernels.Ranges(*self.layout.on(beside.device), longest=self.layout.longest)
+
+
+def options_of(logits: Logits) -> kernels.Options:
+    """How logits are formed, as the operators take it."""
+    return kernels.Options(logits.scale, logits.softcap)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose attention is somebody else's: for what is learned from data, and for reading both ways."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from kvpress.core.host import Asked
+from kvpress.hf.attention.functions import PressName, check_known, logits_of, native_attention
+from kvpress.hf.models import facts_of
+
+NAME = "kvpress_attending"
+
+Attend = Callable[[Asked], Tensor | None]
+_attend: WeakKeyDictionary[nn.Module, Callable[..., tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
+"""What attends in the place of each module: models, and threads, share the one function that transformers knows."""
+
+
+@contextmanager
+def attending(model: Any, attend: Attend) -> Iterator[None]:
+    """Let `attend` take the place of a model's attention inside the block; where it returns None, the model's own runs.
+
+    So it does for passes of other threads, which did not ask for this.
+
+    Raises:
+        RuntimeError: something else takes its place already, such as a press.
+        NotImplementedError: the model does not take attention functions by name, or hands them what `attend` is not told.
+    """
+    layers = {layer.module: layer.index for layer in facts_of(model).layers if layer.module is not None}
+    before: str = model.config._attn_implementation
+    check_free(model)
+    asked: list[int] = []
+    thread = threading.get_ident()
+    for module, layer in layers.items():
+        _attend[module] = partial(_attended, thread, attend, native_attention(module), asked, layer)
+    # Names say what builds the masks: models in other threads may have others.
+    name = f"{NAME}_{before}"
+    AttentionInterface.register(name, lambda module, *args, **kwargs: _attend[module](module, *args, **kwargs))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module in layers:
+            del _attend[module]
+    if not asked:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not take attention functions by name, so nothing can take their place"
+        )
+
+
+def check_free(model: Any) -> None:
+    """Refuse a model whose attention is replaced.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if isinstance(model.config._attn_implementation, PressName) or any(module in _attend for module in model.modules()):
+        raise RuntimeError(
+            f"the attention of this {type(model).__name__} is replaced already, by a press or in another thread: leave that "
+            "`with` block first"
+        )
+
+
+def _attended(
+    thread: int, attend: Attend, native: Callable[..., Any], asked: list[int], layer: int, module: nn.Module, query: Tensor,
+    key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    out = None
+    if thread == threading.get_ident():
+        asked[:] = [layer]
+        check_known(module, kwargs)
+        sinks, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
+        out = attend(Asked(layer, query, key, value, logits_of(query, scaling, kwargs), sinks, window))
+    if out is not None:
+        return out.transpose(1, 2).to(query.dtype).contiguous(), None
+    found: tuple[Tensor, Tensor | None] = native(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return found

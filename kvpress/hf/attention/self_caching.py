@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose attention modules read the cache by themselves: they do not call the attention interface, or cache latents.
+
+Such a module asks its layer of the cache for all keys and values, and expects each in its column, which is its place in the
+sequence: masks, ALiBi and relative positions count on it. Between layers and steps, only the kept pairs are stored. For the
+time of one layer they are spread over all columns; an evicted pair is a key of NaN and a value of zero. NaN passes, head by
+head, through whatever a model does to its logits, and becomes a weight of zero where logits become weights: in a softmax or in
+torch's `scaled_dot_product_attention`. So memory is freed, but reading gets slower, not faster.
+
+Multi-head latent attention (MLA) caches latents `[B, 1, n, rank]` in the place of keys, which its modules expand to keys and
+values of all heads, and the rotary part of the keys `[B, 1, n, d]` in the place of values, which is where NaN belongs then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from kvpress.core.recipe import Recipe
+from kvpress.hf.models import uses_interface
+from kvpress.hf.session.requests import Forward, here
+from kvpress.observe.call import LayerCall
+from kvpress.observe.hidden import HiddenStates
+from kvpress.observe.spans import SpanTracker
+
+READABLE = ("eager", "sdpa")
+"""Attention implementations in which an evicted pair can be hidden."""
+SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether an attention module keeps latents in the cache and expands them whenever it reads."""
+    return hasattr(module, "expand_kv")
+
+
+def reads_itself(module: nn.Module) -> bool:
+    """Whether an attention module needs all pairs of its cache layer, each in its column."""
+    return caches_latents(module) or not uses_interface(module)
+
+
+def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return how latents become what scorers see: keys and values of all heads side by side, since they share a pair.
+
+    It maps `latents [b, 1, n, rank]` and rotary parts `[b, 1, n, d]` to `[b, 1, n, Hq * D]` and `[b, 1, n, Hq * Dv]`; None for
+    modules that cache keys and values.
+    """
+    if not caches_latents(module):
+        return None
+    expand: Any = module.expand_kv
+
+    @torch.no_grad()
+    def side_by_side(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = expand(latents, rotary)
+        return keys.transpose(1, 2).flatten(2)[:, None], values.transpose(1, 2).flatten(2)[:, None]
+
+    return side_by_side
+
+
+def check_press(model: Any, recipe: Recipe) -> None:
+    """Refuse presses that need more than the pairs of a model that reads its cache by itself.
+
+    Raises:
+        NotImplementedError: says what the press needs.
+    """
+    evictions = recipe.evictions
+    known = (HiddenStates, SpanTracker)  # which look at what goes in, and at no attention
+    watched = sorted({wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted.kind not in known})
+    needs = {
+        "to read stored pairs in a way of its own (a selector or pattern)": recipe.selector or recipe.pattern,
+        "to move or change pairs": [step for step in evictions if step.rewrites],
+        "to change the cache in a `compress` or `forward_hook`": [
+            step for step in evictions if step.compress or step.hook
+        ],
+        "to look at whole passes": recipe.hooks or [step for step in evictions if step.prepare is not None],
+        f"to watch the attention ({', '.join(watched)})": watched,
+    }
+    for what, found in needs.items():
+        if found:
+            raise NotImplementedError(
+                f"{type(model).__name__} reads its cache by itself ({_how(model)}), so a press can only score pairs by their "
+                f"keys and values and store them; this one needs {what}; use a press such as knorm, keydiff, streaming_llm, "
+                "random or kivi"
+            )
+    implementation = model.config._attn_implementation
+    if implementation not in READABLE and not recipe.is_identity:
+        raise NotImplementedError(
+            f"{type(model).__name__} reads its cache by itself, and evicted pairs cannot be hidden in {implementation!r}; call "
+            "model.set_attn_implementation('sdpa') or 'eager' before the block"
+        )
+
+
+def _how(model: nn.Module) -> str:
+    latent = any(caches_latents(module) for module in model.modules())
+    return "multi-head latent attention, MLA" if latent else "it does not call the attention interface of transformers"
+
+
+def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the `forward` of an attention module that reads its cache by itself; evicted pairs get no weight.
+
+    Raises:
+        NotImplementedError: it computes its weights in another way than by softmax.
+    """
+    call = None if here.forward is None else here.forward.call
+    if call is None or call.store is None or not call.store.sealed:
+        return forward(*args, **kwargs)
+    with HidingEvicted() as hiding:
+        output = forward(*args, **kwargs)
+    if not hiding.acted:
+        raise NotImplementedError(
+            f"{type(call.layer.module).__name__} computes attention weights by no softmax of torch, so evicted pairs cannot be "
+            "hidden"
+        )
+    return output
+
+
+def note(forward: Forward, call: LayerCall) -> None:
+    """Note, after its forward pass, what such a module has written, and let observers see it."""
+    if call.written is None:
+        raise NotImplementedError(f"{type(call.layer.module).__name__} did not write its layer of the cache")
+    keys, _ = call.written
+    call.count(keys.shape[2])
+    call.queries = keys.new_empty(*keys.shape[:3], 0)
+    call.hidden_states = call.hidden_states[:, : keys.shape[2]]  # ProphetNet's predictions come behind the tokens
+    if forward.watch is None:
+        forward.session.observe(call)
+
+
+class HidingEvicted(TorchFunctionMode):
+    """Gives logits that are NaN, which are those of evicted pairs, no weight. `acted` says that there were logits."""
+
+    acted = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in SOFTMAX:
+            self.acted = True
+            logits = args[0] if args else kwargs.pop("input")
+            return func(logits.masked_fill(logits.isnan(), float("-inf")), *args[1:], **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            self.acted = True
+            return _attention_without_evicted(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention_without_evicted(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Run torch's attention of `query [B, Hq, Q, D]` on `key [B, H, n, D]`, of which some end in NaN."""
+    gone = key[..., -1].isnan()
+    key, evicted = key.masked_fill(gone[..., None], 0.0), gone[:, :, None]
+    if query.shape[1] > key.shape[1]:
+        evicted = evicted.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        attn_mask = ~evicted
+    elif attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask & ~evicted
+    else:
+        attn_mask = attn_mask.masked_fill(evicted, float("-inf"))
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a transformers cache that keeps its pairs in a store of ours."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from kvpress.cache.guard import between_passes
+from kvpress.cache.readout import dense_pairs, pairs_in_columns, why_unreadable
+from kvpress.cache.rewrite import replace_all
+from kvpress.cache.store import KVStore
+from kvpress.observe.call import LayerCall
+
+LINEAR_STATE = tuple(vars(LinearAttentionLayer()))
+"""Attributes of the part of a hybrid layer that holds no pairs."""
+
+
+class PressLayer(CacheLayerMixin):
+    """One full-attention layer of a cache, kept in a `KVStore`.
+
+    `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
+    `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
+    dense and even. `interrupted` is how many tokens had been seen before a pass that failed between two layers of the cache,
+    `padded` says that rows of the last pass began with padding. With `columns`, the model reads its pairs by itself, each in
+    its column; `latent` says that what it caches are latents. With `record_past`, whose name and meaning are those of
+    transformers, tokens that come from now on may be taken back by `crop`, whatever happens to the store meanwhile.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: Cache | None = None) -> None:
+        self.belong_to(cache)
+        self.store: KVStore | None = None
+        self.call: LayerCall | None = None
+        self.static = False
+        self.interrupted: int | None = None
+        self.padded = False
+        self.columns = self.latent = False
+        self.record_past = False
+        self.assigned: dict[int, Tensor] = {}
+        self.is_initialized = False
+
+    def belong_to(self, cache: Cache | None) -> None:
+        """Say which cache this is a layer of."""
+        self._cache = None if cache is None else weakref.ref(cache)
+
+    @property
+    def stores(self) -> list[KVStore]:
+        """The stores of all layers of the cache, this one's alone where the cache is not known."""
+        cache = None if self._cache is None else self._cache()
+        layers = [self] if cache is None else [layer for layer in cache.layers if isinstance(layer, PressLayer)]
+        return [layer.store for layer in layers if layer.store is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PressLayer:
+        """Copy everything; a layer that is copied with its cache belongs to the copy, and all layers are copied at once."""
+        cache = None if self._cache is None else self._cache()
+        if cache is not None and id(cache) in memo:
+            with between_passes(cache):
+                for layer in cache.layers:
+                    memo[id(layer)] = layer._twin(memo) if isinstance(layer, PressLayer) else copy.deepcopy(layer, memo)
+            return memo[id(self)]
+        return self._twin(memo)
+
+    def _twin(self, memo: dict[int, Any]) -> PressLayer:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        cache = None if self._cache is None else self._cache()
+        twin.__dict__ |= copy.deepcopy({name: held for name, held in vars(self).items() if name != "_cache"}, memo)
+        twin.belong_to(memo.get(id(cache)))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cache": None}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.store = KVStore(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+            return self.update(key_states, value_states)
+        self.store.record(self.record_past)
+        if self.assigned:
+            raise ValueError("keys and values of different lengths were assigned to a layer of the cache; assign both")
+        if self.call is None:
+            self.check_whole()
+            return self._update_without_press(key_states, value_states)
+        if self.static:
+            self.store.window.write(key_states, value_states)
+        else:
+            self.store.append(key_states, value_states)
+        self.call.store = self.store
+        self.call.written = (key_states, value_states)
+        return pairs_in_columns(self.store, self.latent) if self.columns else (key_states, value_states)
+
+    def check_whole(self) -> None:
+        """Refuse a cache of which some layers hold tokens that others do not, unless all were cropped to where they agreed."""
+        if self.interrupted is None:
+            return
+        if self.get_seq_length() > self.interrupted or len({store.seen for store in self.stores}) > 1:
+            raise RuntimeError(
+                "a forward pass that failed, or a crop that some layers refused, has left this cache with tokens in some of "
+                "its layers only; go on with a copy that was made before (copy.deepcopy(cache)), or with a new cache"
+            )
+        self.interrupted = None
+
+    def _update_without_press(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new pairs and return all of them, where the model's own attention can read them.
+
+        The first layer checks for all, before anything is stored.
+        """
+        assert self.store is not None  # noqa: S101 - for type checkers
+        stores = self.stores
+        problem = why_unreadable(stores if self.store is stores[0] else [self.store])
+        if self.columns and self.store.sealed:
+            problem = problem or "the model reads every pair in its column, of which some are evicted"
+        if problem:
+            raise RuntimeError(
+                f"this cache holds compressed pairs that can only be read inside a press, because {problem}: put the call "
+                "inside `with press(model):`, or `with kvpress.reading(model):` to read it without compressing further"
+            )
+        self.store.append(key_states, value_states)
+        if key_states.shape[2] == 1:
+            self.store.since_eviction, self.store.counted = self.store.since_eviction + 1, self.store.seen
+        return dense_pairs(self.store)
+
+    def empty_twin(self) -> PressLayer:
+        """Return a layer of this kind without pairs; what it holds beside them is copied."""
+        return PressLayer()
+
+    def take_over(self, other: PressLayer) -> PressLayer:
+        """Hold the pairs of another layer, and return this one."""
+        self.store, self.is_initialized = other.store, other.is_initialized
+        self.columns, self.latent = other.columns, other.latent
+        self.dtype, self.device, self.batch_size = other.dtype, other.device, other.batch_size
+        return self
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Stored keys as one dense tensor `[B, H, n, D]`: a copy, unless nothing is sealed yet.
+
+        Keys and values that are assigned take the place of all stored pairs, once both have the same length.
+        """
+        return self._dense(0)
+
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self._assign(0, keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Stored values as one dense tensor `[B, H, n, Dv]`; see `keys`."""
+        return self._dense(1)
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._assign(1, values)
+
+    def _dense(self, which: int) -> Tensor | None:
+        cache = None if self._cache is None else self._cache()
+        with nullcontext() if cache is None else between_passes(cache):
+            if which in self.assigned or self.store is None:
+                return self.assigned.get(which)
+            return dense_pairs(self.store)[which]
+
+    def _assign(self, which: int, tensor: Tensor) -> None:
+        if self.store is None:
+            raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
+        reasons = {
+            "the columns of padded rows are not all tokens; read rows of one length, or one row": self.padded,
+            "a codec has encoded them, or a selector reads them": bool(self.store.segments),
+            "this model reads its cache by itself": self.columns,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            raise NotImplementedError(
+                f"keys and values of this layer cannot be assigned: {reason}. To choose pairs of each row, override `score` or "
+                "`compress` of the press"
+            )
+        stored = dense_pairs(self.store)
+        expected = (*stored[which].shape[:2], stored[which].shape[3])
+        if tensor.dim() != 4 or (*tensor.shape[:2], tensor.shape[3]) != expected or tensor.shape[2] > self.store.seen:
+            raise ValueError(
+                f"{('keys', 'values')[which]} must have shape [{expected[0]}, {expected[1]}, n, {expected[2]}] with n at most "
+                f"the {self.store.seen} tokens seen, got {tuple(tensor.shape)}"
+            )
+        self.assigned[which] = tensor
+        keys, values = (self.assigned.get(part, stored[part]) for part in (0, 1))
+        if keys.shape[2] == values.shape[2]:
+            self.assigned = {}
+            replace_all(self.store, (keys, values), stored)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.store is None else self.store.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many pairs a pass will read, and the place of the first if they are counted back from the newest."""
+        if self.store is None:
+            return query_length, 0
+        if self.columns:
+            return self.store.seen + query_length, 0
+        stored = max(self.store.stored())
+        return stored + query_length, self.store.seen - stored
+
+    def reset(self) -> None:
+        recording = self.record_past
+        PressLayer.__init__(self, None if self._cache is None else self._cache())
+        self.record_past = recording
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store is not None:
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            if not self.padded and not self.store.sealed and len(rows) > len(rows.unique()):
+                self.store.close(None)  # what several rows go on from is held once
+            self.store.select_rows(rows)
+            self.batch_size = self.store.batch
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens: the layer is then as if they had never come.
+
+        The tokens that stay count as accepted: what was kept to take them back is let go. Nothing changes in any layer of ours
+        where one of them, or a layer behind them, cannot follow.
+
+        Raises:
+            ValueError: the number is positive, or so many tokens are not open (`KVStore.check_crop`).
+            NotImplementedError: a layer of the cache cannot take back tokens.
+            RuntimeError: a forward pass is reading the cache.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as 0 or negative, got {tokens_to_remove}")
+        cache = None if self._cache is None else self._cache()
+        with nullcontext() if cache is None else between_passes(cache):
+            self._check_crop(cache, -tokens_to_remove)
+            if self.store is not None:
+                self.store.crop(-tokens_to_remove)
+
+    def _check_crop(self, cache: Cache | None, tokens: int) -> None:
+        """Refuse to take back tokens where this layer cannot, or one behind it that has seen as many.
+
+        The first layer asks for all. Layers are cropped one by one, each by what it has too many, after a pass that failed.
+        """
+        layers = [self] if cache is None else list(cache.layers)
+        ours = [layer for layer in layers if isinstance(layer, PressLayer)]
+        if any(layer.call is not None for layer in ours):
+            raise RuntimeError("this cache is in a forward pass: take tokens back once that has ended")
+        if not tokens or (self.store is None and cache is None):
+            return
+        place = next(i for i, layer in enumerate(layers) if layer is self)
+        alike = len({layer.get_seq_length() for layer in ours}) == 1
+        try:
+            for index, layer in enumerate(layers[place : None if alike else place + 1], start=place):
+                if not isinstance(layer, PressLayer) or isinstance(layer, LinearAttentionLayer):
+                    check_others(layer, index, tokens)
+                if isinstance(layer, PressLayer) and layer.store is not None:
+                    layer.store.check_crop(tokens)
+        except (ValueError, NotImplementedError) as error:
+            if not any(layer.get_seq_length() < self.get_seq_length() for layer in layers[:place] if has_pairs(layer)):
+                raise
+            for layer in ours:
+                layer.interrupted = self.get_seq_length() - tokens
+            raise type(error)(
+                f"{error}; layers of transformers that come first have dropped them already, so this cache cannot be read on"
+            ) from error
+
+    def activate_past_recording(self) -> None:
+        """Keep what happens to the layer from now on, so that `crop` can undo it.
+
+        Raises:
+            NotImplementedError: a layer of the cache holds a state from which no token can be taken back.
+        """
+        cache = None if self._cache is None else self._cache()
+        layers = [self] if cache is None else list(cache.layers)
+        try:
+            for index, layer in enumerate(layers):
+                check_others(layer, index, 0)
+        except NotImplementedError:
+            for layer in layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
+            raise
+        self.record_past = True
+        if self.store is not None:
+            self.store.record(True)
+
+    def offload(self) -> None:
+        if self.store is not None:
+            self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.store is not None:
+            self.store.to(self.device)
+
+
+class HybridPressLayer(LinearAttentionLayer, PressLayer):
+    """A `PressLayer` that also holds the convolution and recurrent states of its layer, as stock hybrid layers do."""
+
+    is_compileable = False
+
+    def __init__(self, states: LinearAttentionLayer) -> None:
+        """Take over the states of a layer, which may be a stock one."""
+        PressLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, states.number_of_states)
+        self.__dict__.update({name: getattr(states, name) for name in LINEAR_STATE})
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Begin with keys and values, given by position, or with states, given by name."""
+        (PressLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def empty_twin(self) -> HybridPressLayer:
+        states = LinearAttentionLayer(self.number_of_states)
+        states.__dict__.update({name: copy.deepcopy(getattr(self, name)) for name in LINEAR_STATE})
+        return HybridPressLayer(states)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        PressLayer.reset(self)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        LinearAttentionLayer.reorder_cache(self, rows)
+        PressLayer.batch_select_indices(self, rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        PressLayer.crop(self, tokens_to_remove)
+        if self.record_past:
+            LinearAttentionLayer.crop(self, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        PressLayer.activate_past_recording(self)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+        PressLayer.offload(self)
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+        PressLayer.prefetch(self)
+
+
+def stop_recording(layers: Iterable[Any]) -> None:
+    """Let layers of a cache record no further, and let go of what they kept to take tokens back."""
+    for layer in layers:
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
+            if isinstance(layer, PressLayer) and layer.store is not None:
+                layer.store.record(False)
+
+
+def hold_window_alone(layer: Any) -> None:
+    """Let a layer with a sliding window hold its window alone, which is a view of the whole prompt that it has just read."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized or layer.record_past:
+        return
+    for name in ("keys", "values"):
+        window = getattr(layer, name)
+        spare = window.untyped_storage().nbytes() - window.numel() * window.element_size()
+        if (
+            spare > window[:, :, :1].numel() * window.element_size()
+        ):  # more than the token that each decode step leaves over
+            setattr(layer, name, window.clone(memory_format=torch.contiguous_format))
+
+
+def has_pairs(layer: Any) -> bool:
+    """Whether a cache layer counts tokens."""
+    return isinstance(layer, (PressLayer, DynamicLayer)) and bool(layer.is_initialized)
+
+
+def check_others(layer: Any, index: int, tokens: int) -> None:
+    """Refuse to take back `tokens` tokens, 0 for to begin to record, from what a layer of a cache holds beside our stores."""
+    reason, advice = "", "call cache.activate_past_recording() before they are read"
+    if isinstance(layer, LinearAttentionLayer):
+        if any(layer.is_recurrent_states_initialized.values()):
+            reason = "its recurrent state is a sum over all tokens, from which none can be taken out"
+            advice = "copy the cache (copy.deepcopy) before the tokens that you want to take back"
+        elif tokens and not layer.record_past and any(layer.is_conv_states_initialized.values()):
+            reason = "it keeps only the newest inputs of its convolution"
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        short = tokens and not layer.record_past and layer.get_seq_length() >= layer.sliding_window
+        reason = f"it keeps only the newest {layer.sliding_window - 1} pairs" if short else ""
+    if reason:
+        raise NotImplementedError(
+            f"no tokens can be taken back from layer {index} of this cache, because {reason}; {advice}"
+        )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading prompts and generating: pipeline, questions, parallel prefill, captured decode steps."""

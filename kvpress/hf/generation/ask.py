@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a text once and keep what a press makes of it; answer questions from the cache that was kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextStreamer
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from kvpress.core.press import BasePress
+from kvpress.core.spec import get_press
+from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline
+from kvpress.hf.generation.prompts import read_prompt
+from kvpress.hf.models import new_cache
+from kvpress.hf.positions import check_positions
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: its text and tokens, and how many seconds its first token and all of it took, the question included."""
+
+    text: str
+    tokens: int
+    first_seconds: float
+    seconds: float
+
+
+class _Spoken(TextStreamer):
+    """Hands on text as it comes, and notes when the first token was there."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say, self.tokens = say, 0
+        self.parts: list[str] = []
+        self.started = self.first = time.perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.first = self.first if self.tokens else time.perf_counter()
+            self.tokens += value.numel()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        del stream_end
+        self.parts.append(text)
+        self.say(text)
+
+
+def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, text: str) -> tuple[Cache, Tensor]:
+    """Read a text under a press, up to where a question follows; returns the cache and the ids `[1, n]` that it has read.
+
+    Raises:
+        ValueError: there is no text, or more than the model has positions for.
+    """
+    if not text.strip():
+        raise ValueError("there is no text to read: it holds nothing but spaces")
+    before, _ = _framed(model, tokenizer, text)
+    ids = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
+    press = get_press(press)
+    check_positions(model.config, ids.shape[1], "give a shorter text", recipe=press.recipe())
+    cache = new_cache(model)
+    read_prompt(model, press, cache, ids, torch.ones_like(ids))
+    return cache, ids
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cache: Cache,
+    question: str,
+    press: BasePress | str | None = None,
+    *,
+    max_new_tokens: int = 100,
+    say: Callable[[str], None] = lambda text: None,
+) -> Reply:
+    """Answer a question from a cache of one text, which stays as it is; `say` is handed the words as they come.
+
+    The question follows the text in the chat template of the tokenizer, and in a line of its own where there is none.
+
+    Raises:
+        ValueError: the cache holds several rows.
+    """
+    begin = "\n" if tokenizer.chat_template is None else ""
+    spoken = _Spoken(tokenizer, say)
+    KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)(
+        None, begin + question.lstrip(), press=press, cache=cache, max_new_tokens=max_new_tokens, streamer=spoken
+    )
+    done = time.perf_counter() - spoken.started
+    return Reply("".join(spoken.parts), spoken.tokens, spoken.first - spoken.started, done)
+
+
+def _framed(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[str, str]:
+    """Return what stands before and after a question about a text, as the pipeline frames it."""
+    return KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)._frame(text, True, enable_thinking=False)

