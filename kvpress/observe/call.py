@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
 from kvpress.cache.chosen import Selection
-from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.codec import Sealing
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.store import KVStore
 
 Phase = Literal["prefill", "decode"]
