@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.attention import Logits
-from kvpress.cache.codec import Codec, DenseCodec, Rotation, Sealing
+from kvpress.cache.codec import Codec, DenseCodec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 from kvpress.quant.block_gtq import BlockCodec

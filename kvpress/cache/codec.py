@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.offset import Spread
-from kvpress.cache.rotation import Channels, Rotate
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
@@ -21,27 +21,6 @@ GPU_INTERVAL = 256
 
 WIDTH = "width"
 """Name of the per-pair array that says in how many bits a pair that waits to be encoded is to be held, 0 where nothing does."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotary embedding of a layer's keys: `angles` maps positions `[1, n]` to `(cos, sin)` of the model.
-
-    `rotate` is the model's function that turns vectors by them, None where it turns two halves of the leading channels. Layers
-    of one `kind` share their embedding; `owner` names the attention in messages. It is not `known` where the model has no
-    angles or no function of its own that could be found.
-    """
-
-    angles: Callable[[Tensor], tuple[Tensor, Tensor]]
-    kind: str
-    owner: str
-    rotate: Rotate | None = None
-    known: bool = True
-
-    def channels(self, dim: int, device: torch.device) -> Channels | None:
-        """Return which of `dim` channels are turned together; None where the model is not known to turn pairs of channels."""
-        cos, sin = (part[:, 1:].float() for part in self.angles(torch.arange(2, device=device)[None]))
-        return Channels.of(self.rotate, cos, sin, dim)
 
 
 @dataclass(frozen=True)

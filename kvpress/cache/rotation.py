@@ -5,24 +5,138 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache.layout import Layout
 from kvpress.cache.storage import Held, per_layer, per_stream
 from kvpress.kernels import STEP, Rotary, rotate_halves
-
-if TYPE_CHECKING:
-    from kvpress.cache.codec import Sealing
-    from kvpress.cache.segment import DenseSegment, Segment
 
 Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotates vectors `[B, heads, n, D]` by cosines and sines `[B, n, d]`, and is linear in these."""
 
 TOLERANCE = 1e-2
 """Largest difference of an embedding that counts as linear from the model's cosines and sines, rounding apart."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Which channels a rotary embedding turns together.
+
+    In the `order [D]`, int64, channels i and i + h of the leading 2 h are a pair; None where they are so in the keys. Pair i is
+    turned by entry ``index[i]`` of the model's cosines and sines.
+    """
+
+    index: Tensor
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, rotate: Rotate | None, cos: Tensor, sin: Tensor, dim: int) -> Channels | None:
+        """Find out which channels belong together by rotating each of `dim` alone; None where no two are turned as a pair.
+
+        `rotate` is the model's own function, None where it turns two halves; `cos` and `sin [1, 1, d]` are those of a position.
+        """
+        entries, device = cos.shape[-1], cos.device
+        place = torch.arange(dim, device=device)
+        if rotate is None:
+            half = kernels.per_pair(cos).shape[-1]
+            return cls(place[:half], None)
+        alone = torch.eye(dim, device=device)[None, None]
+        numbers = torch.arange(1, entries + 1, device=device).float().expand(1, dim, entries)
+        kept = rotate(alone, numbers, 0 * numbers)[0, 0].diagonal()
+        crossed = rotate(alone, 0 * numbers, numbers)[0, 0].fill_diagonal_(0)
+        low, high = (crossed > 0).nonzero().unbind(1)  # by the sine, channel `low` adds to channel `high`
+        order = torch.cat([low, high, _others(torch.cat([low, high]), dim)])
+        index = kept[low].round().long() - 1
+        if len(order) != dim or not bool(((index >= 0) & (index < entries)).all()):
+            return None
+        turned = rotate(alone, cos.expand(1, dim, -1), sin.expand(1, dim, -1))[0, 0]
+        expected = rotate_halves(alone[0, 0][:, order], cos[0, :, index], sin[0, :, index])
+        if not torch.allclose(turned[:, order], expected, atol=1e-3):
+            return None
+        return cls(index, None if torch.equal(order, place) else order)
+
+
+def _others(channels: Tensor, dim: int) -> Tensor:
+    """Return the channels of `dim` that are not listed, ascending."""
+    listed = torch.zeros(dim, dtype=torch.bool, device=channels.device)
+    listed[channels] = True
+    return (~listed).nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary embedding of a layer's keys: `angles` maps positions `[1, n]` to `(cos, sin)` of the model.
+
+    `rotate` is the model's function that turns vectors by them, None where it turns two halves of the leading channels. Layers
+    of one `kind` share their embedding; `owner` names the attention in messages. It is not `known` where the model has no
+    angles or no function of its own that could be found.
+    """
+
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]]
+    kind: str
+    owner: str
+    rotate: Rotate | None = None
+    known: bool = True
+
+    def channels(self, dim: int, device: torch.device) -> Channels | None:
+        """Return which of `dim` channels are turned together; None where the model is not known to turn pairs of channels."""
+        cos, sin = (part[:, 1:].float() for part in self.angles(torch.arange(2, device=device)[None]))
+        return Channels.of(self.rotate, cos, sin, dim)
+
+
+class Placed(Protocol):
+    """Pairs of some streams, of which it is known where they stand; every segment is one."""
+
+    layout: Layout
+    side: dict[str, Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether no stream has gaps."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Slot of every pair, int32 [total], or None where every stream is contiguous."""
+
+    def slots(self) -> Tensor:
+        """Slot of every pair, int32 [total]."""
+
+    def first_slot(self) -> Tensor:
+        """Slot of the first pair of every stream, int64 [N]."""
+
+
+class PlacedKeys(Placed, Protocol):
+    """The same with dense keys `[total, D]`."""
+
+    keys: Tensor
+
+
+class Read(Protocol):
+    """What a cache has read when it encodes: `Sealing` says more."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the sequence."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which tokens are real, bool [B, seen]; None where nothing is padded."""
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotary embedding of the layer; None where keys are never rotated."""
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all layers of the cache have in common."""
 
 
 @dataclass(eq=False)
@@ -96,13 +210,13 @@ class KeyRotation(Held):
         """Angles of all pairs of a segment, as the operators take them."""
         return Rotary(self.angles.coarse, self.angles.fine, shift, positions)
 
-    def shift(self, segment: Segment) -> Tensor:
+    def shift(self, segment: Placed) -> Tensor:
         """Position minus row number of each stream, or minus slot where a segment lists them, int64 [N]."""
         starts, _ = segment.layout.on(segment.device)
         shift = segment.first_slot() - starts if segment.contiguous else torch.zeros_like(starts)
         return shift if self.pads is None else shift - self.pads
 
-    def unrotate(self, segment: DenseSegment) -> Tensor:
+    def unrotate(self, segment: PlacedKeys) -> Tensor:
         """Keys of a segment as they were before their rotary embedding, float32 [total, D]."""
         rotary = self.rotary(self.shift(segment), segment.positions)
         keys = torch.empty(segment.keys.shape, device=segment.device)
@@ -114,9 +228,7 @@ class KeyRotation(Held):
         return keys
 
 
-def rotation_of(
-    sealing: Sealing, streams: int, device: torch.device, index: Tensor | None = None
-) -> KeyRotation | None:
+def rotation_of(sealing: Read, streams: int, device: torch.device, index: Tensor | None = None) -> KeyRotation | None:
     """Return the positions of a layer's pairs; None where its keys are never rotated, or outside a model.
 
     `index` are the entries of the model's cosines and sines that belong to the pairs of channels, None for all.
@@ -138,48 +250,3 @@ def rotation_of(
         return KeyRotation(angles)
     pads = (~sealing.mask).sum(dim=1).to(device)
     return KeyRotation(angles, pads.repeat_interleave(streams // len(pads)))
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Which channels a rotary embedding turns together.
-
-    In the `order [D]`, int64, channels i and i + h of the leading 2 h are a pair; None where they are so in the keys. Pair i is
-    turned by entry ``index[i]`` of the model's cosines and sines.
-    """
-
-    index: Tensor
-    order: Tensor | None
-
-    @classmethod
-    def of(cls, rotate: Rotate | None, cos: Tensor, sin: Tensor, dim: int) -> Channels | None:
-        """Find out which channels belong together by rotating each of `dim` alone; None where no two are turned as a pair.
-
-        `rotate` is the model's own function, None where it turns two halves; `cos` and `sin [1, 1, d]` are those of a position.
-        """
-        entries, device = cos.shape[-1], cos.device
-        place = torch.arange(dim, device=device)
-        if rotate is None:
-            half = kernels.per_pair(cos).shape[-1]
-            return cls(place[:half], None)
-        alone = torch.eye(dim, device=device)[None, None]
-        numbers = torch.arange(1, entries + 1, device=device).float().expand(1, dim, entries)
-        kept = rotate(alone, numbers, 0 * numbers)[0, 0].diagonal()
-        crossed = rotate(alone, 0 * numbers, numbers)[0, 0].fill_diagonal_(0)
-        low, high = (crossed > 0).nonzero().unbind(1)  # by the sine, channel `low` adds to channel `high`
-        order = torch.cat([low, high, _others(torch.cat([low, high]), dim)])
-        index = kept[low].round().long() - 1
-        if len(order) != dim or not bool(((index >= 0) & (index < entries)).all()):
-            return None
-        turned = rotate(alone, cos.expand(1, dim, -1), sin.expand(1, dim, -1))[0, 0]
-        expected = rotate_halves(alone[0, 0][:, order], cos[0, :, index], sin[0, :, index])
-        if not torch.allclose(turned[:, order], expected, atol=1e-3):
-            return None
-        return cls(index, None if torch.equal(order, place) else order)
-
-
-def _others(channels: Tensor, dim: int) -> Tensor:
-    """Return the channels of `dim` that are not listed, ascending."""
-    listed = torch.zeros(dim, dtype=torch.bool, device=channels.device)
-    listed[channels] = True
-    return (~listed).nonzero().flatten()

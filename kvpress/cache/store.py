@@ -23,8 +23,8 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.common import CommonSegment
+from kvpress.cache.key_bias import offset_of, without
 from kvpress.cache.layout import interleave
-from kvpress.cache.offset import offset_of
 from kvpress.cache.rollback import Rollback
 from kvpress.cache.savepoint import Savepoint
 from kvpress.cache.segment import DenseSegment, Segment, survivors
@@ -332,7 +332,7 @@ class KVStore(Rollback):
                 self._prepend(first)
             earlier = tuple(part.known() for part in self.segments)
             own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-            segment = codec.encode(old if offset is None else offset.removed_from(old), own)
+            segment = codec.encode(old if offset is None else without(offset, old), own)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)

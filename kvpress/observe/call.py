@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
-from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.codec import Sealing
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.selection import Selection
 from kvpress.cache.store import KVStore
 

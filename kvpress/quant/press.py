@@ -25,7 +25,7 @@ class QuantisingPress(BasePress):
 
     Where keys share a vector before their rotary embedding that is much longer than what they differ by, as in models with a
     large bias in their key projections, it is taken out of them before they are encoded, stored once for each head of each row,
-    and added in attention at the angle of each position (`kvpress.cache.offset`). The first encoded pairs of a head decide.
+    and added in attention at the angle of each position (`kvpress.cache.key_bias`). The first encoded pairs of a head decide.
     """
 
     bits: Bits

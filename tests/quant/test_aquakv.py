@@ -13,8 +13,9 @@ from torch import Tensor
 import kvpress
 from kvpress import kernels
 from kvpress.cache.attention import Logits
-from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.calibrate import PredictorSettings, calibrate
 from kvpress.calibrate.aquakv import regress

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import kvpress
 from benchmarks.key_bias import Exact, with_bias
 from kvpress.cache.attention import Logits, attend
-from kvpress.cache.codec import Codec, Rotation, Sealing
+from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import survivors
 from kvpress.cache.store import KVStore
 from kvpress.core.registry import entries

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.cache.codec import Rotation, Sealing
+from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
+from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import DenseSegment
 from kvpress.calibrate import LevelSettings, calibrate
 from kvpress.core import calibration as calibration
