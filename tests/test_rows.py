@@ -57,6 +57,7 @@ SPECS = {
     **{name: (spec, (60, 26, 9)) for name, spec in CODECS.items()},
     **{name: (spec, (110, 76)) for name, spec in SELECTORS.items()},
     "quest": (QUEST, (60, 26, 9)),
+    "too short to begin": ("mxfp4:residual_length=8", (60, 5)),
     **{name: (spec, (60, 23)) for name, spec in EVICTING.items()},
 }
 

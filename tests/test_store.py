@@ -18,6 +18,7 @@ from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import KVStore
+from kvpress.quant.rotated import CentredCodec
 from tests.codecs import CODECS, STEP
 
 HEADS, DIM = 2, 4
@@ -190,6 +191,20 @@ class StoreMachine(RuleBasedStateMachine):
             logits = rows @ keys.T * 0.5 + torch.tensor([weight for _, _, weight in pairs])
             torch.testing.assert_close(out[n], logits.softmax(-1) @ (keys + 1), atol=1e-2, rtol=0)
             torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_a_row_begins_to_be_encoded_whatever_its_neighbours_hold(turn: bool) -> None:
+    """Beside a row whose pairs wait for a tile of 32, a row of 5 and then 12 tokens is encoded but for the newest 8."""
+    codec, mask = CentredCodec((8, 8), residual=8), torch.ones(2, 32, dtype=torch.bool)
+    mask[1, :15] = False
+    pairs = torch.randn(2, HEADS, 32, 16, generator=torch.Generator().manual_seed(0))
+    store = KVStore(pairs[:, :, :0], pairs[:, :, :0])
+    for end in (20, 32):
+        store.append(pairs[:, :, store.seen : end], pairs[:, :, store.seen : end])
+        store.settle(codec, Sealing(HEADS, mask=mask[:, :end]), turn=turn)
+    encoded = torch.tensor([segment.layout.lengths for segment in store.segments]).sum(dim=0)
+    assert encoded.tolist() == ([24, 24, 9, 9] if turn else [12, 12, 9, 9])
 
 
 def contents(store: KVStore) -> list[Tensor]:

@@ -167,3 +167,14 @@ def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
             expected = [weights.get((n, at), 0.0) for at in part.slots()[rows].tolist()]
             found = torch.zeros(part.layout.total) if part.log_weight is None else part.log_weight
             assert found[rows].tolist() == pytest.approx(expected)
+
+
+def test_a_layer_that_keeps_nothing_has_nothing_to_weigh() -> None:
+    """Layers compete under kvzip, and one of them may keep no pair of a short prompt; what comes next is read as ever."""
+    store = KVStore(torch.zeros(1, HEADS, 0, DIM), torch.zeros(1, HEADS, 0, DIM))
+    store.append(*torch.randn(2, 1, HEADS, 5, DIM).unbind(0))
+    store.evict([torch.zeros(5, dtype=torch.bool)] * HEADS, None)
+    store.weigh({n: torch.zeros(0) for n in range(HEADS)})
+    assert store.sealed == []
+    with pytest.raises(ValueError, match=r"must have shape \(0,\), got \(1,\)"):
+        store.weigh({0: torch.zeros(1)})

@@ -59,7 +59,7 @@ class Codec(ABC):
     residual: int
     sinks: int = 0
     whole: ClassVar[bool] = False
-    """Whether the first time that pairs of a row are encoded, those that fill no tile are too."""
+    """Whether pairs that fill no tile are encoded too, of a row that holds no encoded ones yet and after a turn."""
     slot_bytes: ClassVar[int] = SLOT
     """Bytes that the place of an encoded pair takes, where a stream has gaps."""
     reads_side: ClassVar[tuple[str, ...]] = ()
@@ -71,16 +71,18 @@ class Codec(ABC):
     tier: FileTier | None = None
     """Where encoded pairs are kept, None for the memory of their device."""
 
-    def tiles(self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = ()) -> tuple[list[int], list[int]]:
+    def tiles(
+        self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = (), turn: bool = False
+    ) -> tuple[list[int], list[int]]:
         """Return between which ranks of its dense pairs every stream is encoded: begins and ends.
 
-        Each row is looked at by itself: its first pairs are left out until some pairs of it are encoded, as `begun` says of
-        every stream, and a row without a full tile has all its begins and ends at 0.
+        Each row is looked at by itself: its first pairs are left out until some pairs of it are encoded, which `begun` marks
+        by stream, and a row without a full tile has all its begins and ends at 0. `turn` marks the end of a prompt or turn.
         """
         begins, ends = [0] * len(lengths), [0] * len(lengths)
         for start in range(0, len(lengths), heads):
             row, first = range(start, start + heads), not any(begun[start : start + heads])
-            sinks, size = self.sinks if first else 0, self.tile_size(first)
+            sinks, size = self.sinks if first else 0, self.tile_size(first or turn)
             full = [max(0, lengths[n] - min(sinks, lengths[n]) - self.residual) // size for n in row]
             for n, tiles in zip(row, full, strict=True):
                 if any(full):
@@ -88,9 +90,22 @@ class Codec(ABC):
                     ends[n] = begins[n] + tiles * size
         return begins, ends
 
-    def tile_size(self, first: bool) -> int:
-        """Of how many pairs of a row the number is a multiple that is encoded, `first` of all or later."""
-        return 1 if first and self.whole else self.group
+    def tile_size(self, ends: bool) -> int:
+        """Encoded lengths are multiples of this; `ends` for the first pairs of a row and at the end of a turn."""
+        return 1 if ends and self.whole else self.group
+
+    def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Return the segments of a layer at the end of a turn; `whole` codecs join neighbours of one format.
+
+        A segment holds some bytes per stream however short it is, and each turn makes one. Files are not written again.
+        """
+        parts: list[list[Segment]] = []
+        for segment in segments:
+            if self.whole and self.tier is None and parts and parts[-1][0].joinable(segment):
+                parts[-1].append(segment)
+            else:
+                parts.append([segment])
+        return [part[0] if len(part) == 1 else Segment.join(part) for part in parts]
 
     def interval(self, device: torch.device) -> int:
         """Return after how many generated tokens full tiles are looked for: `group`, and a multiple of it on a GPU."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
-from kvpress.cache.layout import Layout
+from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import OfStreams, Segment
 from kvpress.cache.storage import Axis, Choice, own, part
 
@@ -157,6 +157,58 @@ class MixedSegment(Segment):
             layout = Layout(torch.bincount(stream[mine], minlength=choice.layout.streams).tolist())
             chosen[name] = Choice(at[mine], layout, layout)
         return chosen
+
+
+def by_format(segments: Sequence[Segment]) -> Segment:
+    """Return one segment of the pairs of all `segments` in order: pairs of one format lie in one part, whatever mixed them."""
+    if len(segments) == 1:
+        return segments[0]
+    kinds: list[list[Segment]] = []
+    numbers = [torch.zeros(segment.layout.total, dtype=torch.int64, device=segment.device) for segment in segments]
+    for segment, number in zip(segments, numbers, strict=True):
+        for rows, plain in _plain_parts(segment):
+            n = next((n for n, kind in enumerate(kinds) if kind[0].joinable(plain)), len(kinds))
+            if n == len(kinds):
+                kinds.append([])
+            kinds[n].append(plain)
+            number[rows] = n
+    layouts = [segment.layout for segment in segments]
+    order, layout = interleave(layouts)
+    order = order.to(numbers[0].device)
+    joined = _mixed([_without_slots(kind) for kind in kinds], torch.cat(numbers)[order], layout)
+    for name in set().union(*(segment.side for segment in segments)):
+        joined.side[name] = torch.cat([segment.side_array(name) for segment in segments])[order]
+    joined._set_slots(torch.cat([segment.slots() for segment in segments])[order])
+    joined.put(segments[0].tier)
+    return joined
+
+
+def _plain_parts(segment: Segment) -> Iterator[tuple[Tensor, Segment]]:
+    """Yield the parts of a segment that are not mixed, each with the rows of its pairs."""
+    if not segment.layout.total:
+        return
+    if not isinstance(segment, MixedSegment):
+        yield torch.arange(segment.layout.total, device=segment.device), segment
+        return
+    for mine, held in segment._halves():
+        rows = mine.nonzero().flatten()
+        yield from ((rows[within], plain) for within, plain in _plain_parts(held))
+
+
+def _without_slots(kind: Sequence[Segment]) -> Segment:
+    """Return the segment of all pairs of one format, whose slots the mixed segment around it holds."""
+    joined = copy.copy(kind[0]) if len(kind) == 1 else Segment.join(kind)
+    joined.side, joined.first, joined._held_slots = {}, (0,) * joined.layout.streams, None
+    return joined
+
+
+def _mixed(parts: Sequence[Segment], number: Tensor, layout: Layout) -> Segment:
+    """Return the segment of all parts, given the `number [total]` of the part that each pair lies in."""
+    if len(parts) == 1:
+        return parts[0]
+    second = number > 0
+    rest = Layout(torch.bincount(layout.streams_of(second.nonzero().flatten()), minlength=layout.streams).tolist())
+    return MixedSegment(parts[0], _mixed(parts[1:], number[second] - 1, rest), Flags.of(second), layout)
 
 
 def places(device: torch.device) -> Tensor:

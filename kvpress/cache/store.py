@@ -277,7 +277,9 @@ class KVStore(Rollback):
         Raises:
             ValueError: a stream holds another number of pairs, or a weight is not finite.
         """
-        held = [sum(lengths) for lengths in zip(*(part.layout.lengths for part in self.sealed), strict=True)]
+        held = [0] * (self.batch * self.heads)  # a layer may keep nothing where layers compete
+        for part in self.sealed:
+            held = [count + length for count, length in zip(held, part.layout.lengths, strict=True)]
         for n, weight in weights.items():
             if weight.shape != (held[n],):
                 raise ValueError(f"log_weight of stream {n} must have shape ({held[n]},), got {tuple(weight.shape)}")
@@ -301,22 +303,24 @@ class KVStore(Rollback):
         self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self._dense is not None else None
         self.index, self.window.cursor = {}, None  # a recorded step must not read what was there
 
-    def settle(self, codec: Codec, sealing: Sealing, wait: bool = False) -> None:
+    def settle(self, codec: Codec, sealing: Sealing, wait: bool = False, turn: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
         With `wait`, only every `codec.interval` tokens: ragged streams would otherwise take turns at every token, and at such
-        times all rows are looked at. What is encoded of a row, and when, depends on its own pairs alone.
+        times all rows are looked at. `turn` marks the end of a prompt or turn that was evicted from: a `whole` codec then
+        encodes pairs that fill no tile too. What is encoded of a row, and when, depends on its own pairs alone.
         """
         if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.interval(self.device):
             return
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)
-        held = 0 if self._dense is None else self._dense.layout.longest
-        if held + self.window.length < codec.residual + codec.tile_size(not self.segments):
+        longest = self.window.length + (0 if self._dense is None else self._dense.layout.longest)
+        begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
+        rows_begun = [any(begun[n : n + self.heads]) for n in range(0, len(begun), self.heads)] or [False]
+        if longest < codec.residual + codec.tile_size(turn or not all(rows_begun)):
             return
         opened = self.open_segment(sealing.mask)
-        begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
-        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun)
+        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun, turn)
         if not any(ends):
             return
         first, old, rest = opened.cut(sinks, ends)
@@ -341,6 +345,8 @@ class KVStore(Rollback):
             self.seal(opened, sealing.mask)
             raise
         self.segments.append(segment)
+        if turn:
+            self.segments = codec.gathered(self.segments)
         self._join_tail()
 
     def _prepend(self, first: DenseSegment) -> None:

@@ -51,7 +51,7 @@ class Allocator:
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         """Return how many pairs every head of each view keeps, a number or `[b, h]`, `mean` on average."""
-        return [mean] * len(scored)
+        return evenly(scored, mean)
 
     def planned(self, tokens: int, mean: int) -> int:
         """Return how many of `tokens` pairs a head keeps on average, as far as can be known beforehand."""
@@ -61,6 +61,18 @@ class Allocator:
     def within_layers(self) -> Allocator:
         """Return the allocator that gives every layer its own mean."""
         return replace(self, scope="layer")
+
+
+def evenly(scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+    """Return equal numbers of pairs for all heads of some views, `mean` on average; short heads leave theirs to longer ones."""
+    lengths, heads = [each.view.length for each in scored], [each.view.shape[1] for each in scored]
+    counts, total, rest = [mean] * len(scored), mean * sum(heads), sum(heads)
+    if mean <= min(lengths):
+        return list(counts)
+    for n in sorted(range(len(scored)), key=lengths.__getitem__):
+        counts[n] = min(lengths[n], total // rest)
+        total, rest = total - counts[n] * heads[n], rest - heads[n]
+    return list(counts)
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,7 @@ class Eviction:
         if weight is None:
             return found
         total = chosen.put(weight, weight.new_zeros(view.shape)) + view.side.get(LOG_WEIGHT, 0.0)
-        return _joined(Rewritten(log_weight=total), found)
+        return _joined(Rewritten(log_weight=total.to(weight.dtype)), found)
 
     @property
     def hidden_states(self) -> Wanted:

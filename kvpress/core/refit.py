@@ -108,7 +108,7 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
         bare.observers = {}
         store = copy.deepcopy(bare)
         store.observers = call.store.observers  # which a codec may read
-        store.settle(own, replace(call.sealing, shared=dict(call.tokens.shared)))
+        store.settle(own, replace(call.sealing, shared=dict(call.tokens.shared)), turn=True)
     return lambda n: torch.cat([part.read(part.layout.rows(n))[0] for part in store.sealed]).float()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count, NotNegative, Positive
-from kvpress.core.recipe import Allocator
+from kvpress.core.recipe import Allocator, evenly
 from kvpress.core.registry import Exemption, register
 from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
@@ -78,7 +78,7 @@ class ByPreference(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         windows = [min(self.press.window_size, each.view.length) for each in scored]
         if mean * len(scored) <= sum(windows):
-            return [mean] * len(scored)
+            return evenly(scored, mean)
         wanted = [self.press.preference(each.whole, width).cpu() for each, width in zip(scored, windows, strict=True)]
         room = [each.view.length - width for each, width in zip(scored, windows, strict=True)]
         shares = share_out(mean * len(scored) - sum(windows), torch.stack(wanted), torch.tensor(room))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpress.core.recipe import Allocator
+from kvpress.core.recipe import Allocator, evenly
 from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 from kvpress.presses.cake import share_out
@@ -36,7 +36,7 @@ class HeadShares(Allocator):
         lengths = [min(self.window, each.view.length) for each in scored for _ in range(each.view.shape[1])]
         rest = mean * len(lengths) - sum(lengths)
         if rest <= 0:
-            return [mean] * len(scored)
+            return evenly(scored, mean)
         room = [each.view.length for each in scored for _ in range(each.view.shape[1])]
         wanted = torch.cat([part.cpu() for part in self.weights([each.whole for each in scored])])
         shares = share_out(rest, wanted, torch.tensor(room) - torch.tensor(lengths))

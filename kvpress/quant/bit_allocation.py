@@ -17,7 +17,7 @@ from kvpress.core.scoring import Scored, top
 from kvpress.presses.sample import Sampling
 from kvpress.quant.errors import MOST, ROUNDING, error
 from kvpress.quant.rotated import gaussian_error
-from kvpress.quant.widths import DENSE, GROUP, LEAST, OFFSETS, WIDTHS, Room, of_width, pair_widths
+from kvpress.quant.widths import DENSE, LEAST, OFFSETS, WIDTHS, Room, of_width, pair_widths
 
 OPTIONS = (0, *sorted(WIDTHS), DENSE)
 """Bits that a pair may take, 0 where it is dropped."""
@@ -28,8 +28,8 @@ SETS = [chosen for n in range(1, len(OPTIONS)) for chosen in combinations(range(
 """Which options beside dropping a layer may use."""
 PARTS = 512
 """Pairs of a layer that are worth about the same are decided about together, in about so many parts."""
-ROUNDS = 3
-"""How often what a choice takes is measured and made up for."""
+ROUNDS = 8
+"""How often what a choice takes is measured and made up for, at most."""
 PRICES, HALVINGS = (-40.0, 10.0), 20
 """Between which powers of two the price of a byte is looked for, and how closely."""
 CLOSE = 0.005
@@ -81,14 +81,16 @@ class ByPrice(Allocator):
         errors = (errors / errors.mean()).clamp(1 / MOST, MOST)
         layers = [Layer(part, float(own), self.room) for part, own in zip(found, errors, strict=True)]
         limit = self.room.allowed(tokens) * self.room.streams - sum(layer.beside for layer in layers)
-        aim, best, most = limit, None, 0.0
-        for _ in range(ROUNDS):  # a scorer that draws keeps others than the best pairs, which take fewer bits
+        aim, tries = limit, []
+        for _ in range(ROUNDS):  # a scorer that draws keeps others than the best pairs, which take other bits
             offers = cheapest(layers, aim)
             held = sum(layer.choose(offer) for layer, offer in zip(layers, offers, strict=True))
-            if best is None or most < held <= limit:
-                best, most = offers, held
+            tries.append((held, offers))
+            if (1 - CLOSE) * limit <= held <= limit:
+                break
             aim += limit - held
-        assert best is not None  # noqa: S101 - set in the first round
+        # The most that fits; where nothing does, the least.
+        _, best = max(tries, key=lambda each: (each[0] <= limit, each[0] if each[0] <= limit else -each[0]))
         for layer, offer in zip(layers, best, strict=True):
             layer.choose(offer)
         return [counts for layer in layers for counts in layer.counts]
@@ -132,17 +134,17 @@ class Layer:
     """The pairs of one row in one layer that there is a choice of, and what each option of each of them takes.
 
     Pairs that may take the same options lie in parts of about the same worth. Of the `LEAST` best ones of a head none is
-    dropped, and encoded pairs stay as they are or are dropped. `beside` are the bytes of pairs that there is no choice of.
+    dropped, and encoded pairs stay as they are or are dropped: `encoded` are their options, 0 for the others. `beside` are the
+    bytes of pairs that there is no choice of.
     """
 
     def __init__(self, scored: Sequence[Scored], weight: float, room: Room) -> None:
         self.scored, self.room = scored, room
         self.facts = next(layer for layer in room.layers if layer.index == scored[0].view.layer)
         self.counts: list[int | Tensor] = []
-        view = scored[0].view
-        self.begun = bool(view.call.store.segments)
         self.worth = torch.cat([weight * worth(each.scores).flatten() for each in scored])
         held = torch.cat([held_widths(each).flatten() for each in scored])
+        self.encoded = torch.searchsorted(BITS, held)
         self.kind = 2 * held + torch.cat([top(each.scores, LEAST).flatten() for each in scored]).cpu()
         self.part = torch.empty_like(self.kind)
         found: list[tuple[float, int, int]] = []
@@ -157,12 +159,11 @@ class Layer:
 
     @property
     def beside(self) -> float:
-        """Bytes of what stays whatever is chosen: protected pairs, and those that wait to be encoded."""
-        store, width = self.scored[0].view.call.store, self.room.bits(self.scored[0].view.seen)
+        """Bytes of protected pairs, which stay whatever is chosen."""
+        width = self.room.bits(self.scored[0].view.seen)
         others = sum((each.whole.length - each.view.length) * each.view.shape[1] for each in self.scored)
-        heads, waiting = self.facts.kv_heads, (GROUP - 1) * self.facts.pair_dim * self.room.itemsize
-        once = heads * self._once(width) if others else 0.0
-        return others * self._pair(width) + once + heads * waiting * bool(store.segments)
+        once = self.facts.kv_heads * self._once(width) if others else 0.0
+        return others * self._pair(width) + once
 
     def _pair(self, bits: int) -> float:
         """Return the bytes of a pair in so many bits, its place and weight among them."""
@@ -190,7 +191,7 @@ class Layer:
                 pairs[n, option] = self._pair(OPTIONS[option]) + min(rank, len(chosen) - 1) / 8
                 once[n] += self.facts.kv_heads * self._once(OPTIONS[option])
             once[n] += self.facts.kv_heads * OFFSETS * (len(chosen) > 1)
-        if self.begun or any(each.whole.length > each.view.length for each in self.scored):
+        if any(each.view.length < each.view.seen for each in self.scored):  # protected pairs, or gaps of earlier turns
             return pairs, once
         whole = pairs - self.room.beside_codes
         whole[:, 0] = torch.inf
@@ -214,17 +215,19 @@ class Layer:
     def choose(self, offer: Offer) -> float:
         """Let the scorer choose as many pairs of each head as are offered bits, and give them these; returns the bytes held.
 
-        What it takes beyond those gets the fewest bits in use.
+        What it takes beyond those gets the fewest bits in use, or those that it is encoded in already.
         """
         options = offer.options[self.part]
-        used = options[options > 0].unique()
-        self.counts, chosen, at = [], [], 0
-        for each in self.scored:
-            own = options[at : at + each.view.shape.numel()].view(each.view.shape).to(each.view.positions.device)
-            at += each.view.shape.numel()
+        fewest = options[options > 0].min()
+        spare = torch.where(self.encoded > 0, self.encoded, fewest)
+        sizes = [each.view.shape.numel() for each in self.scored]
+        self.counts, chosen = [], []
+        for each, offered, other in zip(self.scored, options.split(sizes), spare.split(sizes), strict=True):
+            device = each.view.positions.device
+            own, other = (part.view(each.view.shape).to(device) for part in (offered, other))
             counts = (own > 0).sum(dim=2)
             mask = each.choose(counts)
-            own = torch.where(own > 0, own, used[0].to(own)) * mask
+            own = torch.where(own > 0, own, other) * mask
             each.width = BITS.to(own.device)[own]
             self.counts.append(counts)
             chosen.append(own.flatten().cpu())

@@ -121,16 +121,17 @@ class BudgetedPress(OfSize):
     o is the attention output of one of the newest tokens, at most a quarter of the prompt, and o' that with the pairs evicted
     that the inner press leaves out at the mean budget; the newest tokens themselves stay whole, as those of a question would.
     If the error of a layer falls as 1 / pairs, this shares pairs out with the least sum of errors. No layer gets more than
-    twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; tokens that follow
-    the prompt stay dense until 32 of them are encoded together. A prompt keeps 16 pairs a head at least.
+    twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens
+    stay dense until 32 of them are encoded together. A prompt keeps 16 pairs a head at least.
 
     `smaller` is 10 where no size is given. `bytes`, such as 512MiB, 4GB or 300000, are those of all layers of one row of a
     batch, sliding windows among them, after its prompt: a row is compressed as it would be alone, so that B rows take B times
     as much. The bits are chosen once the prompt's length is known, for each row by itself; a prompt that fits as it is stays
     so. What is held is at most that, and less by 1% or a pair of every head; by more where all pairs fit into some bits and
     not into the next more, or where layers keep all their pairs, which need no places then. Bytes that do not hold 16 pairs a
-    head in 2 bits are refused. Generated tokens come on top, in the bits of the prompt; a further turn is cut to the same
-    bytes together with all before it, less those of the 31 tokens that may wait to be encoded.
+    head in 2 bits are refused. Generated tokens come on top, in the bits of the prompt, until a further turn of several
+    tokens: this is cut to the size together with all before it, and encoded to its last pair. With `smaller`, that is the size
+    of all tokens seen by then, so that the cache grows with them; with `bytes`, it is the same as before.
 
     With `per_pair`, pairs and bits are one choice: of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
 
@@ -205,9 +206,15 @@ class ByError(Allocator):
         wanted = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
         wanted = (wanted + ROUNDING).sqrt()
         wanted = (wanted / wanted.mean()).clamp(1 / MOST, MOST)
-        room = torch.tensor([min(each.view.length for each in layer) for layer in layers])
+        room = torch.tensor([_mean_length(layer) for layer in layers])
         shares = share_out(mean * len(layers), wanted, room)
         return [count for layer, share in zip(layers, shares, strict=True) for count in self.inner.counts(layer, share)]
 
     def within_layers(self) -> Allocator:
         return self.inner
+
+
+def _mean_length(layer: Sequence[Scored]) -> int:
+    """Return the pairs per head that a layer holds on average: heads that compete differ after an earlier turn."""
+    lengths = [each.view.length for each in layer for _ in range(each.view.shape[1])]
+    return sum(lengths) // len(lengths)

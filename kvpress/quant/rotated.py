@@ -67,7 +67,9 @@ class CentredCodec(Codec):
     spread = "stream"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        # The centre of the same bits counts most: what is encoded now can then be joined to it.
         earlier = [other for other in sealing.earlier if isinstance(other, RotatedSegment)]
+        earlier.sort(key=lambda other: (other.keys.bits, other.values.bits) == self.bits)
         stream = segment.layout.stream_of_row.to(segment.device)
         centres, coded = [], []
         for name, side, bits in zip(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpress.cache.codec import WIDTH, Codec, DenseCodec, Sealing
 from kvpress.cache.layout import Layout
-from kvpress.cache.mixed import Flags, MixedSegment
+from kvpress.cache.mixed import Flags, MixedSegment, by_format
 from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, WEIGHT, DenseSegment, Segment
 from kvpress.cache.store import KVStore
@@ -118,8 +118,6 @@ class Room:
         if self.allowed(tokens) >= tokens * self.full:
             return tokens
         once, pair = self.held(0, bits), self.held(1, bits) - self.held(0, bits)
-        if self.width is not None:  # what follows the first prompt leaves a tile in the making
-            once += (GROUP - 1) * self.full
         return min(tokens, max(LEAST, int((self.allowed(tokens) - once) / pair)))
 
     def warn_of_windows(self, view: View) -> None:
@@ -174,8 +172,8 @@ class Sized(Amount):
         if self.room.bytes is None:
             self.room.warn_of_windows(view)
             return self
-        widths = widths_held(view.call.store.segments)
-        return replace(self, room=replace(self.room, width=widths.get(view.streams[0])))
+        store = view.call.store
+        return replace(self, room=replace(self.room, width=widths_held(store.segments, store.heads).get(view.rows[0])))
 
     def of(self, tokens: int) -> int:
         return self.room.pairs(tokens)
@@ -218,10 +216,16 @@ class FittingCodec(Codec):
         return _encode(segment, widths, widths.unique().tolist(), own)
 
     def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
-        """Return the bits of every stream: those of its first pairs, if there are any that all have the same."""
-        held, rows = {} if self.per_pair else widths_held(sealing.earlier), segment.layout.streams // sealing.heads
+        """Return the bits of every stream: those of the first pairs of its row, if there are any that all have the same."""
+        rows = segment.layout.streams // sealing.heads
+        held = {} if self.per_pair else widths_held(sealing.earlier, sealing.heads)
         seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
-        return [held.get(n) or self.room.bits(int(seen[n // sealing.heads])) for n in range(segment.layout.streams)]
+        bits = [held.get(row) or self.room.bits(int(tokens)) for row, tokens in enumerate(seen)]
+        return [width for width in bits for _ in range(sealing.heads)]
+
+    def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
+        plain = all(isinstance(segment, (MixedSegment, RotatedSegment, DenseSegment)) for segment in segments)
+        return [by_format(segments)] if segments and plain else list(segments)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         raise TypeError("the bytes of a pair follow from the length of a prompt: ask `at(tokens)`")
@@ -232,13 +236,17 @@ def of_width(bits: int) -> Codec:
     return WholeDenseCodec(GROUP, 0) if bits == DENSE else CentredCodec((bits, bits), 0, group=GROUP)
 
 
-def widths_held(parts: Iterable[Segment]) -> dict[int, int]:
-    """Return the bits of every stream that holds encoded pairs."""
+def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, int]:
+    """Return the bits of every row that holds encoded pairs, with so many kv `heads` a row."""
     found: dict[int, int] = {}
     for part in leaves(part.known() for part in parts):
-        bits = part.keys.bits if isinstance(part, RotatedSegment) else DENSE
-        found |= {n: bits for n, length in enumerate(part.layout.lengths) if length}
+        found |= {n // heads: _bits(part) for n, length in enumerate(part.layout.lengths) if length}
     return found
+
+
+def _bits(part: Segment) -> int:
+    """Return the bits of a channel of a segment of one width."""
+    return part.keys.bits if isinstance(part, RotatedSegment) else DENSE
 
 
 def pair_widths(store: KVStore, stream: int) -> Tensor:
@@ -256,7 +264,7 @@ def _bits_of(part: Segment, rows: Tensor) -> Tensor:
         for held, mine in ((part.one, ~second), (part.other, second)):
             found[mine] = _bits_of(held, ranks[rows][mine.to(rows.device)])
         return found
-    return torch.full((len(rows),), part.keys.bits if isinstance(part, RotatedSegment) else DENSE)
+    return torch.full((len(rows),), _bits(part))
 
 
 def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:

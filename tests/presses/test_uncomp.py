@@ -38,6 +38,12 @@ def test_entropy_of_the_largest_eigenvalues(rank: int) -> None:
         assert float(found[head]) == pytest.approx(entropy(vectors[head], rank), abs=1e-9)
 
 
+def test_two_queries_have_no_entropy() -> None:
+    """They lie on a line: rounding errors of 1e-15 would order heads, and a turn of two tokens has two queries."""
+    vectors = torch.randn(50, 2, 16, generator=torch.Generator().manual_seed(0)).double()
+    assert set(truncated_entropy(vectors, 2).tolist()) == {0.0}
+
+
 def test_entropy_knows_directions_and_not_sizes() -> None:
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(400, 16, generator=generator).double()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.report import parse_bytes
@@ -17,7 +18,7 @@ from kvpress.plan import Geometry, plan
 from kvpress.quant.budgeted import QUERIES, ByError, error
 from kvpress.quant.rotated import RotatedSegment
 from kvpress.quant.widths import Room, leaves
-from tests.models import full_layers, tiny_model, tokens
+from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,55 @@ def test_later_turns_are_cut_to_the_same_bytes(size: str, bits: int) -> None:
     assert {part.keys.bits for layer in cache.layers for part in layer.store.segments} == {bits}
 
 
+SCORERS = (
+    "frontier", "budgeted(snapkv)", "budgeted(adakv(snapkv))", "budgeted(sample(compactor))", "budgeted(chunkkv(knorm))",
+    "budgeted(kvzip:layerwise=true,repeat_prompt=)", "budgeted(refit(kvzip:layerwise=true,repeat_prompt=))",
+)  # fmt: skip
+FORMS = [
+    *(f"{spec}:smaller=10" for spec in SCORERS),
+    *(f"{spec}:bytes=80KB" for spec in SCORERS[:3]),
+    "frontier:smaller=10,per_pair=true",
+    "frontier:bytes=80KB,per_pair=true",
+    "budgeted(refit(keydiff)):smaller=10,per_pair=true",
+]
+
+
+@pytest.mark.parametrize("spec", FORMS)
+def test_later_turns_keep_the_size(spec: str, reference: Any) -> None:
+    """Turns of several tokens, generated ones between two of them: neither more than the size, nor 1% less, encoded whole."""
+    ids = torch.randint(5, 900, (1, 700), generator=torch.Generator().manual_seed(0))
+    cache, seen, press = DynamicCache(config=reference.config), 0, kvpress.get_press(spec)
+    for tokens_read in (512, 32, 5, *[1] * 9, 70, 32):
+        with press(reference):
+            reference(ids[:, seen : seen + tokens_read], past_key_values=cache)
+        seen += tokens_read
+        report = kvpress.memory_report(cache)
+        size = report.uncompressed_bytes / press.smaller if press.bytes is None else parse_bytes(str(press.bytes))
+        if tokens_read > 1:
+            assert 0.985 * size <= report.total_bytes <= size, f"{seen} tokens"
+            stores = [layer.store for layer in cache.layers]
+            assert all(len(store.sealed) == 1 and not store.window.length for store in stores)
+
+
+def test_every_row_of_a_batch_keeps_the_size() -> None:
+    """Two rows, one padded, over two turns: each as it is alone."""
+    model, (ids, mask) = tiny_model("llama"), padded_batch([300, 220])
+    later = tokens(2, 40, seed=5)
+    for spec in ("budgeted(adakv(knorm)):smaller=6", "budgeted(knorm):smaller=6,per_pair=true", "frontier:bytes=12KB"):
+        press = kvpress.get_press(spec)
+        with press(model) as session:
+            cache = model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True).past_key_values
+            longer = grow(mask, 40)
+            model(later, attention_mask=longer, position_ids=position_ids(longer, 40), past_key_values=cache)
+        stores = [layer.store for layer in session.cache.layers]
+        for row, length in enumerate((300, 220)):
+            with press(model) as own:
+                cache = model(ids[row : row + 1, 300 - length :], use_cache=True).past_key_values
+                model(later[row : row + 1], past_key_values=cache)
+            alone = [layer.store for layer in own.cache.layers]
+            assert lengths_held(stores, row) == lengths_held(alone, 0)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "glm4"])
 def test_every_family_is_cut_to_size(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
@@ -197,7 +247,7 @@ def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvpress.quant.budgeted.error", lambda layer, count: errors[layer[0].view.layer])
 
     class Layer:
-        length = 1000
+        length, shape = 1000, (1, 2, 1000)
 
         def __init__(self, layer: int) -> None:
             self.layer = layer

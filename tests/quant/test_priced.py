@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 
 import kvpress
-from kvpress.cache.codec import WIDTH
+from kvpress.cache.codec import WIDTH, Sealing
+from kvpress.cache.layout import Layout
 from kvpress.cache.report import parse_bytes
-from kvpress.cache.segment import Segment
+from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.quant import bit_allocation
 from kvpress.quant.bit_allocation import BITS, LOST, Layer, cheapest, worth
 from kvpress.quant.hadamard import hadamard
-from kvpress.quant.rotated import SteppedRows, gaussian_error
-from kvpress.quant.widths import pair_widths
+from kvpress.quant.rotated import RotatedSegment, SteppedRows, gaussian_error
+from kvpress.quant.widths import FittingCodec, Room, leaves, pair_widths
 from tests.models import tiny_model, tokens
 
 
@@ -186,3 +188,25 @@ def test_all_pairs_stay_where_all_fit() -> None:
     report = kvpress.memory_report(session.cache)
     assert report.kept == report.seen
     assert all(isinstance(part, Segment) and part.log_weight is None for part in session.cache.layers[0].store.sealed)
+
+
+def test_turns_are_joined_by_width() -> None:
+    """Pairs of two turns in other widths each, read back in order with their places and weights, and one part for a width."""
+    codec, sealing, turns = FittingCodec(Room(None, smaller=10), per_pair=True), Sealing(2), []
+    for first, lengths, used in ((0, (5, 3), (2, 4)), (9, (2, 6), (3, 4, 16))):
+        layout, generator = Layout(lengths), torch.Generator().manual_seed(first)
+        pairs = DenseSegment(*torch.randn(2, 8, 16, generator=generator).unbind(), layout, first=[first] * 2)
+        pairs.side[WIDTH] = torch.tensor(used)[torch.randint(len(used), (8,), generator=generator)].float()
+        pairs.log_weight = torch.rand(8, generator=generator).half()
+        segment = codec.encode(pairs, replace(sealing, earlier=turns))
+        segment.describe(pairs, without=codec.reads_side)
+        turns.append(segment)
+    (joined,) = codec.gathered(turns)
+    for n in range(2):
+        rows, parts = joined.layout.rows(n), [(turn, turn.layout.rows(n)) for turn in turns]
+        for side in (0, 1):
+            assert torch.equal(joined.read(rows)[side], torch.cat([turn.read(own)[side] for turn, own in parts]))
+        assert torch.equal(joined.slots()[rows], torch.cat([turn.slots()[own] for turn, own in parts]))
+        assert torch.equal(joined.log_weight[rows], torch.cat([turn.log_weight[own] for turn, own in parts]))
+    held = [part.keys.bits if isinstance(part, RotatedSegment) else 16 for part in leaves([joined])]
+    assert sorted(held) == [2, 3, 4, 16]

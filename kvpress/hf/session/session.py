@@ -357,7 +357,8 @@ class Session:
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
-            store.settle(plan.codec, call.sealing, wait=call.phase == "decode")
+            read = call.phase == "prefill"
+            store.settle(plan.codec, call.sealing, wait=not read, turn=read and self.evict)
             if call.is_first_prompt:
                 store.fix()
         if call.tokens.copies > 1 and call.is_first_prompt:
