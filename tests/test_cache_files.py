@@ -280,8 +280,8 @@ def test_foreign_and_later_files_are_refused_by_a_sentence(tmp_path: Path, monke
         kvpress.load(tmp_path / "missing.kv", model)
     with pytest.raises(IsADirectoryError, match="this is a folder"):
         kvpress.load(tmp_path, model)
-    monkeypatch.setattr(container, "VERSION", 0)
-    with pytest.raises(ValueError, match=r"version '1'.*upgrade kvpress"):
+    monkeypatch.setattr(container, "VERSION", 3)
+    with pytest.raises(ValueError, match=r"version '2'.*upgrade kvpress"):
         kvpress.load(path, model)
 
 
