@@ -441,5 +441,5 @@ def test_packed_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
 def test_what_packing_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, path = small(tmp_path)
     monkeypatch.setattr(container, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'kvpress\[zstd\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'kvpress-toolkit\[zstd\]'"):
         kvpress.save(cache, path, model, compress="zstd")

@@ -387,7 +387,7 @@ def check_compression(compress: str | None) -> None:
     if compress not in (None, "zstd"):
         raise ValueError(f"compress must be None or 'zstd', got {compress!r}")
     if compress == "zstd" and find_spec("zstandard") is None:
-        raise ImportError("compress='zstd' needs the package zstandard: pip install 'kvpress[zstd]'")
+        raise ImportError("compress='zstd' needs the package zstandard: pip install 'kvpress-toolkit[zstd]'")
 
 
 def _packed(tensor: Tensor) -> bytes | None:

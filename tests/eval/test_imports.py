@@ -32,8 +32,8 @@ RANKS = (
 USED = {
     "kvpress", "kvpress.cache.attention", "kvpress.cache.report", "kvpress.calibrate.corpus", "kvpress.cli",
     "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry", "kvpress.core.spec", "kvpress.data.reference.words",
-    "kvpress.hf.clock", "kvpress.hf.layer", "kvpress.hf.models", "kvpress.hf.session", "kvpress.observe.call", "kvpress.plan",
-    "kvpress.sparse", "kvpress.terminal",
+    "kvpress.hf.clock", "kvpress.hf.layer", "kvpress.hf.models", "kvpress.hf.session", "kvpress.hf.weights",
+    "kvpress.observe.call", "kvpress.plan", "kvpress.sparse", "kvpress.terminal",
 }  # fmt: skip
 """The modules of the library that the harness builds on."""
 

@@ -69,7 +69,7 @@ def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("kvpress"):
             raise
-        _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
+        _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress-toolkit[eval]'", 2, error)
     except Terminated:
         said = "told to end (SIGTERM); what was finished is on disk, and the same command continues from there"
         Console(stderr=True, soft_wrap=True).print(said)
