@@ -42,6 +42,9 @@ class TableSettings(Settings):
         if out.suffix != ".tsv":
             raise ValueError(f"{self.method} writes a table of heads: --out must end in .tsv, got {out}")
 
+    def outputs(self, out: Path) -> tuple[Path, ...]:
+        return out, out.with_suffix(".json")
+
     def write(self, found: Calibration, model: ModelFacts, out: Path) -> None:
         """Write the table, and beside it what it was made by: `<name>.json`."""
         del model

@@ -45,6 +45,10 @@ class Settings(ABC):
     def check_out(self, out: Path) -> None:  # noqa: B027 - most methods write any file
         """Refuse a file that cannot be written as its name says, before any work."""
 
+    def outputs(self, out: Path) -> tuple[Path, ...]:
+        """Return the files that `write` writes for `out`."""
+        return (out,)
+
     @abstractmethod
     def fit(self, model: Any, sequences: Tensor, parts: Parts, report: Report) -> dict[str, Tensor]:
         """Return what the file holds, by name; finished `parts` need no more work."""

@@ -31,9 +31,9 @@ RANKS = (
 """What stands on a step knows only itself and the steps below."""
 USED = {
     "kvpress", "kvpress.cache.attention", "kvpress.cache.report", "kvpress.calibrate.corpus", "kvpress.cli",
-    "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry", "kvpress.core.spec", "kvpress.data.reference.words",
-    "kvpress.hf.clock", "kvpress.hf.layer", "kvpress.hf.models", "kvpress.hf.session", "kvpress.hf.weights",
-    "kvpress.observe.call", "kvpress.plan", "kvpress.sparse", "kvpress.terminal",
+    "kvpress.cli.outputs", "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry", "kvpress.core.spec",
+    "kvpress.data.reference.words", "kvpress.hf.clock", "kvpress.hf.layer", "kvpress.hf.models", "kvpress.hf.session",
+    "kvpress.hf.weights", "kvpress.observe.call", "kvpress.plan", "kvpress.sparse", "kvpress.terminal",
 }  # fmt: skip
 """The modules of the library that the harness builds on."""
 

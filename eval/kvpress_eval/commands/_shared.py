@@ -25,6 +25,7 @@ Model = Annotated[str, typer.Option(help="`reference`, a local folder or a hub n
 Samples = Annotated[int, typer.Option(help="Texts.")]
 TextFile = Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")]
 FigureFile = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 Seed = Annotated[int, typer.Option(help="Seed of the generated texts.")]
 BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
