@@ -5,10 +5,38 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
+
+
+def _check_alone(folder: str) -> None:
+    """Refuse a folder into which another distribution has installed files of a package `kvpress` too.
+
+    NVIDIA's distribution `kvpress` does so: of two files of one name, the one that came later is there. Its metadata
+    are looked for by name in a listing of the folder, since reading all metadata would take a hundred times as long.
+
+    Raises:
+        ImportError: both are installed there.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:  # such as a zip file
+        return
+    other = next((name for name in names if name.startswith("kvpress-") and name[8:9].isdigit()), None)
+    if other is not None:
+        name = other.rpartition(".")[0].replace("-", " ", 1)
+        raise ImportError(
+            f"kvpress-toolkit and {name} are both installed in {folder} and overwrite each other's files of the package "
+            "kvpress. Run these two commands:\n"
+            "  pip uninstall -y kvpress kvpress-toolkit\n"
+            "  pip install kvpress-toolkit"
+        )
+
+
+_check_alone(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 _EXPORTS = {
     "kvpress.cache.report": ["memory_report", "kept_positions", "MemoryReport"],

@@ -31,7 +31,7 @@ from hatchling.builders.wheel import WheelBuilder
 print(*WheelBuilder("$WORK/source").build(directory="$WORK", versions=["standard"]))
 PYTHON
 echo "installing it"
-arm "$(ls "$WORK"/pip-*.whl)/pip" install -q --root-user-action ignore --no-warn-script-location --target "$WORK/site" "$TORCH" "$(ls "$WORK"/kvpress-*_aarch64.whl)"
+arm "$(ls "$WORK"/pip-*.whl)/pip" install -q --root-user-action ignore --no-warn-script-location --target "$WORK/site" "$TORCH" "$(ls "$WORK"/kvpress_toolkit-*_aarch64.whl)"
 echo "answering with it"
 CXX=/nonexistent HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$WORK/site arm -P - <<'PYTHON'
 import kvpress

@@ -39,7 +39,7 @@ size() { # size NAME PATH MIB: print a size, and fail above a bound
 fresh() { # fresh NAME WHAT SECONDS MIB: a new environment with torch and the wheel, with extras or without
     "$PYTHON" -m venv "$WORK/$1"
     step "install torch ($1)" 900 "$WORK/$1/bin/pip" install -q --disable-pip-version-check "$TORCH"
-    step "install kvpress$2 ($1)" "$3" "$WORK/$1/bin/pip" install -q --disable-pip-version-check "$WHEEL$2"
+    step "install kvpress-toolkit$2 ($1)" "$3" "$WORK/$1/bin/pip" install -q --disable-pip-version-check "$WHEEL$2"
     size "environment ($1)" "$WORK/$1" "$4"
 }
 bare() { # bare NAME COMMAND...: run a program of an environment that sees nothing else of the machine, no compiler either
@@ -52,7 +52,7 @@ export WORK
 
 "$PYTHON" --version
 step "build the wheel" 900 "$PYTHON" -m pip wheel -q --disable-pip-version-check --no-deps --wheel-dir "$WORK" .
-WHEEL=$(echo "$WORK"/kvpress-*.whl)
+WHEEL=$(echo "$WORK"/kvpress_toolkit-*.whl)
 size "wheel" "$WHEEL" 60
 
 without_extras() {
@@ -89,7 +89,7 @@ PY
     step "ask about it" 120 bash -c 'bare core kvpress ask --model reference --cache text.kv "What is the code for tiger?"'
     shows "4837"
     step "kvpress eval says what it needs" 60 bash -c 'bare core kvpress eval --press none; test $? = 2'
-    shows "kvpress[eval]"
+    shows "kvpress-toolkit[eval]"
 }
 
 with_eval() {

@@ -99,7 +99,9 @@ def refused(method: str, path: Path, *words: str) -> None:
 def write(path: Path, tensors: dict[str, torch.Tensor], provenance: Any) -> Path:
     """Write a file with a correct digest of any contents."""
     text = json.dumps(provenance)
-    path.write_bytes(save(tensors, {"format": "2", "provenance": text, "sha256": digest_of(tensors, text)}))
+    path.write_bytes(
+        save(tensors, {"format": str(calibration.FORMAT), "provenance": text, "sha256": digest_of(tensors, text)})
+    )
     return path
 
 

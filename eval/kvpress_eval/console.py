@@ -7,6 +7,16 @@ its class `Command` where that shows more than its options.
 
 from __future__ import annotations
 
+import kvpress
+
+if not hasattr(kvpress, "_check_alone"):
+    raise ImportError(
+        f"the package kvpress in {list(kvpress.__path__)} is not that of kvpress-toolkit: another distribution has overwritten "
+        "or removed its files, or comes first. Run these two commands:\n"
+        "  pip uninstall -y kvpress kvpress-toolkit\n"
+        "  pip install kvpress-toolkit"
+    )
+
 from kvpress.cli import app
 from kvpress_eval.common.discovery import modules_of
 

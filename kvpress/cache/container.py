@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 FORMAT = "kvpress cache"
-VERSION = 1
-"""Of what is written here; files of later versions are refused."""
+VERSION = 2
+"""Version of the format. Files of other versions are refused: version 1 recognised a model by its query projections alone."""
 ALIGN = 64
 MOST_HEADER = 100 * 2**20
 """Longest header that the library of safetensors reads."""
@@ -124,10 +124,15 @@ class Header:
             raise ValueError("is not a file of kvpress: it has no header of safetensors") from error
         if metadata.get("format") != FORMAT:
             raise ValueError("is a file of safetensors, but holds no cache of kvpress: its metadata do not say so")
-        if not metadata.get("version", "").isdecimal() or int(metadata["version"]) > VERSION:
+        if (version := metadata.get("version")) != str(VERSION):
+            remedy = (
+                "it recognises a model by its query projections alone; write the cache again with `kvpress.save` or "
+                "`kvpress compress`"
+                if version == "1"
+                else "upgrade kvpress"
+            )
             raise ValueError(
-                f"has version {metadata.get('version')!r} of the format, and this kvpress reads up to {VERSION}: upgrade "
-                "kvpress"
+                f"has version {version!r} of the format, and this kvpress reads version {VERSION}: {remedy}"
             )
         said = metadata.get("sha256", "")
         if hashlib.sha256(text.replace(_digest_field(said), _digest_field(NO_DIGEST), 1)).hexdigest() != said:
@@ -382,7 +387,7 @@ def check_compression(compress: str | None) -> None:
     if compress not in (None, "zstd"):
         raise ValueError(f"compress must be None or 'zstd', got {compress!r}")
     if compress == "zstd" and find_spec("zstandard") is None:
-        raise ImportError("compress='zstd' needs the package zstandard: pip install 'kvpress[zstd]'")
+        raise ImportError("compress='zstd' needs the package zstandard: pip install 'kvpress-toolkit[zstd]'")
 
 
 def _packed(tensor: Tensor) -> bytes | None:

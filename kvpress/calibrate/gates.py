@@ -44,6 +44,9 @@ class TableSettings(Settings):
         if out.suffix != ".tsv":
             raise ValueError(f"{self.method} writes a table of heads: --out must end in .tsv, got {out}")
 
+    def outputs(self, out: Path) -> tuple[Path, ...]:
+        return out, out.with_suffix(".json")
+
     def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
         """Write the table, and its provenance to `<name>.json` in the same folder."""
         del model

@@ -58,6 +58,9 @@ class LeanKSettings(Distilled):
     def check_out(self, out: Path) -> None:
         Settings.check_out(self, out)
 
+    def outputs(self, out: Path) -> tuple[Path, ...]:
+        return Settings.outputs(self, out)
+
     def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
         Settings.write(self, result, model, out)
 

@@ -46,6 +46,10 @@ class Settings(ABC):
     def check_out(self, out: Path) -> None:  # noqa: B027 - most methods write any file
         """Raise ValueError if the method cannot write a file of this name; called before any work."""
 
+    def outputs(self, out: Path) -> tuple[Path, ...]:
+        """Return the files that `write` writes for `out`."""
+        return (out,)
+
     @abstractmethod
     def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
         """Return the tensors of the file by name; layers in `finished` need no more work."""

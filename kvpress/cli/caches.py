@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpress.cli.console import UNWRITABLE, fail, shown, tokens
+from kvpress.cli.outputs import check_outputs
 
 
 def compress_command(
@@ -18,6 +19,7 @@ def compress_command(
     press: Annotated[str, typer.Option(help="What to do with the text's cache, such as frontier:smaller=10.")],
     text: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     zstd: Annotated[bool, typer.Option("--zstd", help="Pack numbers of 16 bits where that pays.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -39,6 +41,7 @@ def compress_command(
             typer.echo(note, err=True)
         if out.is_dir() or not out.absolute().parent.is_dir():
             fail(OSError(f"{out} is a folder, or lies in one that does not exist: give the name of a file"), UNWRITABLE)
+        check_outputs([out], [model, *([] if text == "-" else [text])], force)
         content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         loaded, tokenizer = _loaded(model, dtype, device)
         started = time.perf_counter()

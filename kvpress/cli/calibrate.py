@@ -13,6 +13,7 @@ from rich.progress import Progress, TaskID
 
 from kvpress.cli.console import shown
 from kvpress.cli.console import tokens as token_count
+from kvpress.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from kvpress.calibrate.run import Settings
@@ -103,6 +104,7 @@ def calibrate_command(
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
     from kvpress.cache.report import format_bytes
@@ -122,6 +124,7 @@ def calibrate_command(
             "sample": sample, "kind": kind, "width": width, "press": press,
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in given.items() if value is not None})
+        check_outputs(settings.outputs(out), [model, *data], force)
         loaded, tokenizer = load_model(model)
         ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
         with Progress(console=console) as progress:

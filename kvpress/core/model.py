@@ -60,9 +60,10 @@ class LayerFacts:
 class ModelFacts:
     """A model as methods see it: `layers` are its attention layers, of `depth` layers in all.
 
-    `dtype` is that of its cache, `window` the length of sliding layers. `loaded` says that there are weights, and not a
-    configuration alone; `tokenizer` loads the one beside the model. `vision` are the ids that stand for images and videos in a
-    prompt, by kind; empty where a model reads text only. `positions` are those that it was made for; None without a limit.
+    `dtype` is that of its cache, `window` the length of sliding layers. `tokenizer` loads the one beside the model, `weights`
+    returns a digest of the weights that decide keys and values; None where a configuration alone is known. `vision` are the
+    ids that stand for images and videos in a prompt, by kind; empty where a model reads text only. `positions` are those that
+    it was made for; None without a limit.
     """
 
     name: str
@@ -72,10 +73,15 @@ class ModelFacts:
     window: int = 0
     source: str = ""
     revision: str | None = None
-    loaded: bool = False
     tokenizer: Callable[[], Any] | None = None
+    weights: Callable[[], str] | None = None
     vision: dict[str, int] = field(default_factory=dict)
     positions: int | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the model has weights, and not a configuration alone."""
+        return self.weights is not None
 
     @property
     def growing(self) -> tuple[LayerFacts, ...]:

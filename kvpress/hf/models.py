@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers.utils import CONFIG_NAME, logging
 from kvpress.core.model import VISION, LayerFacts, ModelFacts
 from kvpress.hf.model_files import folder_of
 from kvpress.hf.positions import positions_of
+from kvpress.hf.weights import digest_of_weights
 from kvpress.observe.call import rotary_parts
 
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -211,8 +212,8 @@ def facts_of(model: PreTrainedModel, modules: Sequence[nn.Module] | None = None)
         _facts(model.config, type(model).__name__, layers),
         source=source,
         revision=getattr(model.config, "_commit_hash", None),
-        loaded=True,
         tokenizer=partial(load_tokenizer, source),
+        weights=cache(partial(digest_of_weights, model)),
     )
 
 

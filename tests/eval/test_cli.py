@@ -275,7 +275,7 @@ def test_without_the_eval_extra_the_other_commands_work() -> None:
         "from typer.testing import CliRunner; from kvpress_eval.console import app\n"
         "listed = CliRunner().invoke(app, ['list']); assert listed.exit_code == 0, listed.output\n"
         "run = CliRunner().invoke(app, ['eval', '--press', 'none']); assert run.exit_code == 2\n"
-        "assert 'kvpress[eval]' in run.output, run.output\n"
+        "assert 'kvpress-toolkit[eval]' in run.output, run.output\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text
 

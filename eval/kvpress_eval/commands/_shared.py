@@ -24,6 +24,7 @@ Model = Annotated[str, typer.Option(help="`reference`, `smollm2`, a .gguf file, 
 Samples = Annotated[int, typer.Option(help="Texts.")]
 TextFile = Annotated[Path | None, typer.Option(help="Text file, or .jsonl with `text`; default: the tasks.")]
 FigureFile = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 Seed = Annotated[int, typer.Option(help="Seed of the generated texts.")]
 BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -98,7 +99,7 @@ def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("kvpress"):
             raise
-        _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress[eval]'", 2, error)
+        _fail(f"{error.name} is not installed; measuring needs: pip install 'kvpress-toolkit[eval]'", 2, error)
     except Terminated:
         Console(stderr=True, soft_wrap=True).print(
             "stopped by SIGTERM; finished results are on disk, and the same command continues from there"

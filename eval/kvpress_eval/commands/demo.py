@@ -35,6 +35,9 @@ PRESSES = (
 def command(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo")) -> None:
     """Show on a small real model what eviction, quantisation and selection cost and save."""
     with shared.exit_codes() as console:
+        from kvpress_eval.report.write import check_folder
+
+        check_folder(out)
         measure_and_write([demo_config(out)], console)
 
 

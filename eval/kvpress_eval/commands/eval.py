@@ -134,6 +134,7 @@ def command(
     options = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
     with shared.exit_codes() as console:
         from kvpress_eval.config.grid import load_grid
+        from kvpress_eval.report.write import check_folder
         from kvpress_eval.run.estimate import estimate
         from kvpress_eval.run.runner import prepare
 
@@ -148,6 +149,7 @@ def command(
             return
         if lm_eval is not None and any(one.engine != "local" for one in runs):
             raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
+        check_folder(runs[0].out)
         # A run checks itself before its model loads; what comes after other work is checked now.
         for one in runs[1:] if lm_eval is None else runs:
             prepare(one)

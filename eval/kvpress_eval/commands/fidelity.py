@@ -33,6 +33,7 @@ def command(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
+    force: shared.Force = False,
 ) -> None:
     """Measure how close presses stay to the full cache while a text is continued, without labels.
 
@@ -43,7 +44,7 @@ def command(
     with shared.exit_codes() as console:
         from kvpress_eval.common.files import write_json
 
-        record = compare(shared.make_config(options, press, context), tokens, text, out, console, chunk, layers)
+        record = compare(shared.make_config(options, press, context), tokens, text, out, force, console, chunk, layers)
         if out:
             write_json(out, record)
 
@@ -53,17 +54,19 @@ def compare(
     tokens: int,
     text: Path | None,
     out: Path | None,
+    force: bool,
     console: Console,
     chunk: int = 1,
     layers: bool = False,
 ) -> dict[str, Any]:
-    """Measure fidelity and print it; the folder of `out` is made before any work."""
-    from kvpress_eval.common.files import make_room
+    """Measure fidelity and print it; `out` is checked, and its folder made, before any work."""
+    from kvpress_eval.common.files import check_replaced, make_room
     from kvpress_eval.fidelity.measure import measure
     from kvpress_eval.report.fidelity_table import to_layer_table, to_table
 
     if out:
         make_room(out, "figures.json")
+        check_replaced([out], [config.model, *([text] if text else [])], force)
     record = measure(config, tokens, text, console, chunk, layers)
     console.print(to_table(record["rows"]))
     if layers:

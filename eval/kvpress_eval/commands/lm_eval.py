@@ -27,6 +27,7 @@ def command(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
+    force: shared.Force = False,
 ) -> None:
     """Score presses on tasks of lm-eval (lm-evaluation-harness).
 
@@ -35,7 +36,7 @@ def command(
     """
     options = locals()
     with shared.exit_codes() as console:
-        from kvpress_eval.common.files import make_room, write_json
+        from kvpress_eval.common.files import check_replaced, make_room, write_json
         from kvpress_eval.lm.require import require_lm_eval
         from kvpress_eval.report.lm_scores import to_table
 
@@ -49,6 +50,7 @@ def command(
         )
         if out:
             make_room(out, "scores.json")
+            check_replaced([out], [model, *([include] if include else [])], force)
         record = compare(config, chosen, console)
         console.print(to_table(record))
         if out:

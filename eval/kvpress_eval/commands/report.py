@@ -27,10 +27,12 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="The page; default report.html in the folder, or here for several.")
     ] = None,
+    force: shared.Force = False,
 ) -> None:
     """Write one HTML page about finished runs, with plots and tables beside it; nothing is measured again."""
     with shared.exit_codes(loads_models=False) as console:
-        from kvpress_eval.report.write import find_sources, read_report, write_report
+        from kvpress_eval.common.files import check_replaced
+        from kvpress_eval.report.write import find_sources, read_report, render, write_files
 
         missing = [str(path) for path in paths if not path.exists()]
         if missing:
@@ -46,9 +48,11 @@ def command(
         first, *others = sources.paths
         page = out or (first if first.is_dir() and not others else Path()) / "report.html"
         report = read_report(sources)
-        written = write_report(report, page)
+        files = render(report, page)
+        check_replaced(list(files), list(sources.records), force, page="kvpress report")
+        write_files(files)
         _print(report, console)
-        for path in written:
+        for path in files:
             console.print(Text(f"wrote {path}"), soft_wrap=True)
 
 

@@ -30,6 +30,7 @@ def command(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
+    force: shared.Force = False,
 ) -> None:
     """Find the layer in which TidalDecode should choose positions again, by trying all of a model.
 
@@ -42,7 +43,7 @@ def command(
         from kvpress_eval.fidelity.reselect import best, candidates
 
         presses = candidates(model, _number(budget), skip_layers, heads)
-        record = compare(shared.make_config(options, presses, context), tokens, text, out, console)
+        record = compare(shared.make_config(options, presses, context), tokens, text, out, force, console)
         chosen = best(record["rows"])
         console.print(Text(f"best: {chosen}"))
         if out:

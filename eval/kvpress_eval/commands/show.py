@@ -22,17 +22,19 @@ def command(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
+    force: shared.Force = False,
 ) -> None:
     """Write one HTML page that shows which tokens of a text each layer and head keeps."""
     options = locals()
     with shared.exit_codes() as console:
-        from kvpress_eval.common.files import make_room, replace_file
+        from kvpress_eval.common.files import check_replaced, make_room, replace_file
         from kvpress_eval.report.show import read_text, show, to_html
 
         # The text has the length that it has.
         config = shared.make_config(options, press, length=16)
         content = read_text(text, sys.stdin.buffer)
         make_room(out, "show.html")
+        check_replaced([out], [model, text], force, page="kvpress show")
         shown, record = show(config, content, tokens)
         name = "standard input" if str(text) == "-" else text.name
         replace_file(out, to_html(shown, record, name).encode("utf-8", "replace"))

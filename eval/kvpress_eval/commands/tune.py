@@ -70,6 +70,7 @@ def command(
     with shared.exit_codes() as console:
         from kvpress.signals import INTERRUPTED, Terminated
         from kvpress_eval.config.load import load_config
+        from kvpress_eval.report.write import check_folder
         from kvpress_eval.tuning.find import Wishes, tune
 
         wishes = Wishes(**{name: options.pop(name) for name in _WISHES if name in options})
@@ -80,6 +81,7 @@ def command(
         if tasks is None and data is None:
             said = f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"
             console.print(Text(said), soft_wrap=True)
+        check_folder(config.out)
         try:
             tuned = tune(config, wishes, console)
         except Terminated:

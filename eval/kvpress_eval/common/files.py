@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,27 @@ def make_room(path: Path, example: str) -> None:
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file such as {path / example}")
     make_folder(path.parent)
+
+
+def check_replaced(outputs: Sequence[Path], inputs: Sequence[str | Path], force: bool, page: str | None = None) -> None:
+    """Refuse to replace files without `force`, and to replace an input in any case.
+
+    Where the first of `outputs` is a page with the title `page`, an earlier run of the command wrote it and the files beside
+    it, so that they are replaced.
+
+    Raises:
+        OutputError: a file is there.
+    """
+    from kvpress.cli.outputs import check_outputs
+
+    try:
+        check_outputs(outputs, inputs, force or (page is not None and is_page(outputs[0], page)))
+    except ValueError as error:
+        raise OutputError(str(error)) from error
+
+
+def is_page(path: Path, title: str) -> bool:
+    """Whether a file is a page of this package whose title begins so."""
+    with suppress(OSError), path.open("rb") as file:
+        return f"<title>{title}: ".encode() in file.read(2**12)
+    return False

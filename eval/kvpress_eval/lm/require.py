@@ -14,4 +14,4 @@ def require_lm_eval() -> None:
     """Raise unless lm-eval and what its Hugging Face models need are installed."""
     for part in _PARTS:
         if importlib.util.find_spec(part) is None:
-            raise ConfigError(f"{part} is not installed; tasks of lm-eval need: pip install 'kvpress[lm-eval]'")
+            raise ConfigError(f"{part} is not installed; tasks of lm-eval need: pip install 'kvpress-toolkit[lm-eval]'")

@@ -9,16 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.common.files import make_room, replace_file
+from kvpress_eval.common.files import check_replaced, make_room, replace_file
 from kvpress_eval.report import frontier, table
 from kvpress_eval.report.comparison_tables import TITLES, Sheet, make_sheets
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.html import to_html
 from kvpress_eval.report.lines import line_files
+from kvpress_eval.report.plotting import FORMATS
 from kvpress_eval.results.cells import flatten
 from kvpress_eval.results.leaderboards import Board, make_boards
 from kvpress_eval.results.read import Results, is_run, read_runs
 from kvpress_eval.results.records import check_records, find_records
+
+NAMES = (
+    "report.html", "table.md", "table.tex",
+    *(f"{table}.{ending}" for table in ("table", "samples", "pairs") for ending in ("csv", "parquet")),
+    *(f"{plot}.{ending}" for plot in ("frontier", "lengths", "ratios") for ending in FORMATS),
+)  # fmt: skip
+"""Names of the files that a report of runs consists of, its page first."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +83,36 @@ def write_outputs(paths: Sequence[Path], out: Path) -> list[Path]:
         DataError: there is no result in any of the paths, or a file cannot be read.
         OutputError: `out` cannot be written.
     """
-    return write_report(read_report(find_sources(paths)), out)
+    files = render(read_report(find_sources(paths)), out)
+    write_files(files)
+    return list(files)
 
 
-def write_report(report: Report, out: Path) -> list[Path]:
-    """Write a report that was read, as `write_outputs` does."""
+def render(report: Report, out: Path) -> dict[Path, bytes]:
+    """Return the contents of the page `out`, which comes first, and of the files beside it; their folder is made.
+
+    Raises:
+        OutputError: `out` cannot be written.
+    """
     make_room(out, "report.html")
     page = to_html(report.results, report.boards, report.sources, report.sheets)
     files = {out: page.encode("utf-8", "replace")}
-    files |= {out.with_name(name): content for name, content in _files(report).items()}
+    return files | {out.with_name(name): content for name, content in _files(report).items()}
+
+
+def write_files(files: Mapping[Path, bytes]) -> None:
+    """Write rendered files, each in one step."""
     for path, content in files.items():
         replace_file(path, content)
-    return list(files)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder of results in which files of other origin have names that the report at the end will write.
+
+    Raises:
+        OutputError: there is such a file.
+    """
+    check_replaced([out / name for name in NAMES], (), force=False, page="kvpress report")
 
 
 def _files(report: Report) -> dict[str, bytes]:

@@ -102,7 +102,7 @@ def connected(address: str | None) -> Iterator[Any]:
         ClusterError: no cluster answers there.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("engine ray needs Ray: pip install 'kvpress[ray]'")
+        raise ConfigError("engine ray needs Ray: pip install 'kvpress-toolkit[ray]'")
     import ray
 
     if ray.is_initialized():

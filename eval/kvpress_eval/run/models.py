@@ -15,17 +15,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvpress.hf.model_files import folder_of, reference_path
 from kvpress.hf.models import load_config
 from kvpress.hf.positions import check_positions
+from kvpress.hf.weights import digest_of_weights
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
-_WEIGHTS = ("model", "pytorch_model")
-"""How names of files with a model's own weights begin; adapters and calibrations beside them do not change it."""
+_WEIGHTS = ("model", "pytorch_model", "adapter_model")
+"""How names of files begin whose weights are loaded with a model; calibrations beside them are not."""
 _SETTINGS = {".json", ".model", ".txt", ".jinja"}
 _HASHED, _BLOCK = 1024, 2**16
 """Blocks of a file that are hashed, and their bytes: those of larger files are spread over it, as hashing tens of gigabytes
 would take longer than many runs, and training changes weights everywhere."""
-_HASHED_VALUES = 4096
-"""Values of each parameter that distinguish a model that is loaded already."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def engine_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None)
         raise ConfigError(
             "a model that is loaded already needs its tokenizer: evaluate(model, ..., tokenizer=tokenizer)"
         )
-    return Engine(model.eval(), _with_pad_token(copy.copy(tokenizer)), _digest(model))
+    return Engine(model.eval(), _with_pad_token(copy.copy(tokenizer)), digest_of_weights(model, with_head=True))
 
 
 def name_of(model: PreTrainedModel) -> str:
@@ -164,13 +163,4 @@ def fingerprint(source: str, settings: Any) -> str:
                 for at in range(0, size, max(_BLOCK, size // _HASHED)):
                     file.seek(at)
                     digest.update(file.read(_BLOCK))
-    return digest.hexdigest()[:16]
-
-
-def _digest(model: PreTrainedModel) -> str:
-    """Return what distinguishes the weights of a loaded model from others: the beginning of every parameter."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}:{tuple(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().flatten()[:_HASHED_VALUES].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -229,12 +229,14 @@ def belong(path: Path, identity: Mapping[str, Any]) -> None:
     """Make the folder that of a model, tasks and samples, or refuse one that belongs to others.
 
     Raises:
-        OutputError: it does, and says what differs.
+        OutputError: the folder is of another search, and the message names what differs, or holds files of other origin.
     """
     there = read_object(path)
     if there is None:
         if path.exists():
             raise OutputError(f"{path} cannot be read: use a new --out")
+        if taken := [name for name in (PRESS, RESULT, SCORES, JOURNAL) if (path.parent / name).exists()]:
+            raise OutputError(f"{path.parent} holds {', '.join(taken)}, which no search has written: use a new --out")
         write_json(path, dict(identity))
         return
     differing = [key for key in {**there, **identity} if there.get(key) != identity.get(key)]

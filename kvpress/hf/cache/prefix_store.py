@@ -97,14 +97,15 @@ class PrefixStore:
         A press may be given as its spec; without one every pair is kept, as by `none`.
         `mask [B, n]` marks real tokens where rows are padded on the left.
         """
-        with self.reading(model, press, ids, mask):
-            found = self.find(model, press, ids, mask, turns=turns)
+        folder = self._folder(model, press)
+        with self._reading(folder, ids, mask):
+            found = self._find(folder, model, press, ids, mask, turns)
             cache, seen = (new_cache(model), 0) if found is None else (found.cache, found.length)
             if seen == ids.shape[1]:
                 return cache
             real = torch.ones_like(ids) if mask is None else mask
             read_prompt(model, _or_none(press), cache, ids[:, seen:], real)
-            self.keep(model, press, ids, cache, mask)
+            self._keep(folder, model, press, ids, cache, mask)
             return cache
 
     def find(
@@ -117,8 +118,18 @@ class PrefixStore:
         turns: bool = False,
     ) -> Found | None:
         """Return the cache of the longest prefix of `ids [B, n]` that may be used, None where there is none."""
+        return self._find(self._folder(model, press), model, press, ids, mask, turns)
+
+    def _find(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        press: BasePress | str | None,
+        ids: Tensor,
+        mask: Tensor | None,
+        turns: bool,
+    ) -> Found | None:
         lengths = {ids.shape[1]}
-        folder = self._folder(model, press)
         if turns or _or_none(press).recipe().is_identity:
             lengths |= {int(path.name.partition("-")[0]) for path in folder.glob(f"*{ENDING}")}
         for length in sorted(lengths, reverse=True):
@@ -143,7 +154,18 @@ class PrefixStore:
 
         A disk that is full is no error: what was read can be used all the same, and a warning says so.
         """
-        folder = self._folder(model, press)
+        return self._keep(self._folder(model, press), model, press, ids, cache, mask, notes)
+
+    def _keep(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        press: BasePress | str | None,
+        ids: Tensor,
+        cache: DynamicCache,
+        mask: Tensor | None,
+        notes: dict[str, Any] | None = None,
+    ) -> bool:
         folder.mkdir(exist_ok=True)
         path = folder / _name(ids, mask)
         try:
@@ -166,7 +188,12 @@ class PrefixStore:
         self, model: PreTrainedModel, press: BasePress | str | None, ids: Tensor, mask: Tensor | None = None
     ) -> Iterator[None]:
         """Let others that ask for the same prefix wait until the block is left."""
-        slot = hashlib.sha256(f"{self._folder(model, press).name}/{_name(ids, mask)}".encode()).hexdigest()[:2]
+        with self._reading(self._folder(model, press), ids, mask):
+            yield
+
+    @contextmanager
+    def _reading(self, folder: Path, ids: Tensor, mask: Tensor | None) -> Iterator[None]:
+        slot = hashlib.sha256(f"{folder.name}/{_name(ids, mask)}".encode()).hexdigest()[:2]
         with self._lock(f"reading-{slot}"):
             yield
 
@@ -213,6 +240,7 @@ class PrefixStore:
         return found
 
     def _folder(self, model: PreTrainedModel, press: BasePress | str | None) -> Path:
+        """Return the folder of a model and a press; all weights are sampled for it, as they may have changed."""
         plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
         said = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
         text = json.dumps([*said, kvpress.__version__], sort_keys=True)

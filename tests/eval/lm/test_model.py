@@ -353,7 +353,7 @@ def test_without_lm_eval_the_message_has_the_command(
     monkeypatch.setattr(require, "_PARTS", ("a_package_that_is_not_there",))
     code, output = invoke("lm-eval", "--tasks", "gsm8k")
     assert code == 2
-    assert "pip install 'kvpress[lm-eval]'" in output
+    assert "pip install 'kvpress-toolkit[lm-eval]'" in output
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "pip install 'kvpress[lm-eval]'" in capsys.readouterr().err
+    assert "pip install 'kvpress-toolkit[lm-eval]'" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_without_ray_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    with pytest.raises(ConfigError, match=r"pip install 'kvpress\[ray\]'"), connected(None):
+    with pytest.raises(ConfigError, match=r"pip install 'kvpress-toolkit\[ray\]'"), connected(None):
         pass
 
 

@@ -92,5 +92,7 @@ def test_what_is_no_problem_is_named(tmp_path: Path) -> None:
 
 def test_without_math_verify_it_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"math500 is scored by math-verify: pip install 'kvpress\[benchmarks\]'"):
+    with pytest.raises(
+        ConfigError, match=r"math500 is scored by math-verify: pip install 'kvpress-toolkit\[benchmarks\]'"
+    ):
         expand_tasks(RunConfig(tasks=("math500",), data_dir=tmp_path))

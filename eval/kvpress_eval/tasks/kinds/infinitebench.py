@@ -118,7 +118,7 @@ ALL = "infinitebench:all"
 def require_rouge(task: Published) -> None:
     """Raise a ConfigError where a task is scored by ROUGE and its package is not installed."""
     if task.score is scores.summary and importlib.util.find_spec("rouge_score") is None:
-        raise ConfigError(f"{task.name} is scored by rouge-score: pip install 'kvpress[benchmarks]'")
+        raise ConfigError(f"{task.name} is scored by rouge-score: pip install 'kvpress-toolkit[benchmarks]'")
 
 
 def _expand(names: Sequence[str], request: Request) -> list[Source]:

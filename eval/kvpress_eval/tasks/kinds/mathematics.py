@@ -97,7 +97,7 @@ def _expand(names: Sequence[str], request: Request) -> list[Source]:
 
 def _source(name: str, problems: Problems, request: Request) -> Source:
     if problems.score is equivalent and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{name} is scored by math-verify: pip install 'kvpress[benchmarks]'")
+        raise ConfigError(f"{name} is scored by math-verify: pip install 'kvpress-toolkit[benchmarks]'")
     content = read(problems.file, request.data_dir)
     asked = [_problem(row, place, problems) for place, row in content.rows()]
     if not asked:

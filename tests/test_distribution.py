@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution is called kvpress-toolkit, and does not run beside another one that installs a package `kvpress`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from kvpress_eval import console
+
+import kvpress
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = "Run these two commands:\n  pip uninstall -y kvpress kvpress-toolkit\n  pip install kvpress-toolkit"
+PAGES = [
+    path
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "*.cff",
+        "docs/**/*.md",
+        "notebooks/*",
+        "tests/*.sh",
+        "kvpress/**/*.py",
+        "eval/**/*.py",
+    )
+    for path in ROOT.glob(pattern)
+    if path.is_file()
+]
+
+
+def installed(site: Path, *metadata: str, package: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Import the package from a folder with the metadata of distributions.
+
+    `package` is what another `__init__.py` holds, of which the command learns; it is empty where there is none.
+    """
+    (site / "kvpress").mkdir()
+    (site / "kvpress_eval").mkdir()
+    shutil.copy(console.__file__, site / "kvpress_eval")
+    if package is None:
+        shutil.copy(kvpress.__file__, site / "kvpress")
+    elif package:
+        (site / "kvpress" / "__init__.py").write_text(package)
+    for name in metadata:
+        (site / name).mkdir()
+    module = "kvpress" if package is None else "kvpress_eval.console"
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); import {module} as imported; print(imported.__file__)"
+    return subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+
+
+@pytest.mark.parametrize("metadata", ["kvpress-0.5.5.dist-info", "kvpress-0.4.0-py3.11.egg-info"])
+def test_a_second_owner_of_the_package_is_refused(metadata: str, tmp_path: Path) -> None:
+    done = installed(tmp_path, "kvpress_toolkit-1.0.0.dist-info", metadata)
+    assert done.returncode == 1
+    named = metadata.rpartition(".")[0].replace("-", " ", 1)
+    assert f"ImportError: kvpress-toolkit and {named} are both installed in {tmp_path}" in done.stderr
+    assert done.stderr.rstrip().endswith(COMMANDS)
+
+
+def test_other_names_are_no_second_owner(tmp_path: Path) -> None:
+    names = (
+        "kvpress_toolkit-1.0.0.dist-info",
+        "kvpress-toolkit-1.0.0.dist-info",
+        "kvpress_eval-2.dist-info",
+        "kvpress.egg",
+    )
+    done = installed(tmp_path, *names)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "kvpress" / "__init__.py")
+
+
+@pytest.mark.parametrize("package", ["", "__version__ = '0.5.5'"], ids=["removed", "overwritten"])
+def test_the_command_notices_that_the_package_is_another_one(package: str, tmp_path: Path) -> None:
+    done = installed(tmp_path, "kvpress_toolkit-1.0.0.dist-info", package=package)
+    assert done.returncode == 1
+    assert "is not that of kvpress-toolkit" in done.stderr
+    assert done.stderr.rstrip().endswith(COMMANDS)
+
+
+def test_looking_takes_less_than_a_millisecond_among_hundreds_of_packages(tmp_path: Path) -> None:
+    for number in range(600):
+        (tmp_path / f"package_{number}-1.0.dist-info").mkdir()
+    taken = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        kvpress._check_alone(str(tmp_path))
+        taken.append(time.perf_counter() - begun)
+    assert min(taken) < 1e-3
+    kvpress._check_alone(str(tmp_path / "archive.zip"))
+
+
+def test_every_page_and_message_names_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "kvpress-toolkit"
+    extras = "|".join(project["optional-dependencies"])
+    wrong = re.compile(rf"(?<![\w-])kvpress\[({extras})\b|pip install -?\S*\s?'?kvpress(?!-toolkit)(?!`)\b")
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in PAGES
+        for line in path.read_text().splitlines()
+        if wrong.search(line)
+    ]
+    assert not found
