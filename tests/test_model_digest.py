@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvpress.calibrate.file import digest_of
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ import kvpress
 from kvpress.cache import container
 from kvpress.cache.container import Header
 from kvpress.calibrate import FilterSettings, calibrate
+from kvpress.core.calibration import digest_of
 from kvpress.hf import weights
 from kvpress.hf.weights import digest_of_weights
 from tests.caches import prefill
