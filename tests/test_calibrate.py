@@ -174,6 +174,7 @@ def test_the_command_writes_a_file_that_a_press_reads(tmp_path: Path) -> None:
     model, _ = kvpress.load_model("reference")
     with kvpress.get_press(f"cq:bits=4,coupled=(8,4),calibration='{out}'")(model):
         assert model.generate(torch.tensor([[1, *range(20, 60)]]), max_new_tokens=2).shape == (1, 43)
+    arguments.append("--force")
     changes = {
         "--tokens": ("9000", "9000 tokens are over the 4096 positions"),
         "--coupled": ("x", "coupled must be a number"),

@@ -65,6 +65,17 @@ class CommonSegment(Segment):
         layout, own = base.layout, tuple(places[n] for n in chosen)
         return cls(base, own, Layout(layout.lengths[n] for n in own), first=tuple(base.first[n] for n in own))
 
+    def check(self, total: int, streams: int) -> None:
+        super().check(total, streams)
+        lengths = self.base.layout.lengths
+        known = all(type(origin) is int and 0 <= origin < len(lengths) for origin in self.origin)
+        if not known or tuple(lengths[origin] for origin in self.origin) != self.layout.lengths:
+            raise ValueError("streams of a CommonSegment are not those of the segment that they have in common")
+
+    def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
+        del name, total, streams
+        return self.base.layout.total, self.base.layout.streams
+
     def own(self) -> Segment:
         return self.take(torch.arange(self.layout.total), self.layout)
 

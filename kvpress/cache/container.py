@@ -15,12 +15,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +43,8 @@ PAYS = 0.9
 SMALL = 4096
 """Bytes below which nothing is packed."""
 NO_DIGEST = "0" * 64
+MOST_DIMENSIONS = 8
+"""Dimensions of a tensor in a file."""
 DIGEST = 32
 """Bytes of a digest."""
 
@@ -74,12 +77,23 @@ class Place:
 
 @dataclass
 class Header:
-    """What a file says of its data: `about`, plain; `places` of tensors; `blocks` with their names, starts and ends."""
+    """Description of the data of a file: `about`, plain; `places` of tensors; `blocks` with their names, starts and ends.
+
+    `contents` are the places of each block, of a header that was read.
+    """
 
     about: dict[str, Any]
     places: dict[str, Place] = field(default_factory=dict)
     blocks: list[tuple[str, int, int]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    contents: list[list[Place]] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the data once they are unpacked."""
+        packed = [place for place in self.places.values() if place.packed is not None]
+        more = sum(2 * math.prod(place.packed[1]) - (place.end - place.start) for place in packed if place.packed)
+        return self.data_bytes + more
 
     @property
     def data_bytes(self) -> int:
@@ -112,17 +126,15 @@ class Header:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Header:
-        """Read a header without its length.
+        """Read a header without its length; what it gives as lengths and places is checked against each other.
 
         Raises:
-            ValueError: it is not one of ours, of a later version, or altered; the message continues the name of the file.
+            ValueError: it is not one of ours, of another version, altered, or its lengths contradict each other; the message
+                continues the name of the file.
         """
-        try:
-            table = json.loads(text)
-            metadata = table.pop("__metadata__", None) or {}
-        except (ValueError, AttributeError, UnicodeDecodeError) as error:
-            raise ValueError("is not a file of kvpress: it has no header of safetensors") from error
-        if metadata.get("format") != FORMAT:
+        table = _loads(text, "is not a file of kvpress: it has no header of safetensors")
+        metadata = table.pop("__metadata__", None) if isinstance(table, dict) else None
+        if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
             raise ValueError("is a file of safetensors, but holds no cache of kvpress: its metadata do not say so")
         if (version := metadata.get("version")) != str(VERSION):
             remedy = (
@@ -134,16 +146,117 @@ class Header:
             raise ValueError(
                 f"has version {version!r} of the format, and this kvpress reads version {VERSION}: {remedy}"
             )
-        said = metadata.get("sha256", "")
+        said = str(metadata.get("sha256", ""))
         if hashlib.sha256(text.replace(_digest_field(said), _digest_field(NO_DIGEST), 1)).hexdigest() != said:
             raise ValueError("is damaged: its header is not what was written")
-        packed = {n: (TYPES[kind], tuple(shape)) for n, (kind, shape) in json.loads(metadata["packed"]).items()}
-        places = {}
-        for name, entry in table.items():
-            start, end = entry["data_offsets"]
-            places[name] = Place(TYPES[entry["dtype"]], tuple(entry["shape"]), start, end, packed.get(name))
-        blocks = [(name, start, end) for name, start, end in json.loads(metadata["blocks"])]
-        return cls(json.loads(metadata["about"]), places, blocks, json.loads(metadata["digests"]))
+        parts = {name: _loads(metadata.get(name), f"is damaged: {name!r} is not readable") for name in PARTS}
+        blocks = _blocks_of(parts["blocks"], parts["digests"])
+        places = {name: _place_of(name, entry) for name, entry in table.items()}
+        for name, entry in _record(parts["packed"], "packed").items():
+            places[name] = _packed_place(name, places.get(name), entry)
+        header = cls(_record(parts["about"], "about"), places, blocks, parts["digests"])
+        header.contents = _contents(places, blocks)
+        return header
+
+
+PARTS = ("about", "blocks", "packed", "digests")
+"""Parts of the metadata that are JSON themselves."""
+LARGEST = 2**62
+"""Bound of lengths and places in a file."""
+
+
+def _loads(text: Any, problem: str) -> Any:
+    """Read JSON of a file.
+
+    Raises:
+        ValueError: `problem`, where it is no JSON, has numbers that JSON does not know, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(problem) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _record(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"is damaged: {name!r} is not an object")
+    return value
+
+
+def is_length(value: Any) -> bool:
+    """Whether a value of a file can be a length or a place."""
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _bytes_of(name: str, kind: Any, shape: Any) -> int:
+    """Return the bytes of a tensor, with its type and shape as they are written."""
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise ValueError(f"is damaged: the type of {name!r} is {kind!r}, not one of {', '.join(TYPES)}")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS or not all(map(is_length, shape)):
+        raise ValueError(f"is damaged: the shape of {name!r} is no list of at most {MOST_DIMENSIONS} lengths")
+    return math.prod(shape) * TYPES[kind].itemsize
+
+
+def _place_of(name: str, entry: Any) -> Place:
+    entry = _record(entry, name)
+    kind, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    size = _bytes_of(name, kind, shape)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_length, offsets)):
+        raise ValueError(f"is damaged: the place of {name!r} is no pair of offsets")
+    start, end = offsets
+    if end - start != size:
+        raise ValueError(f"is damaged: {name!r} takes {size} bytes, and has a place of {end - start}")
+    return Place(TYPES[kind], tuple(shape), start, end)
+
+
+def _packed_place(name: str, place: Place | None, entry: Any) -> Place:
+    if place is None or place.dtype != torch.uint8 or len(place.shape) != 1:
+        raise ValueError(f"is damaged: {name!r} is packed, but does not lie there as bytes")
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in ("F16", "BF16"):
+        raise ValueError(f"is damaged: {name!r} is packed from {entry!r}, not from numbers of 16 bits")
+    if _bytes_of(name, *entry) >= LARGEST:
+        raise ValueError(f"is damaged: {name!r} is packed from too many numbers")
+    return replace(place, packed=(TYPES[entry[0]], tuple(entry[1])))
+
+
+def _blocks_of(blocks: Any, digests: Any) -> list[tuple[str, int, int]]:
+    """Return blocks that follow one another without gaps, each with a digest."""
+    if not isinstance(blocks, list) or not isinstance(digests, list) or len(blocks) != len(digests) or not blocks:
+        raise ValueError("is damaged: not every block has a digest")
+    if not all(isinstance(digest, str) and len(digest) == len(NO_DIGEST) for digest in digests):
+        raise ValueError(f"is damaged: a digest is no text of {len(NO_DIGEST)} digits")
+    found, end = [], 0
+    for entry in blocks:
+        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise ValueError("is damaged: a block is not a name and two places")
+        name, start, stop = entry
+        if not is_length(stop) or start != end or stop < start or stop % ALIGN:
+            raise ValueError(
+                f"is damaged: block {name!r} does not begin where the one before ends, or not at {ALIGN} bytes"
+            )
+        found.append((name, start, stop))
+        end = stop
+    return found
+
+
+def _contents(places: Mapping[str, Place], blocks: Sequence[tuple[str, int, int]]) -> list[list[Place]]:
+    """Return the places of each block, which they fill one after another, in the order of the header."""
+    found: list[list[Place]] = [[] for _ in blocks]
+    number = end = 0
+    for name, place in places.items():
+        while place.start < place.end and number < len(blocks) - 1 and place.start >= blocks[number][2]:
+            number += 1
+        if place.start != end or place.end > blocks[number][2]:
+            raise ValueError(f"is damaged: {name!r} does not lie behind the tensor before it, within one block")
+        found[number].append(place)
+        end = place.end
+    if end != blocks[-1][2]:
+        raise ValueError(f"is damaged: tensors take {end} bytes, and blocks {blocks[-1][2]}")
+    return found
 
 
 class Writing:
@@ -350,8 +463,8 @@ def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Hea
         header = Header.from_bytes(bytes(text))
     except ValueError as error:
         raise ValueError(f"what was sent {error}") from error
-    if limit is not None and header.data_bytes > limit:
-        raise ValueError(f"the cache takes {header.data_bytes} bytes, and at most {limit} are admitted (`limit`)")
+    if limit is not None and header.held_bytes > limit:
+        raise ValueError(f"the cache takes {header.held_bytes} bytes, and at most {limit} are admitted (`limit`)")
     return header
 
 
@@ -361,11 +474,11 @@ def receive_block(header: Header, number: int, fill: Callable[[memoryview], None
     Raises:
         ValueError: it is not what was sent.
     """
-    name, start, end = header.blocks[number]
+    name = header.blocks[number][0]
     found, digest = {}, hashlib.sha256()
-    for place in header.places.values():
-        if start <= place.start and place.end <= end and place.start < place.end:
-            found[place.start] = torch.empty(place.end - place.start, dtype=torch.uint8)
+    for place in header.contents[number]:
+        if place.start < place.end:
+            found[place.start] = _room_for(place)
             view = view_of(found[place.start])
             fill(view)
             digest.update(view)
@@ -374,6 +487,16 @@ def receive_block(header: Header, number: int, fill: Callable[[memoryview], None
     if digest.digest() != said:
         raise ValueError(f"block {name!r} of the cache was damaged on its way")
     return found
+
+
+def _room_for(place: Place) -> Tensor:
+    size = place.end - place.start
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a tensor of the cache takes {size} bytes, which this machine does not have; `limit` refuses such"
+        ) from error
 
 
 def view_of(tensor: Tensor) -> memoryview:
@@ -406,8 +529,10 @@ def _unpacked(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     check_compression("zstd")
     import zstandard
 
-    size = 2 * torch.Size(shape).numel()
+    size = 2 * math.prod(shape)
     try:
+        if (content := zstandard.frame_content_size(view_of(flat))) != size:
+            raise ValueError(f"a tensor of shape {list(shape)} is packed from {content} bytes, not from {size}")
         planes = bytearray(zstandard.ZstdDecompressor().decompress(view_of(flat), max_output_size=size))
     except zstandard.ZstdError as error:
         raise ValueError(f"a tensor of shape {list(shape)} cannot be unpacked: {error}") from error

@@ -9,6 +9,7 @@ written once and shared again after reading.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -168,6 +169,7 @@ class Unpacker:
         if kind == "object":
             made: Any = object.__new__(_class(content))
             self._objects[plain["number"]] = made
+            check_names(type(made), plain["fields"])
             vars(made).update({name: self.unpack(held) for name, held in plain["fields"].items()})
             return made
         raise ValueError(f"data of a file begin with {kind!r}, which is not known here")
@@ -238,6 +240,17 @@ def _class(name: str) -> type:
             f"the file holds a {name}, a class that is not known here: define or import what the press was made with first"
         )
     return kept_whole[name]
+
+
+def check_names(kind: type, names: Iterable[Any]) -> None:
+    """Refuse attributes that would take the place of methods.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in names:
+        if not isinstance(name, str) or callable(getattr(kind, name, None)):
+            raise ValueError(f"{kind.__name__} has no attribute {name!r} that a file could give")
 
 
 def _join(name: str, part: Any) -> str:

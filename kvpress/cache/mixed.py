@@ -38,6 +38,11 @@ class Flags(Axis):
     def take(self, rows: Tensor) -> tuple[Flags, Tensor]:
         return Flags.of(self.read()[rows]), rows
 
+    def entries(self, total: int) -> int:
+        if self.total != total or self.bits.shape != (-(-total // 8),):
+            raise ValueError(f"flags are of another number of pairs than {total}")
+        return total
+
     def join(self, others: Sequence[Flags], totals: Sequence[int], device: torch.device) -> Flags:
         return Flags.of(torch.cat([other.read() for other in others]))
 
@@ -65,6 +70,15 @@ class MixedSegment(Segment):
     def in_second(self) -> Tensor:
         """Whether the second part holds each pair, bool [total]."""
         return self.flags.read()
+
+    def check(self, total: int, streams: int) -> None:
+        super().check(total, streams)
+        second = int(self.in_second.sum())
+        if (self.one.layout.total, self.other.layout.total) != (total - second, second):
+            raise ValueError(f"{total} pairs of a MixedSegment are not as many as its parts hold")
+
+    def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
+        return getattr(self, name).layout.total, streams
 
     def _halves(self) -> list[tuple[Tensor, Segment]]:
         """Which pairs each part holds, bool [total]."""

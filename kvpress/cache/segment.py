@@ -93,6 +93,21 @@ class Segment(Held, Attended, ABC):
         if self.tier is not None:
             self.tier.place(self)
 
+    def check(self, total: int, streams: int) -> None:
+        layout = self.layout
+        if (
+            not isinstance(layout, Layout)
+            or (layout.total, layout.streams) != (total, streams)
+            or min(layout.lengths) < 0
+        ):
+            raise ValueError(f"the layout of {type(self).__name__} is not one of {total} pairs in {streams} streams")
+        if len(self.first) != streams or not all(type(first) is int for first in self.first):
+            raise ValueError(f"{type(self).__name__} does not begin at one slot for each of {streams} streams")
+        slots = self._held_slots
+        if slots is not None and (slots.shape != (total,) or slots.dtype not in (torch.int16, torch.int32)):
+            raise ValueError(f"slots of {type(self).__name__} are not one for each of {total} pairs")
+        super().check(total, streams)
+
     def put(self, tier: FileTier | None) -> None:
         """Put the pairs into files, or, with None, where memory is read fastest; tensors that others share stay what they are.
 

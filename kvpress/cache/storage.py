@@ -20,7 +20,8 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -212,6 +213,37 @@ class Held:
             if declared.kind not in ("own", "derived", "extra")
         )
 
+    def check(self, total: int, streams: int) -> None:
+        """Check the lengths of all tensors against each other, as of a storage of `total` pairs of so many streams.
+
+        Raises:
+            ValueError: a tensor has another length, or a field is of another type than it is declared.
+        """
+        hints, kind = get_type_hints(type(self)), type(self).__name__
+        lengths: dict[str, int] = {}
+        for name, declared in self.declared().items():
+            value = getattr(self, name)
+            if not is_of(value, hints[name]):
+                raise ValueError(f"{name} of {kind} is {type(value).__name__}, not {hints[name]}")
+            if isinstance(value, Axis):
+                lengths[name] = value.entries(total)
+            elif isinstance(value, Held) and declared.kind == "part":
+                value.check(*self._lengths_of(name, total, streams))
+            expected = {"pair": total, "extra": total, "stream": streams, "group": lengths.get(declared.axis)}
+            if expected.get(declared.kind) is None:
+                continue
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if tensor is not None and (
+                    not isinstance(tensor, Tensor) or tensor.shape[:1] != (expected[declared.kind],)
+                ):
+                    shape = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
+                    raise ValueError(f"{name} of {kind} has shape {shape}, not {expected[declared.kind]} entries")
+
+    def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
+        """Return the numbers of pairs and streams of a part."""
+        del name
+        return total, streams
+
     def __deepcopy__(self: HeldT, memo: dict[int, Any]) -> HeldT:
         """Return a copy that shares all tensors; what segments of a layer have in common is in common to their copies too."""
         twin = self._twin()
@@ -248,9 +280,32 @@ class Axis(Held):
         """Return the axis of the given rows, and which entries they still need, int64."""
         raise NotImplementedError
 
+    def entries(self, total: int) -> int:
+        """Return the number of entries that belong to `total` pairs.
+
+        Raises:
+            ValueError: the axis is one of another number of pairs.
+        """
+        raise NotImplementedError
+
     def join(self, others: Sequence[Any], totals: Sequence[int], device: torch.device) -> Axis:
         """Return the axis of all `others` back to back, of which this is the first; they have `totals` rows."""
         raise NotImplementedError
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; of containers, the items are not looked at."""
+    origin = get_origin(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return True
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin in (Union, UnionType):
+        return any(is_of(value, each) for each in get_args(hint))
+    if hint is int:
+        return type(value) is int and value >= 0
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True
 
 
 def _alike(declared: Declared, mine: Any, theirs: Any, streams: Sequence[int]) -> bool:

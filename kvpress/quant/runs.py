@@ -50,6 +50,15 @@ class Runs(Axis):
             return Runs(self.size), used
         return Runs(self.size, counts.to(torch.int32)), used
 
+    def entries(self, total: int) -> int:
+        if self.lengths is None:
+            if self.size < 1:
+                raise ValueError(f"runs have {self.size} rows")
+            return -(-total // self.size)
+        if self.lengths.dim() != 1 or int(self.lengths.sum()) != total or bool((self.lengths < 0).any()):
+            raise ValueError(f"runs are of another number of rows than {total}")
+        return len(self.lengths)
+
     def join(self, others: Sequence[Runs], totals: Sequence[int], device: torch.device) -> Runs:
         size = self.size
         whole = all(
@@ -78,6 +87,11 @@ class Counts(Axis):
     def take(self, rows: Tensor) -> tuple[Counts, Tensor]:
         counts, ends = self.counts.long(), self.counts.cumsum(0)
         return Counts(self.counts[rows]), spans(ends[rows] - counts[rows], counts[rows])
+
+    def entries(self, total: int) -> int:
+        if self.counts.shape != (total,) or bool((self.counts < 0).any()):
+            raise ValueError(f"counts are of another number of rows than {total}")
+        return int(self.counts.sum())
 
     def join(self, others: Sequence[Counts], totals: Sequence[int], device: torch.device) -> Counts:
         return Counts(torch.cat([other.counts for other in others]))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -12,12 +14,13 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from kvpress.cache.container import Header, Tensors
-from kvpress.cache.files import Unpacker
+from kvpress.cache.container import Header, Tensors, is_length
+from kvpress.cache.files import Unpacker, check_names
 from kvpress.cache.storage import moved
+from kvpress.cache.validation import check_store
 from kvpress.core.registry import entries
 from kvpress.hf.cache.layer import HybridPressLayer, PressLayer
-from kvpress.hf.models import attention_modules, cache_place, new_cache
+from kvpress.hf.models import attention_modules, cache_place, facts_of, new_cache
 
 OURS: dict[str, type[PressLayer]] = {kind.__name__: kind for kind in (PressLayer, HybridPressLayer)}
 _STOCK = (
@@ -28,6 +31,75 @@ STOCK: dict[str, type[CacheLayerMixin]] = {
     name: getattr(cache_utils, name) for name in _STOCK if hasattr(cache_utils, name)
 }
 """Layers of transformers whose state is written; others store what is not known here."""
+FIXED = ("sliding_window", "number_of_states")
+"""Numbers of such layers that the model decides."""
+STATES = ("conv_states", "recurrent_states")
+"""Tensors of such layers, by number."""
+
+
+_OR_NONE = {"tokenizer": str, "press": dict, "spec": str, "tokens": dict, "mask": dict}
+_ABOUT = {
+    "model": dict, "configuration": dict, "shared": dict, "notes": dict, "report": dict, "versions": dict, "layers": list,
+    "dtype": str,
+}  # fmt: skip
+_REPORT = ("kept", "seen", "memory_bytes", "uncompressed_bytes")
+_MODEL = {
+    "name": str,
+    "architecture": str,
+    "layers": int,
+    "kv_heads": list,
+    "head_dim": list,
+    "weights": str,
+}
+_DAMAGE = (
+    KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError, AssertionError, StopIteration, MemoryError,
+)  # fmt: skip
+"""Errors that data of another form than this library writes can end in."""
+
+
+def check_description(header: Header, source: str) -> None:
+    """Check the description of a cache: its entries have the right types, and there is a block for every layer.
+
+    Raises:
+        ValueError: an entry is missing, of another type, or does not fit the others.
+    """
+    about = header.about
+    expected: dict[str, dict[str, Any]] = {"model": _MODEL, "about": _ABOUT, "report": dict.fromkeys(_REPORT, int)}
+    records = {"about": about, **{name: about.get(name) for name in ("model", "report")}}
+    wrong = [name for name in ("batch", "length") if not is_length(about.get(name)) or not about[name]]
+    wrong += [
+        name for name, kind in _OR_NONE.items() if name not in about or not isinstance(about[name], (kind, NoneType))
+    ]
+    for part, record in records.items():
+        for name, kind in expected[part].items():
+            value = record.get(name) if isinstance(record, dict) else None
+            if not isinstance(value, kind) or (kind is int and not is_length(value)):
+                wrong.append(name)
+    if wrong:
+        raise ValueError(f"{source} is damaged: {', '.join(dict.fromkeys(wrong))} of its description cannot be used")
+    if [name for name, _, _ in header.blocks] != ["cache", *(f"layers.{i}" for i in range(len(about["layers"])))]:
+        raise ValueError(f"{source} is damaged: it has not one block for each of {len(about['layers'])} layers")
+    for index, layer in enumerate(about["layers"]):
+        known = isinstance(layer, dict) and isinstance(layer.get("kind"), str) and isinstance(layer.get("state"), dict)
+        if not known or not all(
+            is_length(layer.get(name)) and layer[name] <= about["length"] for name in ("seen", "stored")
+        ):
+            raise ValueError(f"{source} is damaged: layer {index} is not described as one of {about['length']} tokens")
+
+
+@contextmanager
+def readable(part: str) -> Iterator[None]:
+    """Turn the errors that damaged data end in into one that names the part.
+
+    Raises:
+        ValueError: the data are not of the form that this library writes.
+    """
+    try:
+        yield
+    except _DAMAGE as error:
+        raise ValueError(f"{part} is damaged: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{part} cannot be used: {error}") from error
 
 
 class Arriving:
@@ -40,11 +112,15 @@ class Arriving:
         self._template = list(self.cache.layers)
         self.cache.layers = [None] * len(self.about["layers"])
         self._places = _devices(model)
+        self._facts = {layer.cache_index: layer for layer in facts_of(model).layers}
         self._unpacker = Unpacker(tensors, model.device)
         self._memo: dict[int, Any] = {}
-        shared = self._unpacker.unpack(self.about["shared"])
-        if shared:
-            self.cache.__dict__["_kvpress_shared"] = self._on(model.device, shared)
+        with readable("what all layers of the cache have in common"):
+            shared = self._unpacker.unpack(self.about["shared"])
+            if not isinstance(shared, dict):
+                raise ValueError(f"it is a {type(shared).__name__}")
+            if shared:
+                self.cache.__dict__["_kvpress_shared"] = self._on(model.device, shared)
 
     def kind(self, index: int) -> Any:
         """Return the class of a layer.
@@ -62,14 +138,16 @@ class Arriving:
         """Put a layer into the cache, or its state into the one that stands there; all data up to its own are there."""
         kind, device = self.kind(index), self._places.get(index, self.model.device)
         self._unpacker.device = device
-        state = self._unpacker.unpack(self.about["layers"][index]["state"])
-        if kind in OURS.values():
-            state["call"] = None
-            if state["store"] is not None and device.type != "cpu":
-                state["store"].to(device, self._memo)
-        else:
+        with readable(f"layer {index} of the cache"):
+            state = self._unpacker.unpack(self.about["layers"][index]["state"])
             known = self._template[index] if index < len(self._template) else None
-            state = {**(vars(known) if type(known) is kind else {}), **self._on(device, state)}
+            self._check(index, kind, state, known)
+            if kind in OURS.values():
+                state["call"] = None
+                if state["store"] is not None and device.type != "cpu":
+                    state["store"].to(device, self._memo)
+            else:
+                state = {**(vars(known) if type(known) is kind else {}), **self._on(device, state)}
         layer: Any = self.cache.layers[index]
         layer = object.__new__(kind) if layer is None else layer
         vars(layer).update({name: value for name, value in state.items() if name not in vars(layer)})
@@ -78,9 +156,75 @@ class Arriving:
         layer.__class__ = kind
         self.cache.layers[index] = layer
 
+    def _check(self, index: int, kind: type[Any], state: Any, template: Any) -> None:
+        """Check the state of a layer against the description of the cache and the layer that the model would make.
+
+        Raises:
+            ValueError: it does not fit them.
+        """
+        about, said = self.about, self.about["layers"][index]
+        if not isinstance(state, dict):
+            raise ValueError(f"its state is a {type(state).__name__}")
+        check_names(kind, state)
+        if kind in OURS.values():
+            if unknown := set(vars(PressLayer())) - {"call", "_cache"} - set(state):
+                raise ValueError(f"its state lacks {', '.join(sorted(unknown))}")
+            flags = ("static", "padded", "columns", "latent", "record_past", "is_initialized")
+            if wrong := [name for name in flags if not isinstance(state[name], bool)]:
+                raise ValueError(f"its {', '.join(wrong)} cannot be used")
+            if state["assigned"] != {} or not isinstance(state["interrupted"], (int, NoneType)):
+                raise ValueError("a pass that has not ended has left it")
+            if (store := state["store"]) is None:
+                return
+            if (state["batch_size"], state["dtype"]) != (about["batch"], store.dtype):
+                raise ValueError(f"it is not one of {about['batch']} rows of {store.dtype}")
+            check_store(store, about["length"])
+            if (store.batch, store.seen, max(store.stored())) != (about["batch"], said["seen"], said["stored"]):
+                raise ValueError("its pairs are not as many as it is described with")
+            if facts := self._facts.get(index):
+                held = (store.heads, store.window.keys.shape[3])
+                if facts.declared and not state["columns"] and held != (facts.kv_heads, facts.head_dim):
+                    raise ValueError(
+                        f"it has {held[0]} kv heads of {held[1]}, not {facts.kv_heads} of {facts.head_dim}"
+                    )
+            return
+        if "store" in state:
+            raise ValueError(f"a {kind.__name__} has no store")
+        usual = vars(template) if type(template) is kind else {}
+        for name, value in state.items():
+            known = usual.get(name)
+            if isinstance(known, dict) and not _is_like(value, known):
+                raise ValueError(f"its {name} has not an entry for each of {list(known)}")
+            if name in STATES and not all(_has_rows(states, about["batch"]) for states in value.values()):
+                raise ValueError(f"its {name} are not those of {about['batch']} rows")
+            if name in FIXED and known is not None and value != known:
+                raise ValueError(f"its {name} is {value!r}, not {known!r}")
+            if isinstance(known, int) and type(value) is not type(known):
+                raise ValueError(f"its {name} is {value!r}, not {type(known).__name__}")
+        if not is_length(seen := state.get("cumulative_length", 0)) or seen > about["length"]:
+            raise ValueError(f"it has seen {seen!r} of {about['length']} tokens")
+        pairs = [state.get(name) for name in ("keys", "values")]
+        if any(pair is not None for pair in pairs):
+            shapes = [tuple(pair.shape[:3]) for pair in pairs if isinstance(pair, Tensor) and pair.dim() == 4]
+            if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][0] != about["batch"]:
+                raise ValueError(f"its keys and values are not those of {about['batch']} rows")
+
     def _on(self, device: torch.device, state: Any) -> Any:
         """Bring what was read to a device; what is common to several layers stays so."""
         return state if device.type == "cpu" else moved(state, device, self._memo)
+
+
+def _has_rows(states: Any, batch: int) -> bool:
+    return states is None or (isinstance(states, Tensor) and states.shape[:1] == (batch,))
+
+
+def _is_like(value: Any, known: dict[Any, Any]) -> bool:
+    """Whether a dict has the keys of another one, and switches where that has some."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == known.keys()
+        and all(isinstance(value[key], bool) for key in known if isinstance(known[key], bool))
+    )
 
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:

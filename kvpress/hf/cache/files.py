@@ -23,7 +23,7 @@ from kvpress.cache.report import format_bytes, memory_report
 from kvpress.core.calibration import identify
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, press_from_dict, press_to_dict, to_spec
-from kvpress.hf.cache.cache_loader import OURS, STOCK, Arriving
+from kvpress.hf.cache.cache_loader import OURS, STOCK, Arriving, check_description
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.fingerprint import check_model, check_tokenizer, configuration, digest_of_tokenizer
 from kvpress.hf.models import attention_modules, cache_place, facts_of, new_cache
@@ -153,6 +153,7 @@ def load(path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None, ver
         ValueError: the file is torn, damaged, of a later version or no cache, or the model or tokenizer is another.
     """
     header, tensors = open_file(path, verify)
+    check_description(header, str(path))
     check_model(header.about, model, str(path))
     check_tokenizer(header.about, tokenizer, str(path))
     arriving = Arriving(header, tensors, model)
@@ -169,6 +170,7 @@ def cache_info(path: str | Path) -> CacheInfo:
         ValueError: the file is torn, damaged, of a later version or no cache.
     """
     header, begin = read_header(path)
+    check_description(header, str(path))
     about = header.about
     return CacheInfo(
         path=Path(path), file_bytes=begin + header.data_bytes, header_bytes=begin, header=header,

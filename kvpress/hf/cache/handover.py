@@ -21,11 +21,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.cache.container import Header, Place, Tensors, receive_block, receive_header, send_blocks
+from kvpress.cache.files import check_names
 from kvpress.cache.report import parse_bytes
 from kvpress.core.press import BasePress
 from kvpress.hf.cache.adoption import ADOPTED
-from kvpress.hf.cache.cache_loader import Arriving
+from kvpress.hf.cache.cache_loader import Arriving, check_description, readable
 from kvpress.hf.cache.files import as_it_is, written
+from kvpress.hf.cache.incoming import Incoming
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.fingerprint import check_model, check_tokenizer
 
@@ -69,6 +71,8 @@ def receive(
     tokenizer: Any = None,
     limit: int | str | None = None,
     wait: bool = True,
+    timeout: float | None = 60.0,
+    patience: float | None = 3600.0,
 ) -> DynamicCache:
     """Return a cache that `send` sends, on the device of the model.
 
@@ -78,21 +82,26 @@ def receive(
         stream: a socket, a pipe or anything that is read from, in blocking mode; it is not closed.
         model: the model that the cache was made by; another one is refused before any pairs are read.
         tokenizer: compared with the one that `send` was given, where it was.
-        limit: bytes that a cache may have, or a size such as "4GB"; a larger one is refused before any pairs are read.
+        limit: bytes of a cache in memory, or a size such as "4GB"; a larger one is refused before any pairs are read.
         wait: without it, the cache is returned as soon as it is known what will come; a pass that reaches a layer which does
             not come ends in a ConnectionError.
+        timeout: seconds in which, once the first byte is there, the header must come, and then each 64 KiB; None for any time.
+            Sockets and pipes are waited for so long; of another stream, a read that has begun is not broken off.
+        patience: seconds until the first byte, which the sender may need to read a prompt; None for any time.
 
     Raises:
-        ConnectionError: the sender has gone before all was sent.
+        ConnectionError: the sender has gone before all was sent, or sends too slowly.
         ValueError: what comes is no cache, damaged, too large or of another model. Nothing is left of it; the stream may hold
             more of it and is of no further use.
     """
     most = parse_bytes(limit) if isinstance(limit, str) else limit
-    fill = _filler(stream)
-    header = receive_header(fill, most)
+    incoming = Incoming(stream, timeout, patience)
+    header = receive_header(incoming.fill, most)
+    check_description(header, "the cache that was sent")
     check_model(header.about, model, "the cache that was sent")
     check_tokenizer(header.about, tokenizer, "the cache that was sent")
-    transfer = _Transfer(header, model, fill)
+    incoming.begin_body()
+    transfer = _Transfer(header, model, incoming.fill)
     if wait or any(transfer.arriving.kind(index) in ADOPTED for index in range(transfer.layers)):
         transfer.run()
         if transfer.error is not None:
@@ -155,8 +164,10 @@ class _Transfer:
 
     def _plain(self, index: int) -> dict[str, Any]:
         """Return what is known of a layer before its tensors are there: numbers and switches."""
-        held = self.header.about["layers"][index]["state"]["dict"]
-        known = {name: value for name, value in held if isinstance(value, (bool, int, float, str))}
+        with readable(f"layer {index} of the cache"):
+            held = self.header.about["layers"][index]["state"]["dict"]
+            known = {str(name): value for name, value in held if isinstance(value, (bool, int, float, str))}
+            check_names(self.arriving.kind(index), known)
         return {**known, "interrupted": None} if issubclass(self.arriving.kind(index), PressLayer) else known
 
 
@@ -211,22 +222,3 @@ def _writer(stream: Any) -> Callable[[memoryview], None]:
             view = view[len(view) if taken is None else taken :]
 
     return write
-
-
-def _filler(stream: Any) -> Callable[[memoryview], None]:
-    into = getattr(stream, "recv_into" if isinstance(stream, socket.socket) else "readinto", None)
-    if into is None:
-        raise TypeError(f"a cache comes through a socket or what has a method `readinto`, got {type(stream).__name__}")
-
-    def fill(view: memoryview) -> None:
-        got = 0
-        while got < len(view):
-            try:
-                count = into(view[got:])
-            except OSError as error:
-                raise ConnectionError(f"the cache was not received: {error}") from error
-            if not count:
-                raise ConnectionError("the cache was not received: the sender has gone before all of it was sent")
-            got += count
-
-    return fill

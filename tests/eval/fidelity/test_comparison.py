@@ -64,7 +64,7 @@ def test_a_text_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
     own.write_text(" The code for tiger is 4837. The old river runs." * 60)
     for path, told in ((strange, True), (own, False)):
         out = tmp_path / "out.json"
-        code, output = invoke("--press", "none", "--text", str(path), "--out", str(out))
+        code, output = invoke("--press", "none", "--text", str(path), "--out", str(out), "--force")
         assert code == 0, output
         assert ("outside its vocabulary" in output.replace("\n", " ")) == told
         assert (json.loads(out.read_text())["outside_vocabulary"] > 0.5) == told
