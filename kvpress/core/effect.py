@@ -62,8 +62,8 @@ def left_whole_note(press: BasePress) -> str:
     """Return a reason why a press left a prompt as it was, and a remedy."""
     if press.recipe().codec is not None:
         return (
-            "nothing is compressed: a codec leaves the newest pairs dense (residual_length), and all of a shorter text; read "
-            "more, or lower residual_length"
+            "nothing is compressed: a codec leaves the newest pairs dense (residual_length) and encodes older ones in whole "
+            "tiles, so that a short text stays as it is; read more, or lower residual_length"
         )
     return "nothing is compressed: no pair was evicted; raise compression_ratio or lower the budget"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kvpress_eval.common.terminal import Name, number, plain_table
 
@@ -53,7 +54,7 @@ def to_table(rows: Iterable[dict[str, Any]]) -> Table:
         if not row.get("compressed", True):
             notes.append(f"{row['press']}: not compressed, the prompts are held as they are")
         table.add_row(Name(row["press"]), *(figure.text(row) for figure in FIGURES))
-    table.caption = "\n".join(notes)
+    table.caption = Text("\n".join(notes))
     return table
 
 

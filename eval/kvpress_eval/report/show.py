@@ -97,10 +97,10 @@ def _notes(press: Any, memory: MemoryReport) -> tuple[str, ...]:
         notes.append("drops no token of this text")
     if recipe.acting("decode"):
         notes.append("evicts while tokens are generated, which is not shown")
-    if left_whole(press, memory.kept / max(1, memory.seen), memory.total_bytes, memory.uncompressed_bytes):
-        notes.append(left_whole_note(press))
-    elif recipe.codec is not None:
+    if recipe.codec is not None:
         notes.append("stores pairs in fewer bits")
     if recipe.selector is not None:
         notes.append("reads a part of what is kept, chosen anew for every generated token")
+    if left_whole(press, memory.kept / max(1, memory.seen), memory.total_bytes, memory.uncompressed_bytes):
+        notes.append(left_whole_note(press))
     return tuple(notes)
