@@ -120,6 +120,12 @@ class Held:
         axes = {declared.axis for declared in found.values()}
         return {name: found[name] for name in sorted(found, key=lambda name: name not in axes)}
 
+    @classmethod
+    @cache
+    def hints(cls) -> dict[str, Any]:
+        """Return the annotated type of every field."""
+        return get_type_hints(cls)
+
     @property
     def device(self) -> torch.device:
         """Where the tensors lie."""
@@ -219,7 +225,7 @@ class Held:
         Raises:
             ValueError: a tensor has another length, or a field is of another type than it is declared.
         """
-        hints, kind = get_type_hints(type(self)), type(self).__name__
+        hints, kind = self.hints(), type(self).__name__
         lengths: dict[str, int] = {}
         for name, declared in self.declared().items():
             value = getattr(self, name)

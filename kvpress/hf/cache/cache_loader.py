@@ -172,7 +172,7 @@ class Arriving:
             flags = ("static", "padded", "columns", "latent", "record_past", "is_initialized")
             if wrong := [name for name in flags if not isinstance(state[name], bool)]:
                 raise ValueError(f"its {', '.join(wrong)} cannot be used")
-            if state["assigned"] != {} or not isinstance(state["interrupted"], (int, NoneType)):
+            if state["assigned"] != {} or state["interrupted"] is not None:
                 raise ValueError("a pass that has not ended has left it")
             if (store := state["store"]) is None:
                 return
@@ -191,6 +191,8 @@ class Arriving:
         if "store" in state:
             raise ValueError(f"a {kind.__name__} has no store")
         usual = vars(template) if type(template) is kind else {}
+        if lacking := [name for name in ("is_initialized", "cumulative_length") if name in usual and name not in state]:
+            raise ValueError(f"its state lacks {', '.join(lacking)}")
         for name, value in state.items():
             known = usual.get(name)
             if isinstance(known, dict) and not _is_like(value, known):
