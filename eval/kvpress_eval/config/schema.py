@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 import kvpress
-from kvpress.core.effect import check_acts
 from kvpress.counts import parse_count
 from kvpress_eval.tasks.catalogue import kind_of
 from kvpress_eval.tasks.filler import KINDS
@@ -23,7 +22,14 @@ RAY = "ray"
 _FILES = re.compile(r"(^|\+)\s*@|\.ya?ml\s*$")
 """What tells that a press, or a part of it, is read from a file."""
 
-Length = Annotated[int, Field(ge=16)]
+
+def _without_unit(value: Any) -> Any:
+    """Read a number of tokens that is text, such as 8k; the type of the field says what else is allowed."""
+    return parse_count(value, "a number of tokens", least=0) if isinstance(value, str) else value
+
+
+Length = Annotated[int, Field(ge=16), BeforeValidator(_without_unit)]
+NewTokens = Annotated[int, Field(ge=1), BeforeValidator(_without_unit)]
 Depth = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -60,7 +66,7 @@ class RunConfig(BaseModel):
     device: str = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     threads: int | None = Field(default=None, ge=1)
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: NewTokens | None = None
     max_seconds_per_sample: float | None = Field(default=None, gt=0)
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
@@ -68,6 +74,8 @@ class RunConfig(BaseModel):
     @field_validator("presses")
     @classmethod
     def _presses_exist(cls, presses: tuple[str, ...]) -> tuple[str, ...]:
+        from kvpress.core.effect import check_acts  # loads torch, which help need not wait for
+
         found = []
         for spec in presses:
             try:
@@ -85,14 +93,6 @@ class RunConfig(BaseModel):
         for task in tasks:
             kind_of(task)
         return tuple(dict.fromkeys(tasks))
-
-    @field_validator("lengths", "max_new_tokens", mode="before")
-    @classmethod
-    def _tokens_with_units(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read numbers of tokens that have a unit, such as 8k; the types of the fields say what else is allowed."""
-        if isinstance(value, (list, tuple)):
-            return tuple(_count(each, f"{info.field_name}") for each in value)
-        return _count(value, f"{info.field_name}")
 
     @field_validator("lengths")
     @classmethod
@@ -162,10 +162,6 @@ class RunConfig(BaseModel):
     def wording(self) -> str:
         """The language that "auto" stands for, as far as can be said without the tokenizer (`run/language.py`)."""
         return _wording(self.language, self.model)
-
-
-def _count(value: Any, name: str) -> Any:
-    return parse_count(value, name) if isinstance(value, str) else value
 
 
 def _wording(language: str, model: str) -> str:

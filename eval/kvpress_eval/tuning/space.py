@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import kvpress
+from kvpress.core.effect import idle_parts
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, find
 from kvpress.hf.models import load_config
@@ -170,7 +171,9 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
     if RATIO in names and _says_all(entry):
         return "evict", list(filter(_acts, _variants(entry, _without(press, RATIO, BUDGET, _SEED))))
     if entry.role == "quantise":
-        return "codec", _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
+        specs = _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
+        # `think` by its name alone removes no channels.
+        return "codec", [spec for spec in specs if not idle_parts(kvpress.get_press(spec))]
     return "", []
 
 

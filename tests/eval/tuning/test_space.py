@@ -44,6 +44,11 @@ def test_what_keeps_to_no_ratio_is_left_out(space: Space) -> None:
     assert not names & {"per_layer_compression", "simlayerkv", "duo_attention", "quest", "decoding", "cq", "composed"}
 
 
+def test_codecs_that_encode_nothing_are_left_out(space: Space) -> None:
+    assert "think" not in space.codec
+    assert any(spec.startswith("think:") for spec in space.codec)
+
+
 def test_settings_in_which_a_press_cannot_act_are_left_out(space: Space) -> None:
     assert [spec for spec in space.evict if spec.startswith("finch")] == ["finch:window_size=64"]
 
