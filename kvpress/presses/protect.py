@@ -116,7 +116,7 @@ _FORMS = {"tokens": "0:16 40:52", "tags": "<tools>..</tools>", "roles": "system 
 
 
 def vocabulary_of(tokenizer: Any, model: ModelFacts | None, what: str) -> Vocabulary | None:
-    """Return the texts of tokens from `tokenizer`, or from the one in the folder of the model; None without tokenizer and model.
+    """Return the texts of tokens from `tokenizer`, else from the one in the folder of the model; None without either.
 
     Raises:
         ValueError: the folder of the model has no tokenizer. The message begins with `what`, the name of the press.
