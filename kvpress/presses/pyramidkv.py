@@ -65,7 +65,7 @@ class Pyramid(Allocator):
     """Steepness: the last layer keeps 1 / `beta` of the mean."""
     amount: Amount
     """Ratio or budget of the press; a ratio gives budgets before rounding."""
-    ask: Callable[[nn.Module, int], int] | None = None
+    custom_budget: Callable[[nn.Module, int], int] | None = None
     """User-defined `get_layer_budget`, or None."""
 
     by_layer = True
@@ -76,8 +76,8 @@ class Pyramid(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         # Pairs that are always kept, such as protected ones, are left out of every layer's budget.
         lengths = [(item.view.call, item.view.available - item.view.target + mean) for item in scored]
-        if self.ask is not None:
-            return [self.ask(call.layer.module, length) for call, length in lengths]
+        if self.custom_budget is not None:
+            return [self.custom_budget(call.layer.module, length) for call, length in lengths]
         return [self.of_layer(call.layer.depth, call.layer.depths, mean, length) for call, length in lengths]
 
     def of_layer(self, depth: int, depths: int, mean: int, length: int) -> int:

@@ -83,18 +83,18 @@ class LazyLayers(Allocator):
     """Newest tokens that a lazy layer keeps."""
     queries: Wanted
     """Observer of the queries that decide."""
-    ask: Callable[..., bool] | None = None
+    custom_is_lazy: Callable[..., bool] | None = None
     """User-defined `is_lazy`, or None."""
 
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         windows = [item.scores >= item.view.seen - self.recent for item in scored]
-        if self.ask is None:
+        if self.custom_is_lazy is None:
             attention_weights = [attention_on(item.whole, self.queries, self._in_window(item)) for item in scored]
             is_lazy = torch.cat(attention_weights, dim=1).mean(dim=1).clamp_max(1) > self.threshold
         else:
-            is_lazy = torch.tensor([self.ask(*arguments_of(scored[0].whole))], device=windows[0].device)
+            is_lazy = torch.tensor([self.custom_is_lazy(*arguments_of(scored[0].whole))], device=windows[0].device)
         return [torch.where(is_lazy[:, None], in_window.sum(dim=2), in_window.shape[2]) for in_window in windows]
 
     def _in_window(self, scored: Scored) -> Tensor:
