@@ -172,7 +172,7 @@ class Along(Allocator):
 def shares(curve: Tensor, ratio: float, tokens: int, minimum: int = 0) -> Tensor:
     """Return how many of `tokens` pairs each head keeps, `[N]`, by their `curve [99, N]`; their sum follows `ratio`.
 
-    No head keeps fewer than `minimum`; where a curve gives less, the other heads keep what they would at a larger ratio.
+    No head keeps fewer than `minimum`; where a curve gives less, the other heads keep fewer, as at a larger ratio.
     """
     points = torch.cat([torch.zeros(1, curve.shape[1]), curve, torch.ones(1, curve.shape[1])]).double()
 

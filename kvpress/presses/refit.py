@@ -37,7 +37,7 @@ _ONCE = "values are refitted once, after a whole prompt"
         Refusal("refit(knorm:0.5) + tova:0.5", "a later eviction would take refitted pairs apart"),
         Refusal("refit(kivi)", "a codec evicts nothing"),
         Refusal(
-            "refit(frontier:smaller=20)", "the size says how pairs are stored too: `budgeted(refit(x)):smaller=20`"
+            "refit(frontier:smaller=20)", "the size also sets how pairs are stored: `budgeted(refit(x)):smaller=20`"
         ),
     ),
     exempt=(
