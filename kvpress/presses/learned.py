@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was learned for a model elsewhere: found in a file, a folder or a repository of the hub, read without executing it."""
+"""Weights learned for a model, read from a file, a folder or a repository of the hub without executing code."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from kvpress.core.model import ModelFacts
 
 
 def name_of(model: ModelFacts, needed: str) -> str:
-    """Return the name under which things for a model are published: the last part of where it was loaded from.
+    """Return the name of a model on the hub: the last part of the path that it was loaded from.
 
     Raises:
-        ValueError: it was made from a configuration; the message says that `needed`.
+        ValueError: the model was made from a configuration; the message begins with `needed`.
     """
     if not model.source:
-        raise ValueError(f"{needed}: this {model.name} was loaded from nowhere, so it has no name to look for")
+        raise ValueError(f"{needed}: this {model.name} was not loaded from a path, so it has no name to look for")
     return Path(model.source).name
 
 
 def fetch(place: str, name: str, needed: str) -> Path:
-    """Return the file `name` of a place: that file itself, a folder that holds it, or a repository `owner/name` of the hub.
+    """Return the path of the file `name`: `place` is the file itself, its folder, or a repository `owner/name` of the hub.
 
     Raises:
-        FileNotFoundError: it is not there; the message says that `needed`.
+        FileNotFoundError: there is no such file; the message begins with `needed`.
     """
-    given = Path(place)
-    if given.is_file():
-        return given
-    if given.is_dir() or place.count("/") != 1:
-        if (given / name).is_file():
-            return given / name
+    path = Path(place)
+    if path.is_file():
+        return path
+    if path.is_dir() or place.count("/") != 1:
+        if (path / name).is_file():
+            return path / name
         raise FileNotFoundError(f"{needed}: there is no {name} in {place!r}")
     from huggingface_hub import hf_hub_download
 
@@ -48,58 +48,63 @@ def fetch(place: str, name: str, needed: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
-            f"{needed}: there is no file or folder {place!r}, and {name} of the hub's {place!r} is not to be had ({reason})"
+            f"{needed}: there is no file or folder {place!r}, and {name} of the hub's {place!r} cannot be downloaded ({reason})"
         ) from error
 
 
 def read(file: Path, method: str) -> Calibration | dict[str, Tensor]:
-    """Return what `kvpress calibrate --method ...` wrote, or the tensors of a published file by name.
+    """Read a file of `kvpress calibrate --method ...`, or the tensors of a published file by name.
 
     Raises:
-        ValueError: it is neither, or damaged.
+        ValueError: the file has neither, or is damaged.
     """
     return calibration.read(file, method) if calibration.is_calibration(file) else tensors_of(file)
 
 
 def tensors_of(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or of a torch file that holds nothing but tensors, by name.
+    """Return the tensors, by name, of a safetensors file, or of a torch file with nothing but tensors.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file has another format or content.
     """
-    state = file.stat()
-    return _read(str(file), state.st_mtime_ns, state.st_size)
+    status = file.stat()
+    return _read(str(file), status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=8)
 def _read(file: str, changed: int, size: int) -> dict[str, Tensor]:
-    """Read a file in the state that the time of its last change and its size stand for."""
+    """Read a file; its time of change and size are part of the cache key."""
     del changed, size
     try:
         return load_file(file) if file.endswith(".safetensors") else _flat(torch.load(file, "cpu", weights_only=True))
     except (SafetensorError, UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{file} holds no plain tensors, and nothing else is read: {error}") from error
+        raise ValueError(f"{file} has no plain tensors, and nothing else can be read: {error}") from error
 
 
-def _flat(found: object, prefix: str = "") -> dict[str, Tensor]:
+def _flat(nested: object, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries and lists, names joined by dots."""
-    if isinstance(found, Tensor):
-        return {prefix: found}
-    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    if isinstance(nested, Tensor):
+        return {prefix: nested}
+    items = nested.items() if isinstance(nested, dict) else enumerate(nested) if isinstance(nested, list) else ()
     return {
         name: tensor
-        for key, part in items
-        for name, tensor in _flat(part, f"{prefix}.{key}" if prefix else str(key)).items()
+        for key, value in items
+        for name, tensor in _flat(value, f"{prefix}.{key}" if prefix else str(key)).items()
     }
 
 
 def check_shape(
-    found: dict[str, Tensor], name: str, shape: tuple[int | None, ...], place: str | Path, what: str
+    tensors: dict[str, Tensor], name: str, shape: tuple[int | None, ...], place: str | Path, what: str
 ) -> None:
-    """Refuse a tensor that is missing or has another shape; None is any size. `what` says whose it should be."""
-    tensor = found.get(name)
-    held = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+    """Check the shape of a tensor; None is any size. `what` names the model or part that the message refers to.
+
+    Raises:
+        ValueError: the tensor is missing or has another shape.
+    """
+    tensor = tensors.get(name)
+    fault = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
     if tensor is None or not calibration.fits(tensor, shape):
         raise ValueError(
-            f"{place}: tensor {name!r} {held}, expected {calibration.sizes(shape)} for {what}; use what was made for this model"
+            f"{place}: tensor {name!r} {fault}, expected {calibration.sizes(shape)} for {what}; "
+            "use what was made for this model"
         )

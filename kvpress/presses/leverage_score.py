@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that the others cannot stand in for."""
+"""Leverage scores: eviction of keys that other keys can represent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpress.observe.rotations import ROTATIONS
 from kvpress.observe.view import View
 
 RIDGE = 0.01
-"""What is added to the diagonal of X^T X by default, as a fraction of its mean.
+"""Default ridge added to the diagonal of X^T X, as a fraction of its mean.
 
 Of 1e-5, 1e-3 and 1e-2, the largest did best on the reference model with 10% of the pairs.
 """
@@ -32,14 +32,14 @@ Of 1e-5, 1e-3 and 1e-2, the largest did best on the reference model with 10% of 
 )
 @dataclass
 class LeverageScorePress(ScorerPress):
-    """Score a pair by the statistical leverage of its key before rotation: outliers of the key matrix stay.
+    """Score a pair by the statistical leverage of its key before rotation: outliers of the key matrix get high scores.
 
         X[b, h]        = (K - mean over t of K) S,   K [n, D] keys before rotation, S [D, s] Gaussian
         score[b, h, t] = x_t (X^T X + r I)^-1 x_t^T,   r = ridge tr(X^T X) / s
 
-    `sketch_dimension` is s; where the head dimension D is not larger, nothing is sketched. S is the same for all layers and
-    calls. The first `n_sink` tokens always stay. `ridge` keeps directions that hardly vary, which in 16 bits are mostly
-    rounding, from counting as much as all others.
+    `sketch_dimension` is s; where the head dimension D is not larger, the keys are used without a sketch. S is the same for
+    all layers and calls. The first `n_sink` tokens are always kept. `ridge` limits the weight of directions with little
+    variance, which in 16 bits are mostly rounding errors.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.
@@ -60,33 +60,33 @@ class LeverageScorePress(ScorerPress):
         return (ROTATIONS,)
 
     def scores(self, view: View) -> Tensor:
-        """Return leverages in [0, 1], `[b, h, n]`, infinite for sinks."""
+        """Return leverages `[b, h, n]` in [0, 1], infinite for sinks."""
         return self.of_view(view).masked_fill(view.positions < self.n_sink, torch.inf)
 
     def of_view(self, view: View) -> Tensor:
         """Return leverages `[b, h, n]`."""
-        ask = override_of(self, "compute_leverage_scores")
-        if ask is None:
+        compute_scores = override_of(self, "compute_leverage_scores")
+        if compute_scores is None:
             return leverage(view, self.sketch_dimension, self.ridge)
-        scores: Tensor = ask(view.unrotated_keys(), self.sketch_dimension)
+        scores: Tensor = compute_scores(view.unrotated_keys(), self.sketch_dimension)
         return scores
 
     @staticmethod
     @helper
     def compute_leverage_scores(key_states: Tensor, sketch_dimension: int) -> Tensor:
-        """Return the leverage `[B, H, n]` of keys before rotation, `[B, H, n, D]`, by way of a sketch."""
+        """Return the leverages `[B, H, n]` of keys before rotation, `[B, H, n, D]`, from a sketch."""
         return torch.stack([of_rows(keys, sketch_dimension) for keys in key_states.float().unbind(dim=1)], dim=1)
 
 
 def leverage(view: View, sketch_dimension: int, ridge: float = RIDGE) -> Tensor:
-    """Return the leverage of every key of a view, `[b, h, n]`, by way of a sketch."""
+    """Return the leverages `[b, h, n]` of all keys of a view, from a sketch."""
     return torch.stack(
         [of_rows(head.unrotated_keys()[:, 0], sketch_dimension, ridge) for head in view.per_head()], dim=1
     )
 
 
 def of_rows(keys: Tensor, sketch_dimension: int, ridge: float = RIDGE) -> Tensor:
-    """Return the leverage `[b, n]` of keys `[b, n, D]` in float32."""
+    """Return the leverages `[b, n]` of keys `[b, n, D]`, in float32."""
     dim, rows = keys.shape[2], keys
     if sketch_dimension < dim:
         normal = torch.randn(dim, sketch_dimension, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets per layer and head from a curve that was measured for the model."""
+"""LU-KV: budgets per layer and head from a curve measured for the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHOD = "lukv"
 COMMAND = f"kvpress calibrate --method {METHOD}"
 PERCENTS = 99
 HALVINGS = 40
-"""Steps in which a ratio is looked for."""
+"""Bisection steps in the search for a ratio."""
 PUBLISHED = (
     "https://github.com/baidu-baige/LU-KV, evaluation/curve_data/llama-3.1-8b/ea_0.02_sink4_win1_llama_avg_ratio.npy, for "
     "Llama-3.1-8B with ExpectedAttentionPress(epsilon=0.02)"
@@ -53,20 +53,20 @@ PUBLISHED = (
 )
 @dataclass(init=False)
 class LUKVPress(WrapperPress):
-    """Give every layer and head the part of the budget that a curve, measured beforehand, says it needs.
+    """Distribute the budget over all layers and heads by a curve that was measured for the model.
 
-        kept[l, h] = (1 - curve(ratio)[l, h]) n, rounded so that all heads together keep the sum
+        kept[l, h] = (1 - curve(ratio)[l, h]) n, rounded so that all heads together keep the total
 
-    `press` scores the pairs, expected attention with epsilon 0.02 unless another is given. `compression_ratio` sets its ratio.
-    The first `sink` and the newest `window` tokens always stay: what a head keeps above its part for them, the others give, as
-    they would at a larger ratio. `curve` is a published .npy file `[99, L, H]`, or what `kvpress calibrate --method lukv`
-    writes: which part each head loses where 1%, 2%, ..., 99% are lost on average. Between whole percents it is interpolated.
-    None is the file that ships with the bundled reference model, for the default `press`.
+    `press` scores the pairs; the default is expected attention with epsilon 0.02. `compression_ratio` sets its ratio. The
+    first `sink` and the newest `window` tokens are always kept: where they exceed a head's share, the other heads keep
+    less, as at a larger ratio. `curve` is a published .npy file `[99, L, H]`, or a file of `kvpress calibrate --method
+    lukv`: the share of pairs that each head loses where heads lose 1%, 2%, ..., 99% on average, interpolated between whole
+    percents. None is the file that ships with the bundled reference model, for the default `press`.
 
     Paper: LU-KV, Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction, 2026,
     arXiv:2602.08585.
-    Differs from the paper: the sum is kept over all layers, where NVIDIA kvpress rounds layer by layer. Without a curve NVIDIA
-    kvpress goes on with equal budgets; here it is refused.
+    Differs from the paper: the total over all layers is exact, where NVIDIA kvpress rounds layer by layer. Without a curve
+    NVIDIA kvpress uses equal budgets; here it is an error.
     """
 
     press: BasePress
@@ -105,41 +105,48 @@ class LUKVPress(WrapperPress):
                     f"or what `{COMMAND} --model ... --data ... --out curve.safetensors` writes; published is {PUBLISHED}"
                 )
             self.check_curve(curve, model)
-        always = self.sink + self.window
+        num_protected = self.sink + self.window
         layers = () if model is None else tuple(layer.index for layer in model.growing)
         return replace(
             step,
             scorer=BeforeWindow(step.scorer, self.window, self.sink),
-            amount=replace(step.amount, protected=max(step.amount.protected, always)),
-            allocator=step.allocator if curve is None else Along(curve, always, layers),
+            amount=replace(step.amount, protected=max(step.amount.protected, num_protected)),
+            allocator=step.allocator if curve is None else Along(curve, num_protected, layers),
         )
 
     def check_curve(self, curve: str, model: ModelFacts) -> None:
-        """Refuse a curve that was measured for another model or another inner press."""
-        found, heads = curves_of(curve), [layer.kv_heads for layer in model.layers]
-        if isinstance(found, Calibration):
-            found.check(METHOD, model, curve, lambda layer: {"curve": (PERCENTS, layer.kv_heads)})
-            measured, here = found.provenance["settings"]["press"], scoring_of(self.press)
-            if measured != here:
+        """Refuse a curve that was measured for another model or another inner press.
+
+        Raises:
+            ValueError: the curve has other layers or heads than the model, or was measured for another press.
+        """
+        curves, heads = curves_of(curve), [layer.kv_heads for layer in model.layers]
+        if isinstance(curves, Calibration):
+            curves.check(METHOD, model, curve, lambda layer: {"curve": (PERCENTS, layer.kv_heads)})
+            measured, scoring = curves.provenance["settings"]["press"], scoring_of(self.press)
+            if measured != scoring:
                 raise ValueError(
-                    f"{curve} was measured for the scores of {measured!r}, not of {here!r}; measure one with "
-                    f"`{COMMAND} --press '{here}' --model ... --data ... --out curve.safetensors`"
+                    f"{curve} was measured for the scores of {measured!r}, not of {scoring!r}; measure one with "
+                    f"`{COMMAND} --press '{scoring}' --model ... --data ... --out curve.safetensors`"
                 )
-        elif heads != [found.shape[2]] * found.shape[1]:
+        elif heads != [curves.shape[2]] * curves.shape[1]:
             counts = " or ".join(str(count) for count in sorted(set(heads)))
             raise ValueError(
-                f"{curve} is a curve of {found.shape[1]} layers of {found.shape[2]} kv heads, but {model.name} has "
+                f"{curve} is a curve of {curves.shape[1]} layers of {curves.shape[2]} kv heads, but {model.name} has "
                 f"{len(heads)} attention layers of {counts}; use the curve that was measured for this model"
             )
 
 
 @dataclass(frozen=True)
 class Along(Allocator):
-    """Gives heads what the curves of `layers` in a file leave them, `least` pairs at least."""
+    """Distribute pairs over the heads of all layers by the curves in a file; see `LUKVPress`."""
 
     curve: str
-    least: int
+    """Path of the curves."""
+    minimum: int
+    """Minimum number of pairs per head."""
     layers: tuple[int, ...]
+    """Indices of the growing layers, which have a budget."""
 
     ragged = True
     by_layer = True
@@ -148,59 +155,60 @@ class Along(Allocator):
         return False  # some layers keep less than the mean
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        return [self._of_view(each, mean) for each in scored]
+        return [self._of_view(item, mean) for item in scored]
 
     def _of_view(self, scored: Scored, mean: int) -> Tensor:
         view = scored.view
         if view.target >= view.available:
             return torch.full(view.shape[:2], view.length, device=view.positions.device)
-        settled = view.target - mean  # pairs that stay in any case, beside those that there is a choice of
+        fixed = view.target - mean  # pairs that are kept in any case and compete with no others
         curves = [curve_of(self.curve, layer) for layer in self.layers]
-        kept = shares(torch.cat(curves, dim=1), 1 - view.target / view.available, view.available, self.least)
-        own = kept.split([curve.shape[1] for curve in curves])[self.layers.index(view.layer)]
-        count = (own[view.heads] - settled).clamp(0, view.length)
+        kept = shares(torch.cat(curves, dim=1), 1 - view.target / view.available, view.available, self.minimum)
+        layer_counts = kept.split([curve.shape[1] for curve in curves])[self.layers.index(view.layer)]
+        count = (layer_counts[view.heads] - fixed).clamp(0, view.length)
         return count.to(view.positions.device).expand(view.shape[:2])
 
 
-def shares(curve: Tensor, ratio: float, tokens: int, least: int = 0) -> Tensor:
-    """Return how many of `tokens` pairs each head keeps, `[N]`, by their `curve [99, N]`; they add up to the sum.
+def shares(curve: Tensor, ratio: float, tokens: int, minimum: int = 0) -> Tensor:
+    """Return how many of `tokens` pairs each head keeps, `[N]`, by their `curve [99, N]`; their sum follows `ratio`.
 
-    No head keeps fewer than `least`; where the curve says so, all others keep what it leaves them at a larger ratio.
+    No head keeps fewer than `minimum`; where a curve gives less, the other heads keep fewer, as at a larger ratio.
     """
-    ends = torch.cat([torch.zeros(1, curve.shape[1]), curve, torch.ones(1, curve.shape[1])]).double()
+    points = torch.cat([torch.zeros(1, curve.shape[1]), curve, torch.ones(1, curve.shape[1])]).double()
 
     def ideal(ratio: float) -> Tensor:
-        at = min(ratio * 100, PERCENTS + 1.0)
-        below = min(int(at), PERCENTS)
-        lost = ends[below] + (at - below) * (ends[below + 1] - ends[below])
+        percent = min(ratio * 100, PERCENTS + 1.0)
+        below = min(int(percent), PERCENTS)
+        lost = points[below] + (percent - below) * (points[below + 1] - points[below])
         return (1 - lost.clamp(0, 1)) * tokens
 
-    wanted = int(ideal(ratio).sum().round())
-    low, high = (ratio, 1.0) if bool((ideal(ratio) < least).any()) else (ratio, ratio)
+    total = int(ideal(ratio).sum().round())
+    low, high = (ratio, 1.0) if bool((ideal(ratio) < minimum).any()) else (ratio, ratio)
     for _ in range(HALVINGS if low < high else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if ideal(middle).clamp_min(least).sum() > wanted else (low, middle)
-    whole = ideal(high).clamp_min(min(least, tokens))
-    kept = whole.floor()
-    left = max(0, wanted - int(kept.sum()))
-    kept[(whole - kept).argsort(descending=True, stable=True)[:left]] += 1
+        low, high = (middle, high) if ideal(middle).clamp_min(minimum).sum() > total else (low, middle)
+    exact = ideal(high).clamp_min(min(minimum, tokens))
+    kept = exact.floor()
+    num_extra = max(0, total - int(kept.sum()))
+    kept[(exact - kept).argsort(descending=True, stable=True)[:num_extra]] += 1
     return kept.long()
 
 
 def scoring_of(press: BasePress) -> str:
     """Return the spec of a press without its ratio or budget."""
-    bare = copy.deepcopy(press)
-    for part in parts_of(bare):
-        if isinstance(part, BudgetPress):
-            part.compression_ratio, part.budget = 0.0, None
-    return to_spec(bare)
+    copied = copy.deepcopy(press)
+    for inner in parts_of(copied):
+        if isinstance(inner, BudgetPress):
+            inner.compression_ratio, inner.budget = 0.0, None
+    return to_spec(copied)
 
 
 def curves_of(path: str) -> Calibration | Tensor:
-    """Read the curves of all layers: what `kvpress calibrate` wrote, or a published file `[99, L, H]`.
+    """Read the curves of all layers from a file of `kvpress calibrate`, or from a published file `[99, L, H]`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it holds no curves.
+        FileNotFoundError: there is no such file.
+        ValueError: the file has no curves.
     """
     file = Path(path)
     if not file.is_file():
@@ -214,19 +222,19 @@ def curves_of(path: str) -> Calibration | Tensor:
 
 def curve_of(path: str, layer: int) -> Tensor:
     """Return the curve of a layer, `[99, H]`."""
-    found = curves_of(path)
-    return found.tensors[f"{layer}.curve"] if isinstance(found, Calibration) else found[:, layer]
+    curves = curves_of(path)
+    return curves.tensors[f"{layer}.curve"] if isinstance(curves, Calibration) else curves[:, layer]
 
 
 @lru_cache(maxsize=8)
 def _read(path: str, changed: int) -> Tensor:
     del changed
     try:
-        found = np.load(path, allow_pickle=False)
+        curves = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
-    if found.ndim != 3 or found.shape[0] != PERCENTS or not np.isfinite(found).all():
+    if curves.ndim != 3 or curves.shape[0] != PERCENTS or not np.isfinite(curves).all():
         raise ValueError(
-            f"{path} must hold finite numbers [{PERCENTS}, layers, kv heads], got shape {list(found.shape)}"
+            f"{path} must hold finite numbers [{PERCENTS}, layers, kv heads], got shape {list(curves.shape)}"
         )
-    return torch.from_numpy(found.astype(np.float32))
+    return torch.from_numpy(curves.astype(np.float32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicted values are blended into the pairs whose keys are most alike."""
+"""Merge evicted values into the kept pairs with the most similar keys."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from kvpress.observe.view import View
 )
 @dataclass
 class MergingPress(WrapperPress):
-    """Fold the value of every pair that another press evicts into the kept pair of its head with the most similar key.
+    """Merge the value of every pair that another press evicts into the kept pair of its head with the most similar key.
 
         j(e)  = the kept pair of the largest cosine s(e) of its key with that of the evicted pair e
         w(e)  = s(e) ||v_e|| / (||v_e|| + ||v_j||),   0 where s(e) < similarity_threshold
         v_j  <- (v_j + sum over e of w(e) v_e) / (1 + sum over e of w(e))
 
-    Keys stay as they are, and so do positions. `similarity_threshold` is the least cosine at which values are merged, and
-    `merge_fraction` the share of a head's evicted pairs that are, those of the largest cosines first.
+    Keys and positions are unchanged. `similarity_threshold` is the minimum cosine at which values are merged, and
+    `merge_fraction` the share of a head's evicted pairs that are merged, in order of falling cosine.
 
     Paper: none; after Bolya et al., Token Merging, 2022, arXiv:2210.09461, and Wan et al., D2O, 2024, arXiv:2406.13035.
-    Differs from the paper: as in NVIDIA kvpress, values alone are merged, weighted by their norms; similarities are worked out
+    Differs from the paper: as in NVIDIA kvpress, only values are merged, weighted by their norms; similarities are computed
     in blocks, and heads may keep different numbers of pairs.
     """
 
@@ -63,40 +63,40 @@ class MergingPress(WrapperPress):
         return Rewritten(values=merged(view.keys, view.values, mask, self.similarity_threshold, self.merge_fraction))
 
     def merge(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `keys [B, H, n, D]`, and `values` with all that are not at `indices [B, H, m]` merged into those that are."""
+        """Return `keys [B, H, n, D]`, and `values` with all pairs outside `indices [B, H, m]` merged into those inside."""
         kept = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device).scatter_(2, indices, True)
         return keys, merged(keys, values, kept, self.similarity_threshold, self.merge_fraction)
 
 
 def merged(keys: Tensor, values: Tensor, mask: Tensor, threshold: float, fraction: float) -> Tensor:
-    """Return `values [b, h, n, Dv]` with those that are not in `mask [b, h, n]` merged into those that are."""
-    found = values.clone()
+    """Return `values [b, h, n, Dv]` with pairs outside `mask [b, h, n]` merged into the pairs of the mask."""
+    blended = values.clone()
     for row, head in torch.cartesian_prod(torch.arange(mask.shape[0]), torch.arange(mask.shape[1])).tolist():
-        kept, gone = mask[row, head].nonzero().flatten(), (~mask[row, head]).nonzero().flatten()
-        if len(kept) and len(gone):
+        kept, evicted = mask[row, head].nonzero().flatten(), (~mask[row, head]).nonzero().flatten()
+        if len(kept) and len(evicted):
             vectors = values[row, head].float()
-            cosine, target = _nearest(normalize(keys[row, head].float(), dim=1), kept, gone)
+            cosine, target = _nearest(normalize(keys[row, head].float(), dim=1), kept, evicted)
             merges = cosine >= threshold
             if fraction < 1:
-                first = cosine.argsort(descending=True, stable=True)[: round(fraction * len(gone))]
-                merges &= torch.zeros_like(merges).index_fill_(0, first, True)
-            found[row, head, kept] = _blended(vectors, kept, gone, target, cosine.clamp_min(0) * merges).to(
+                nearest = cosine.argsort(descending=True, stable=True)[: round(fraction * len(evicted))]
+                merges &= torch.zeros_like(merges).index_fill_(0, nearest, True)
+            blended[row, head, kept] = _blended(vectors, kept, evicted, target, cosine.clamp_min(0) * merges).to(
                 values.dtype
             )
-    return found
+    return blended
 
 
-def _nearest(keys: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest cosine of each evicted key with a kept one, and which of these that is."""
+def _nearest(keys: Tensor, kept: Tensor, evicted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest cosine of each evicted key with a kept one, and the index of that key among the kept ones."""
     block = max(1, attention.BLOCK_BYTES // (4 * len(kept)))
-    parts = [(keys[some] @ keys[kept].T).max(dim=1) for some in gone.split(block)]
-    return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+    results = [(keys[indices] @ keys[kept].T).max(dim=1) for indices in evicted.split(block)]
+    return torch.cat([result.values for result in results]), torch.cat([result.indices for result in results])
 
 
-def _blended(values: Tensor, kept: Tensor, gone: Tensor, target: Tensor, similarity: Tensor) -> Tensor:
-    """Return the values of the kept pairs, with the evicted ones in."""
-    own, given = values[kept], values[gone]
-    size, other = given.norm(dim=1), own.norm(dim=1)[target]
-    weights = similarity * size / (size + other).clamp_min(torch.finfo(torch.float32).tiny)
-    total = torch.zeros_like(own).index_add_(0, target, given * weights[:, None])
-    return (own + total) / (1 + weights.new_zeros(len(kept)).index_add_(0, target, weights))[:, None]
+def _blended(values: Tensor, kept: Tensor, evicted: Tensor, target: Tensor, similarity: Tensor) -> Tensor:
+    """Return the values of the kept pairs, with the evicted values merged in."""
+    kept_values, evicted_values = values[kept], values[evicted]
+    evicted_norms, kept_norms = evicted_values.norm(dim=1), kept_values.norm(dim=1)[target]
+    weights = similarity * evicted_norms / (evicted_norms + kept_norms).clamp_min(torch.finfo(torch.float32).tiny)
+    total = torch.zeros_like(kept_values).index_add_(0, target, evicted_values * weights[:, None])
+    return (kept_values + total) / (1 + weights.new_zeros(len(kept)).index_add_(0, target, weights))[:, None]

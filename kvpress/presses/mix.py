@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two scorers as one."""
+"""Combine the ranks of two scorers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from kvpress.presses.chunkkv import ranks
     example="mix(leverage_score:0.5; keydiff)",
     cases=("mix(snapkv:0.5,window_size=4; knorm)", "mix(knorm:0.6; keydiff):how=max"),
     refuses=(
-        Refusal("mix(knorm:0.5; keydiff:0.5)", "the first press says how much stays"),
+        Refusal("mix(knorm:0.5; keydiff:0.5)", "the first press sets the ratio"),
         Refusal("mix(knorm:0.5; kivi)", "a codec has no scores"),
     ),
 )
 @dataclass
 class MixPress(Wrapping):
-    """Rank the pairs of a head by two presses, and keep those that are best by both, or by either.
+    """Rank the pairs of a head by two presses, and keep those that rank best by both, or by either.
 
         rank     score = weight * r + (1 - weight) * r'
         max      score = max(r, r')
 
-    r and r' are the ranks of a pair among those of its head by `press` and by `other`, from 0 to 1. `how` says which of the
-    two scores, `weight` how much the first press counts in a sum. What either of them always keeps stays. How many pairs
-    stay, in which heads and when is what `press` says.
+    r and r' are the ranks of a pair among the pairs of its head by `press` and by `other`, from 0 to 1. `how` selects one
+    of the two scores; `weight` is the weight of the first press in the sum. Pairs that one of the presses always keeps are
+    kept. The ratio or budget, its distribution over heads and the schedule are those of `press`.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -61,11 +61,11 @@ class MixPress(Wrapping):
         super().validate()
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        found, name = self.other.recipe(model), type(self.other).__name__
-        plain = found.codec is None and found.selector is None and len(found.evictions) == 1
-        if not plain or found.evictions[0].fixed or found.evictions[0].compress or found.evictions[0].hook:
+        recipe, name = self.other.recipe(model), type(self.other).__name__
+        plain = recipe.codec is None and recipe.selector is None and len(recipe.evictions) == 1
+        if not plain or recipe.evictions[0].fixed or recipe.evictions[0].compress or recipe.evictions[0].hook:
             raise TypeError(f"{self._asks}, such as SnapKVPress, got {name}")
-        (second,) = found.evictions
+        (second,) = recipe.evictions
         for scorer, press in ((step.scorer, self.press), (second.scorer, self.other)):
             if scorer.ranks:
                 raise TypeError(
@@ -75,7 +75,7 @@ class MixPress(Wrapping):
             raise TypeError(f"{name} does more than score pairs: give it as the first press, or compose it with `+`")
         if not second.amount.keeps_all or second.allocator.decides:
             raise ValueError(
-                f"{type(self.press).__name__} says how many pairs stay: leave out the ratio or budget of {name}"
+                f"{type(self.press).__name__} sets how many pairs are kept: leave out the ratio or budget of {name}"
             )
         return replace(
             step,
@@ -90,11 +90,14 @@ class MixPress(Wrapping):
 
 @dataclass(frozen=True)
 class Mixed(ScorerAround):
-    """The ranks of two scorers as one score; see `MixPress`."""
+    """Combine the ranks of two scorers into one score; see `MixPress`."""
 
     other: Scorer
+    """Second scorer; the first one is `inner`."""
     how: str
+    """`rank` for the weighted sum, `max` for the maximum."""
     weight: float
+    """Weight of the first scorer in the sum."""
 
     ranks: ClassVar[bool] = True
 
@@ -103,10 +106,10 @@ class Mixed(ScorerAround):
         return tuple(dict.fromkeys((*self.inner.wants, *self.other.wants)))
 
     def scores(self, view: View) -> Tensor:
-        both = [Scored(view, scorer).scores for scorer in (self.inner, self.other)]
-        one, two = (ranks(scores).float() / max(1, view.length - 1) for scores in both)
-        mixed = torch.maximum(one, two) if self.how == "max" else self.weight * one + (1 - self.weight) * two
-        return mixed.masked_fill(both[0].isposinf() | both[1].isposinf(), torch.inf)
+        raw = [Scored(view, scorer).scores for scorer in (self.inner, self.other)]
+        first, second = (ranks(scores).float() / max(1, view.length - 1) for scores in raw)
+        mixed = torch.maximum(first, second) if self.how == "max" else self.weight * first + (1 - self.weight) * second
+        return mixed.masked_fill(raw[0].isposinf() | raw[1].isposinf(), torch.inf)
 
     def without_values(self) -> Mixed:
         return replace(self, inner=self.inner.without_values(), other=self.other.without_values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within chunks of the prompt, in both directions."""
+"""Non-causal attention within chunks of the prompt."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from kvpress.observe.view import View
 )
 @dataclass
 class NonCausalAttnPress(ScorerPress):
-    """Score a pair by the attention that all tokens of its chunk, later and earlier ones, pay it, times its value's norm.
+    """Score a pair by the attention of all tokens of its chunk, later and earlier ones, times the norm of its value.
 
         a[b, h, t] = sum over i in the chunk of t of softmax over the chunk (q_i . k)[t], mean over the group
         score      = avg_pool(a * ||v||, 3)
 
-    Chunks are `chunk_size` real tokens of a row, counted from where the prompt, or the turn, begins. Pairs that were not
-    read in this turn have no such attention and count as average, a = 1. `scale` takes the place of the model's factor of the
-    products q . k; 1 is that of the authors' code and of NVIDIA kvpress, which do not scale them.
+    Chunks are `chunk_size` real tokens of a row, counted from the start of the prompt or turn. Pairs that were not read in
+    this turn have no such attention and get the average, a = 1. `scale` replaces the model's factor of the products q . k;
+    1 is that of the authors' code and of NVIDIA kvpress, which do not scale them.
 
     Paper: the attention part of Compactor, Chari & Van Durme, 2025, arXiv:2507.08143.
-    Differs from the paper: logits are the model's own, with its scale unless `scale` is given, soft cap and attention sinks;
-    the sums are not standardised, which would change no choice among the pairs of a head.
+    Differs from the paper: logits are the model's own, with its scale unless `scale` is given, soft cap and attention
+    sinks; the sums are not standardised, which would change no choice among the pairs of a head.
     """
 
     chunk_size: Count = 256
@@ -54,27 +54,28 @@ class NonCausalAttnPress(ScorerPress):
         return ChunkAttention(self)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
+        """Return scores `[b, h, n]`."""
         return chunk_attention(view, self.wants[0])
 
 
 @dataclass(frozen=True)
 class ChunkAttention(ByScore):
-    """The scores of `press` without the norm of the values."""
+    """Score pairs as `press` does, without the norm of the values."""
 
     press: NonCausalAttnPress
+    """Press with the size of chunks and the scale."""
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         return self.press.wants
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
+        """Return scores `[b, h, n]`."""
         return chunk_attention(view, self.wants[0], weigh_values=False)
 
 
 def chunk_attention(view: View, chunks: Wanted, weigh_values: bool = True) -> Tensor:
-    """Return the smoothed attention within `chunks` of every pair of a view, `[b, h, n]`, times its value's norm."""
+    """Return the smoothed attention within `chunks` to all pairs of a view, `[b, h, n]`, times the norms of values."""
     mass = view.recorded(chunks)
     mass = mass.masked_fill(mass == 0, 1.0)
     if weigh_values:
@@ -83,12 +84,12 @@ def chunk_attention(view: View, chunks: Wanted, weigh_values: bool = True) -> Te
 
 
 class ChunkMass(Observer):
-    """Attention that pairs receive within chunks of `size` real tokens: a side array, 0 where none was read.
+    """Record the attention that pairs receive within chunks of `size` real tokens, in a side array; 0 for unread pairs.
 
-    The last chunk counts as far as it has been read and is computed again when more of it comes, so that reading a prompt
-    in pieces ends with what reading it at once gives. What was read without a break are the columns `first` to `end`;
-    `queries [B, Hq, < size, D]` are the newest, those of open chunks among them. Logits are scaled by `scale`, None for the
-    model's own factor; the first `skip` tokens of a row are in no chunk.
+    An incomplete last chunk counts as far as it has been read, and is computed again when more of it is read. Reading a
+    prompt in pieces therefore gives the same sums as reading it in one pass. Columns `first` to `end` were read without a
+    gap; `queries [B, Hq, < size, D]` are the newest queries, including those of incomplete chunks. Logits are scaled by
+    `scale`, None for the model's own factor; the first `skip` tokens of a row are in no chunk.
     """
 
     held = ("queries",)
@@ -103,8 +104,8 @@ class ChunkMass(Observer):
         if call.phase == "decode":
             return
         window, queries = call.store.window, call.queries
-        broken = call.tokens.seen_before != self.end or window.first > self.first or call.follows_eviction
-        if self.queries is None or broken:
+        has_gap = call.tokens.seen_before != self.end or window.first > self.first or call.follows_eviction
+        if self.queries is None or has_gap:
             self.first = call.tokens.seen_before
         elif self.queries.shape[2]:
             queries = torch.cat([self.queries, queries], dim=2)
@@ -114,35 +115,35 @@ class ChunkMass(Observer):
         for row, (before, now) in enumerate(zip(*counts, strict=True)):
             groups.setdefault(before % self.size + now - before, []).append(row)
         (name,) = self.sides
-        held, shape = window.side.get(name), window.filled_keys.shape[:3]
-        window.side[name] = torch.zeros(*shape, device=queries.device) if held is None else held.clone()
+        recorded, shape = window.side.get(name), window.filled_keys.shape[:3]
+        window.side[name] = torch.zeros(*shape, device=queries.device) if recorded is None else recorded.clone()
         for tokens, rows in groups.items():
             if tokens:
                 window.side[name][rows, :, -tokens:] = self._mass(call, queries, rows, tokens)
-        rest = max(count % self.size for count in counts[1])
-        self.queries = queries[:, :, queries.shape[2] - rest :].clone(memory_format=torch.contiguous_format)
+        num_open = max(count % self.size for count in counts[1])
+        self.queries = queries[:, :, queries.shape[2] - num_open :].clone(memory_format=torch.contiguous_format)
 
     def _real(self, call: LayerCall, end: int) -> list[int]:
-        """Real tokens of each row in the columns from `first` to `end` that are in chunks."""
+        """Return the number of real tokens of each row that are in chunks, in the columns from `first` to `end`."""
         if call.tokens.mask is None:
             return [max(0, end - max(self.first, self.skip))] * call.store.batch
         before, upto = (call.tokens.mask[:, :columns].sum(dim=1).clamp(min=self.skip) for columns in (self.first, end))
         return (upto - before).tolist()
 
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:
-        """Return what the newest `tokens` of some rows, which start with a chunk, receive: `[b, H, tokens]`."""
-        whole = tokens // self.size * self.size
+        """Return the attention `[b, H, tokens]` to the newest `tokens` of some rows; these begin with a chunk."""
+        complete = tokens // self.size * self.size
         step = self.size * max(1, attention.BLOCK_BYTES // (4 * len(rows) * queries.shape[1] * self.size**2))
-        edges = [*range(0, whole, step), whole, *([tokens] if tokens > whole else [])]
+        edges = [*range(0, complete, step), complete, *([tokens] if tokens > complete else [])]
         received = []
         for start, stop in itertools.pairwise(edges):
-            asking = queries[:, :, queries.shape[2] - tokens :][:, :, start:stop][rows]
-            asked = call.store.window.filled_keys[:, :, -tokens:][:, :, start:stop][rows]
-            received.append(self._chunks(call, asking, asked, min(self.size, stop - start)))
+            chunk_queries = queries[:, :, queries.shape[2] - tokens :][:, :, start:stop][rows]
+            chunk_keys = call.store.window.filled_keys[:, :, -tokens:][:, :, start:stop][rows]
+            received.append(self._chunks(call, chunk_queries, chunk_keys, min(self.size, stop - start)))
         return torch.cat(received, dim=2)
 
     def _chunks(self, call: LayerCall, queries: Tensor, keys: Tensor, size: int) -> Tensor:
-        """Return what the tokens of full chunks receive, `[b, H, n]`, from `queries [b, Hq, n, D]` on `keys [b, H, n, D]`."""
+        """Return the attention `[b, H, n]` to tokens of complete chunks: `queries [b, Hq, n, D]`, `keys [b, H, n, D]`."""
         batch, heads, length, dim = keys.shape
         groups, chunks = queries.shape[1] // heads, length // size
         rows = queries.reshape(batch, heads, groups, chunks, size, dim).transpose(2, 3).reshape(-1, groups * size, dim)
@@ -156,6 +157,6 @@ class ChunkMass(Observer):
                 sinks = call.sinks.float().view(1, heads, 1, groups, 1).expand(batch, -1, chunks, -1, size)
                 total = torch.logaddexp(total, sinks.reshape(len(rows), -1)[:, block])
             received += torch.exp(scores - total[..., None]).sum(dim=1)
-        # 0 stands for pairs that were not read.
+        # 0 is reserved for pairs that were not read.
         received = (received / groups).clamp_min(torch.finfo(torch.float32).tiny)
         return received.view(batch, heads, length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention received during the prompt, per query that could see the token."""
+"""Eviction by the attention received during the prompt, per query that could see the token."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvpress.observe.view import View
 )
 @dataclass
 class ObservedAttentionPress(ScorerPress):
-    """Score a pair by the mean attention it received from all queries that could see it.
+    """Score a pair by the mean attention that it received from all queries that could see it.
 
         score[b, h, t] = sum over i >= t of softmax(q_i . k)[t] / (n - t), mean over the group
 
-    The sums are taken in blocks of queries beside the model's own attention, whatever its implementation; no matrix of
-    queries x keys is held.
+    The sums are computed in blocks of queries next to the model's own attention, for every attention implementation; the
+    matrix of queries x keys is never held whole.
 
     Paper: the prompt part of H2O, Zhang et al., 2023, arXiv:2306.14048.
     Differs from the paper: sums are divided by the number of queries that see the token, as in NVIDIA kvpress.
@@ -39,6 +39,6 @@ class ObservedAttentionPress(ScorerPress):
         return (Wanted(AttentionMass),)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
+        """Return scores `[b, h, n]`."""
         (mass,) = self.wants
         return view.recorded(mass) / view.groups / view.observing_queries(mass)

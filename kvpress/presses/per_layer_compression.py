@@ -31,11 +31,11 @@ SHARE = Range(0, 1)
 )
 @dataclass
 class PerLayerCompressionPress(Wrapping):
-    """Apply another press with a compression ratio of its own in every layer.
+    """Apply another press with a separate compression ratio in every layer.
 
-    `press` is the one that scores. `compression_ratios` holds one ratio per layer that is compressed, first layer first;
-    layers with a sliding window are not counted. A ratio of 1 leaves nothing of the prompt in its layer. The ratio of the inner
-    press itself is not used.
+    `press` scores the pairs. `compression_ratios` has one ratio per compressed layer, first layer first; layers with a
+    sliding window are not counted. A ratio of 1 evicts the whole prompt in its layer. The ratio of the inner press is
+    ignored.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -66,14 +66,14 @@ class PerLayerCompressionPress(Wrapping):
 
     @property
     def compression_ratio(self) -> float:
-        """Fraction of pairs removed, on average over the layers."""
+        """Mean fraction of pairs that is evicted, over the layers."""
         return mean(self.compression_ratios)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        given, layers = len(self.compression_ratios), 0 if model is None else len(model.growing)
-        if model is not None and given != layers:
+        num_ratios, num_layers = len(self.compression_ratios), 0 if model is None else len(model.growing)
+        if model is not None and num_ratios != num_layers:
             raise ValueError(
-                f"compression_ratios holds {given} ratios but {model.name} has {layers} layers that are compressed; "
+                f"compression_ratios holds {num_ratios} ratios but {model.name} has {num_layers} layers that are compressed; "
                 "give one ratio per layer"
             )
         if step.amount.ratios:

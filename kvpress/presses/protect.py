@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans that no press evicts: token ranges, turns of a role, what lies between tags."""
+"""Protect spans from eviction: token ranges, turns of a role, text between tags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BETWEEN = ".."
     example="protect(snapkv:0.5):tokens=0:16",
     cases=("protect(knorm:0.5):tokens=2:5", "protect(adakv(snapkv:0.5,window_size=4)):tokens=0:1 3:6"),
     refuses=(
-        Refusal("protect(snapkv:0.5)", "it protects nothing: name tokens, tags, roles or the last turn of a role"),
+        Refusal("protect(snapkv:0.5)", "nothing is named to protect: give tokens, tags, roles or last"),
         Refusal("protect(snapkv:0.5):tokens=0:8 4:12", "ranges overlap"),
         Refusal("protect(snapkv:0.5):tokens=0:100000", "the range ends behind the prompt"),
         Refusal("protect(snapkv:0.5):roles=narrator", "there is no such role"),
@@ -36,19 +36,21 @@ BETWEEN = ".."
 )
 @dataclass
 class ProtectPress(BasePress):
-    """Let no eviction take the pairs of some spans, those of a wrapped press or of one beside it.
+    """Protect the pairs of some spans from every eviction of a press or composition.
 
-    `press` is any press or composition; other parts of a composition are bound as well, for prompts, chunks, later turns and
-    generated tokens. Lists are separated by spaces. `tokens` are ranges of positions in the first prompt, padding not counted:
-    `0:16 40:52`. `tags` are pairs of texts, which are protected with what lies between them: `<tools>..</tools>`. `roles` are
-    those whose turns are protected, `last` those whose newest turn is, until the next one begins. Tags and roles are found in
-    the ids of all tokens by the `tokenizer`, that beside the model where none is given, roles by its chat template. A tag that
-    is not closed yet protects up to the newest token; an opening tag inside a span is a part of it.
+    `press` is any press or composition. Presses composed with this one observe the protection too, for prompts, chunks,
+    later turns and generated tokens. Lists are separated by spaces. `tokens` are ranges of positions in the first prompt,
+    padding not counted: `0:16 40:52`. `tags` are pairs of texts, protected together with the text between them:
+    `<tools>..</tools>`. `roles` are roles whose turns are all protected; `last` are roles whose newest turn is protected,
+    until their next turn begins. Tags and roles are located in the ids of all tokens with `tokenizer`, by default the one
+    in the folder of the model; roles with its chat template. A tag that is not closed yet protects up to the newest token;
+    an opening tag inside a span belongs to it.
 
-    Budgets and ratios count protected pairs. Where these are more than what is to stay, they stay all the same and everything
-    else goes, with a RuntimeWarning. A press that merges or rotates what it keeps does so with protected pairs too.
+    Budgets and ratios count protected pairs. If more pairs are protected than the budget allows, all of them are kept,
+    everything else is evicted, and a RuntimeWarning is issued. A press that merges or rotates kept pairs also changes
+    protected pairs.
 
-    Paper: none; a rule about which pairs may go.
+    Paper: none; a rule about which pairs may be evicted.
     Differs from the paper: nothing.
     """
 
@@ -88,56 +90,56 @@ class ProtectPress(BasePress):
         return replace(inner, protected=(*inner.protected, *self._spans(model)))
 
     def _spans(self, model: ModelFacts | None) -> list[Spans]:
-        found: list[Spans] = [Ranges(ranges)] if (ranges := ranges_in(self.tokens)) else []
+        spans: list[Spans] = [Ranges(ranges)] if (ranges := ranges_in(self.tokens)) else []
         tags, roles, last = _pairs(self.tags), _roles("roles", self.roles), _roles("last", self.last)
         if not (tags or roles or last):
-            return found
+            return spans
         vocabulary = vocabulary_of(self.tokenizer, model, "protect")
         for opening, closing in tags:
-            found.append(between(opening, closing, vocabulary))
+            spans.append(between(opening, closing, vocabulary))
         if roles or last:
             headers = {} if vocabulary is None else headers_of(vocabulary.tokenizer)
             for role in (*roles, *last):
                 if vocabulary is not None and role not in headers:
-                    known = ", ".join(headers) or "none"
+                    available = ", ".join(headers) or "none"
                     raise ValueError(
-                        f"the chat template has no turns of its own for the role {role!r}, only for: {known}; protect by "
+                        f"the chat template has no turns of its own for the role {role!r}, only for: {available}; protect by "
                         "tags or token ranges"
                     )
             piece = vocabulary or unknown
-            found += [Turns(role, tuple(headers.items()), piece) for role in roles]
-            found += [Turns(role, tuple(headers.items()), piece, newest=True) for role in last]
-        return found
+            spans += [Turns(role, tuple(headers.items()), piece) for role in roles]
+            spans += [Turns(role, tuple(headers.items()), piece, newest=True) for role in last]
+        return spans
 
 
 _FORMS = {"tokens": "0:16 40:52", "tags": "<tools>..</tools>", "roles": "system tool", "last": "user"}
 
 
 def vocabulary_of(tokenizer: Any, model: ModelFacts | None, what: str) -> Vocabulary | None:
-    """Return the texts of tokens by a given tokenizer, or that beside a model; None while there is neither.
+    """Return the texts of tokens from `tokenizer`, else from the one in the folder of the model; None without either.
 
     Raises:
-        ValueError: there is no tokenizer beside the model.
+        ValueError: the folder of the model has no tokenizer. The message begins with `what`, the name of the press.
     """
     if tokenizer is not None:
         return Vocabulary(tokenizer)
     if model is None:
         return None
     try:
-        found = None if model.tokenizer is None else model.tokenizer()
+        loaded = None if model.tokenizer is None else model.tokenizer()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{what} finds tags and roles by the tokenizer, and there is none beside {model.name} ({model.source!r}): give "
             "tokenizer="
         ) from error
-    return None if found is None else Vocabulary(found)
+    return None if loaded is None else Vocabulary(loaded)
 
 
 def between(opening: str, closing: str, vocabulary: Vocabulary | None, **how: bool) -> Between:
-    """Return the rule of what lies between two tags, checked where a tokenizer is known.
+    """Return the rule that protects the text between two tags; with a tokenizer, check that it can write both tags.
 
     Raises:
-        ValueError: the tags are the same, one is empty, or the tokenizer cannot write one.
+        ValueError: the tags are the same, a tag is empty, or the tokenizer cannot write one.
     """
     if not opening or not closing or opening == closing:
         raise ValueError(f"an opening and a closing tag must be two different texts, got {opening!r} and {closing!r}")
@@ -147,39 +149,39 @@ def between(opening: str, closing: str, vocabulary: Vocabulary | None, **how: bo
 
 
 def unknown(token: int) -> str:
-    """Stand for the texts of tokens where there is no tokenizer: refuse to tell one."""
+    """Raise ValueError; replaces the texts of tokens where there is no tokenizer."""
     raise ValueError(f"the text of token {token} is not known without a tokenizer")
 
 
 def ranges_in(text: str, name: str = "tokens") -> tuple[Span, ...]:
-    """Return the ranges of positions that an argument of that name lists, ascending.
+    """Parse ranges of positions such as `0:16 40:52`, and return them in ascending order.
 
     Raises:
-        ValueError: a part of the text is no range, or two of them overlap.
+        ValueError: a part of the text is no range, or two ranges overlap. The message names the argument `name`.
     """
-    found = []
-    for part in text.split():
-        match = re.fullmatch(r"(\d+):(\d+)", part)
+    ranges = []
+    for item in text.split():
+        match = re.fullmatch(r"(\d+):(\d+)", item)
         if match is None or int(match[1]) >= int(match[2]):
             raise ValueError(
-                f"{name} must be ranges first:end of positions >= 0 with first < end, such as '0:16 40:52', got {part!r}"
+                f"{name} must be ranges first:end of positions >= 0 with first < end, such as '0:16 40:52', got {item!r}"
             )
-        found.append((int(match[1]), int(match[2])))
-    found.sort()
-    for (first, end), (start, stop) in pairwise(found):
+        ranges.append((int(match[1]), int(match[2])))
+    ranges.sort()
+    for (first, end), (start, stop) in pairwise(ranges):
         if start < end:
             raise ValueError(
                 f"ranges of {name} must not overlap, got {first}:{end} and {start}:{stop}; write one range"
             )
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
     pairs = []
-    for part in text.split():
-        opening, separator, closing = part.partition(BETWEEN)
+    for item in text.split():
+        opening, separator, closing = item.partition(BETWEEN)
         if not separator:
-            raise ValueError(f"tags must be pairs such as '<tools>..</tools>', without spaces in them, got {part!r}")
+            raise ValueError(f"tags must be pairs such as '<tools>..</tools>', without spaces in them, got {item!r}")
         pairs.append((opening, closing))
     for opening, closing in pairs:
         between(opening, closing, None)

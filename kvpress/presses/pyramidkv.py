@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Larger budgets for lower layers."""
+"""PyramidKV: larger budgets for lower layers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from kvpress.presses.snapkv import SnapKVPress
 )
 @dataclass
 class PyramidKVPress(SnapKVPress):
-    """SnapKV with a budget that falls linearly from the first layer to the last; the mean over layers stays.
+    """Run SnapKV with a budget that falls linearly from the first layer to the last, at the same mean over layers.
 
-    With m pairs on average, the last layer keeps m / `beta`, and the first layer 2 m - m / `beta`: the larger `beta`, the
-    steeper. The first layer leaves out at least as many pairs as the window w has: where 2 m - m / beta is more than n - w of
-    a prompt of n tokens, it keeps n - w, and the last layer 2 m - (n - w). Where the last layer would keep less than the
-    window, all layers keep m.
+    With m pairs on average, the last layer keeps m / `beta`, and the first layer 2 m - m / `beta`: a larger `beta` makes
+    the slope steeper. The first layer evicts at least as many pairs as the window w has: where 2 m - m / beta is more than
+    n - w of a prompt of n tokens, the first layer keeps n - w, and the last layer 2 m - (n - w). Where the last layer would
+    keep less than the window, all layers keep m.
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, 2024,
     arXiv:2406.02069.
-    Differs from the paper: budgets are those of NVIDIA kvpress, which shares out all pairs that stay; the paper shares out
-    those outside the window, so that its pyramid is flatter (at 4096 tokens, ratio 0.5 and 32 layers, the last one keeps 163
-    there and 102 here). Short prompts are compressed too, as the ratio asks. In later turns a layer that holds fewer pairs
-    than its share keeps what it holds.
+    Differs from the paper: budgets are those of NVIDIA kvpress, which distributes all kept pairs; the paper distributes
+    those outside the window, which makes its pyramid flatter (at 4096 tokens, ratio 0.5 and 32 layers, the last layer keeps
+    163 pairs in the paper and 102 here). Short prompts are compressed too, by the same ratio. In later turns a layer with
+    fewer pairs than its budget evicts nothing.
     """
 
     beta: Count = 20
@@ -50,22 +50,23 @@ class PyramidKVPress(SnapKVPress):
 
     @helper
     def get_layer_budget(self, module: nn.Module, q_len: int) -> int:
-        """Return how many of `q_len` pairs per head the layer of an attention module keeps, all its layers counted."""
+        """Return how many of `q_len` pairs per head the layer of an attention module keeps; all layers of the model count."""
         pyramid, depths = Pyramid(self.window_size, self.beta, self.amount), module.config.num_hidden_layers  # type: ignore[union-attr]
         return pyramid.of_layer(int(module.layer_idx), int(depths), self.amount.of(q_len), q_len)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Pyramid(Allocator):
-    """Gives the layers that grow budgets that fall from the first to the last; see `PyramidKVPress`.
-
-    `amount` is that of the press: shares of pairs count in the slope.
-    """
+    """Distribute budgets that fall linearly over the growing layers; see `PyramidKVPress`."""
 
     window_size: int
+    """Newest pairs that every layer keeps."""
     beta: int
+    """Steepness: the last layer keeps 1 / `beta` of the mean."""
     amount: Amount
-    ask: Callable[[nn.Module, int], int] | None = None
+    """Ratio or budget of the press; a ratio gives budgets before rounding."""
+    custom_budget: Callable[[nn.Module, int], int] | None = None
+    """User-defined `get_layer_budget`, or None."""
 
     by_layer = True
 
@@ -73,21 +74,21 @@ class Pyramid(Allocator):
         return False  # upper layers keep less than the mean
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        # Of the pairs that stay in any case, such as protected ones, there is no choice in any layer.
-        calls = [(each.view.call, each.view.available - each.view.target + mean) for each in scored]
-        if self.ask is not None:
-            return [self.ask(call.layer.module, held) for call, held in calls]
-        return [self.of_layer(call.layer.depth, call.layer.depths, mean, held) for call, held in calls]
+        # Pairs that are always kept, such as protected ones, are left out of every layer's budget.
+        lengths = [(item.view.call, item.view.available - item.view.target + mean) for item in scored]
+        if self.custom_budget is not None:
+            return [self.custom_budget(call.layer.module, length) for call, length in lengths]
+        return [self.of_layer(call.layer.depth, call.layer.depths, mean, length) for call, length in lengths]
 
-    def of_layer(self, depth: int, depths: int, mean: int, held: int) -> int:
-        """Return how many of `held` pairs one of `depths` layers keeps, where they keep `mean` on average."""
-        by_ratio = self.amount.budget is None and self.amount.of(held) == mean
-        exact = held * (1 - self.amount.ratio) if by_ratio else float(mean)
-        least, most = exact / self.beta, 2 * exact - exact / self.beta
-        if most >= held - self.window_size:
-            most = held - self.window_size
-            least = 2 * exact - most
-        if depths < 2 or mean >= held or not most >= least >= self.window_size:
+    def of_layer(self, depth: int, depths: int, mean: int, length: int) -> int:
+        """Return how many of `length` pairs the layer at `depth` of `depths` keeps, where layers keep `mean` on average."""
+        by_ratio = self.amount.budget is None and self.amount.of(length) == mean
+        exact = length * (1 - self.amount.ratio) if by_ratio else float(mean)
+        last, first = exact / self.beta, 2 * exact - exact / self.beta
+        if first >= length - self.window_size:
+            first = length - self.window_size
+            last = 2 * exact - first
+        if depths < 2 or mean >= length or not first >= last >= self.window_size:
             return mean
-        step = (most - least) / (depths - 1)
-        return round(most - depth * step)
+        step = (first - last) / (depths - 1)
+        return round(first - depth * step)

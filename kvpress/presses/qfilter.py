@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One learned direction per head that tells keys worth keeping."""
+"""Q-Filters: one calibrated direction per head that keys are projected on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpress.presses.learned import check_shape, fetch, name_of, read, tensors_o
 
 METHOD = "qfilter"
 NAME = "q_filters"
-"""The tensor of a file of filters, `[L, H, D]`."""
+"""Name of the tensor `[L, H, D]` in a file of filters."""
 COLLECTION = "nthngdy/q-filters-67a4994dcb302a3d37f3d119"
 NEEDED = (
     f"QFilterPress needs filters that were learned for the model; the hub's collection {COLLECTION} has them for some; for "
@@ -33,23 +33,23 @@ NEEDED = (
     "evict",
     "Godey et al., 2025, arXiv:2503.02812",
     example="qfilter:0.5",
-    needs="filters that were learned for the model: published ones, or `kvpress calibrate --method qfilter` (`filters`)",
-    refuses=(Refusal("qfilter:0.5", "nobody has published filters for the model, and no file is given"),),
+    needs="filters calibrated for the model: published ones, or `kvpress calibrate --method qfilter` (`filters`)",
+    refuses=(Refusal("qfilter:0.5", "there are no published filters for the model, and no file is given"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
     ),
 )
 @dataclass
 class QFilterPress(ScorerPress):
-    """Score a pair by how its key lies along the main direction of the head's queries.
+    """Score a pair by the projection of its key on the main direction of the head's queries.
 
         score[b, h, t] = -f[h] . k[b, h, t]
 
-    f of each layer `[H, D]` is minus the mean, over the query heads of the group, of the first right singular vector of
-    their rotated queries on other texts, which points to where queries point. `filters` is a file, a folder with
-    `model.safetensors` or a repository of the hub, either with one tensor `q_filters [L, H, D]` or what `kvpress calibrate
-    --method qfilter` writes; None is the authors' `nthngdy/<model>_qfilt`, and for the bundled reference model the file that
-    ships with it. Nothing is watched.
+    f `[H, D]` of a layer is minus the mean, over the query heads of the group, of the first right singular vector of their
+    rotated queries on other texts; the singular vector points to where queries point. `filters` is a file, a folder with
+    `model.safetensors` or a repository of the hub, with one tensor `q_filters [L, H, D]` or as `kvpress calibrate --method
+    qfilter` writes it; None is the authors' `nthngdy/<model>_qfilt`, and for the bundled reference model the file that
+    ships with it. No queries are recorded.
 
     Paper: Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, 2025, arXiv:2503.02812.
     Differs from the paper: nothing.
@@ -65,26 +65,26 @@ class QFilterPress(ScorerPress):
         return ScorerPress.recipe(named, model)
 
     def published(self, model: ModelFacts) -> str:
-        """Return where the filters of a model are, if none are given."""
+        """Return the path or repository of a model's filters, used where `filters` is None."""
         if shipped := calibration.shipped_for(model, METHOD):
             return str(shipped)
         name = name_of(model, NEEDED)
         return f"nthngdy/{name if '405B' in name else name.replace('Meta-Llama', 'Llama')}_qfilt"
 
     def check(self, model: ModelFacts) -> None:
-        """Refuse filters that are not those of the model."""
-        found, place = self.load(), str(self.filters)
-        if isinstance(found, Calibration):
-            found.check(METHOD, model, place, lambda layer: {"filter": (layer.kv_heads, layer.head_dim)})
+        """Refuse filters that were made for another model."""
+        filters, source = self.load(), str(self.filters)
+        if isinstance(filters, Calibration):
+            filters.check(METHOD, model, source, lambda layer: {"filter": (layer.kv_heads, layer.head_dim)})
             return
         shapes = {(layer.kv_heads, layer.head_dim) for layer in model.growing}
         if len(shapes) > 1:
-            raise ValueError(f"{place}: layers of {model.name} differ in shape, so one tensor cannot be their filters")
+            raise ValueError(f"{source}: layers of {model.name} differ in shape, so one tensor cannot be their filters")
         for shape in shapes:
-            check_shape(found, NAME, (len(model.layers), *shape), place, model.name)
+            check_shape(filters, NAME, (len(model.layers), *shape), source, model.name)
 
     def load(self) -> Calibration | dict[str, Tensor]:
-        """Read the filters, from either kind of file."""
+        """Read the filters from a published or a calibrated file."""
         if self.filters is None:
             raise ValueError(
                 "which filters to read follows from the model: use the press inside `with press(model)`, or give "
@@ -93,21 +93,23 @@ class QFilterPress(ScorerPress):
         return read(fetch(self.filters, "model.safetensors", NEEDED), METHOD)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
-        found = self.load()
-        of_layer = found.tensors[f"{view.layer}.filter"] if isinstance(found, Calibration) else found[NAME][view.layer]
-        chosen = of_layer[view.heads].to(view.keys.device, torch.float32)
-        return -torch.einsum("bhnd,hd->bhn", view.keys.float(), chosen)
+        """Return scores `[b, h, n]`."""
+        filters = self.load()
+        layer_filters = (
+            filters.tensors[f"{view.layer}.filter"] if isinstance(filters, Calibration) else filters[NAME][view.layer]
+        )
+        head_filters = layer_filters[view.heads].to(view.keys.device, torch.float32)
+        return -torch.einsum("bhnd,hd->bhn", view.keys.float(), head_filters)
 
     @staticmethod
     def load_q_filters(model_name: str) -> Tensor:
-        """Return the published filters `[L, H, D]` of a model, named as on the hub."""
-        place = f"nthngdy/{model_name.replace('Meta-Llama', 'Llama')}_qfilt"
-        return tensors_of(fetch(place, "model.safetensors", NEEDED))[NAME]
+        """Return the published filters `[L, H, D]` of a model, by the model's name on the hub."""
+        repository = f"nthngdy/{model_name.replace('Meta-Llama', 'Llama')}_qfilt"
+        return tensors_of(fetch(repository, "model.safetensors", NEEDED))[NAME]
 
     @staticmethod
     def available_qfilters() -> list[str]:
-        """Return for which models filters are published; asks the hub."""
+        """Return the names of the models with published filters, listed on the hub."""
         from huggingface_hub import get_collection
 
         return [item.item_id.split("/")[-1].removesuffix("_qfilt") for item in get_collection(COLLECTION).items]

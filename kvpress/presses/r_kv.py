@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the newest tokens, less what other keys repeat."""
+"""R-KV: attention of the newest tokens, minus the redundancy of keys."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from kvpress.presses.window import NewestWindow
 )
 @dataclass
 class RKVPress(NewestWindow, ScorerPress):
-    """Score a pair by the attention of the newest tokens, minus how much newer keys of its head repeat its key.
+    """Score a pair by the attention of the newest tokens, minus the similarity of its key to newer keys of its head.
 
         a[t]  = max_pool(mean over the last w queries i of softmax over t < n - w of max over the group of q_i . k_t)
         r     = softmax over t of mean over i of cos(k_i, k_t), 0 at i = t and at the newest t with cos(k_i, k_t) > similarity
         score = weight * a - (1 - weight) * r
 
-    So of keys that repeat each other the newest is spared. `window_size` is w, the tokens that ask and always stay;
-    `kernel_size` the odd number of neighbours whose largest attention counts; `similarity` the cosine above which two keys are
-    the same; `weight` how much attention counts against redundancy. The paper's schedule, which cuts thoughts down while they
-    are written, is `decoding(r_kv):compression_interval=128,target_size=1024`.
+    Of several similar keys, the newest gets no penalty. `window_size` is w, the newest tokens, whose queries score the
+    others and which are always kept; `kernel_size` the odd number of neighbours that the maximum is taken over;
+    `similarity` the cosine above which two keys count as equal; `weight` the weight of attention against redundancy. The
+    paper's schedule, which evicts from a chain of thought while it is written, is
+    `decoding(r_kv):compression_interval=128,target_size=1024`.
 
     Paper: Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133.
-    Differs from the paper: the first eviction falls on an interval and not on the budget; cosines are taken in blocks, so a
-    prompt is scored too; attention sinks of a model (GPT-OSS) are left out of the softmax.
+    Differs from the paper: the first eviction happens at an interval and not when the budget is reached; cosines are
+    computed in blocks, so a prompt is scored too; learned attention sinks (GPT-OSS) are left out of the softmax.
     """
 
     window_size: Count = 8
@@ -48,7 +49,7 @@ class RKVPress(NewestWindow, ScorerPress):
     weight: Share = 0.1
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`, infinite in the window."""
+        """Return scores `[b, h, n]`, infinite in the window."""
         scores = torch.full(view.shape, torch.inf, device=view.positions.device)
         older = view.length - self.window_size
         if older > 0:
@@ -58,21 +59,21 @@ class RKVPress(NewestWindow, ScorerPress):
         return scores
 
     def importance(self, view: View, older: int) -> Tensor:
-        """Return `[b, older]`: how much attention the oldest pairs of a view of one head get from the window."""
+        """Return the attention `[b, older]` of the window to the `older` oldest pairs, for a view of one head."""
         keys = view.keys[:, 0, :older]
         logits = view.call.logits(view.newest_queries(*self.wants), keys[:, None]).amax(dim=1)
         if LOG_WEIGHT in view.side:
             logits = logits + view.side[LOG_WEIGHT][:, :, :older]
-        paid = logits.softmax(dim=-1).mean(dim=1, keepdim=True)
-        return max_pool1d(paid, self.kernel_size, stride=1, padding=self.kernel_size // 2)[:, 0]
+        attention_weights = logits.softmax(dim=-1).mean(dim=1, keepdim=True)
+        return max_pool1d(attention_weights, self.kernel_size, stride=1, padding=self.kernel_size // 2)[:, 0]
 
     def redundancy(self, keys: Tensor) -> Tensor:
-        """Return `[b, n]` for the `keys [b, n, D]` of one head, in blocks of rows of the cosines."""
+        """Return the redundancy `[b, n]` of the `keys [b, n, D]` of one head; cosines are computed in blocks of rows."""
         keys = normalize(keys.float(), dim=-1)
         batch, length, _ = keys.shape
-        total, at = keys.new_zeros(batch, length), torch.arange(length, device=keys.device)
-        for rows in at.split(max(1, attention.BLOCK_BYTES // (12 * batch * length))):
-            cosines = (keys[:, rows] @ keys.mT).masked_fill_(at == rows[:, None], 0.0)
-            same = torch.where(cosines > self.similarity, at, -1).amax(dim=-1, keepdim=True)
-            total += cosines.masked_fill_(at == same, 0.0).sum(dim=1)
+        total, columns = keys.new_zeros(batch, length), torch.arange(length, device=keys.device)
+        for rows in columns.split(max(1, attention.BLOCK_BYTES // (12 * batch * length))):
+            cosines = (keys[:, rows] @ keys.mT).masked_fill_(columns == rows[:, None], 0.0)
+            newest_similar = torch.where(cosines > self.similarity, columns, -1).amax(dim=-1, keepdim=True)
+            total += cosines.masked_fill_(columns == newest_similar, 0.0).sum(dim=1)
         return (total / length).softmax(dim=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random eviction: the floor that every scorer has to beat."""
+"""Random eviction: the baseline that every scorer has to beat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpress.observe.view import View
 class RandomPress(ScorerPress):
     """Score every pair with an independent uniform number.
 
-    `seed` makes the choice reproducible; each layer and length draws its own numbers, the same on every device.
+    `seed` makes the choice reproducible; the numbers differ between layers and lengths, and are the same on every device.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -32,5 +32,5 @@ class RandomPress(ScorerPress):
         generator = None
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * view.layer + view.seen)
-        # One draw for all rows: a row's choice must not depend on its neighbours in the batch.
+        # All rows share one draw, so that a row's choice does not depend on the other rows of the batch.
         return torch.rand(view.shape[1:], generator=generator).to(view.positions.device).expand(view.shape[0], -1, -1)

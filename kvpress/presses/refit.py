@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the pairs that stay are solved for, so that queries get from them what they got from all pairs."""
+"""Refit the values of kept pairs, so that attention outputs stay close to those over all pairs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvpress.core.refit import refitting
 from kvpress.core.registry import Exemption, Refusal, register
 
 LEAST_RIDGE = 1.0
-"""Less draws values to the noise of the queries at hand; measured in docs/frontier.md."""
+"""Minimum ridge; a smaller one overfits the values to the sampled queries (measured in docs/frontier.md)."""
 BOUND = 3.0
-"""How far logit weights may move."""
+"""Maximum change of a logit weight."""
 _ONCE = "values are refitted once, after a whole prompt"
 
 
@@ -37,7 +37,7 @@ _ONCE = "values are refitted once, after a whole prompt"
         Refusal("refit(knorm:0.5) + tova:0.5", "a later eviction would take refitted pairs apart"),
         Refusal("refit(kivi)", "a codec evicts nothing"),
         Refusal(
-            "refit(frontier:smaller=20)", "the size says how pairs are stored too: `budgeted(refit(x)):smaller=20`"
+            "refit(frontier:smaller=20)", "the size also sets how pairs are stored: `budgeted(refit(x)):smaller=20`"
         ),
     ),
     exempt=(
@@ -50,29 +50,30 @@ _ONCE = "values are refitted once, after a whole prompt"
 )
 @dataclass
 class RefitPress(WrapperPress):
-    """Solve for the values of the pairs that another press keeps, so that attention over them gives what all pairs gave.
+    """Solve for the values of the pairs that another press keeps, so that attention over them gives the output of all pairs.
 
         W = argmin |X W - Y|^2 + ridge g |W - V|^2
-        X[i, j] = softmax_j(q_i . k'_j),  j among the pairs that stay,     Y[i] = attention of q_i over all pairs
+        X[i, j] = softmax_j(q_i . k'_j),  j among the kept pairs,     Y[i] = attention of q_i over all pairs
 
-    V are the values before, g is the mean diagonal of X^T X, and k' are keys as they will be read: where a codec follows,
-    what it makes of them, so its error is made up for as well; then the values W are encoded. Every row and kv head is solved
-    for alone, with learned sinks and logit weights in the softmax. `press` chooses what stays; what evicts nothing is not
-    refitted. No matrix of queries x pairs is held: its products are added up block by block.
+    V are the values before, g is the mean diagonal of X^T X, and k' are the keys as decode steps read them: with a codec
+    behind the eviction, k' are the decoded keys, so that W also corrects the codec's error in the keys; W is encoded
+    afterwards. Each row and KV head is a problem of its own, with learned sinks and logit weights in the softmax. `press`
+    chooses the kept pairs; where it evicts nothing, nothing is refitted. The matrix of queries x pairs is never held whole:
+    its products are summed in blocks.
 
-    `queries` says whose q_i are taken: of the prompt itself (`prefill`), turned to the 32 positions that come next, or those
-    with which the model reads its prompt a second time, behind the first (`repeat`). `tokens` is how many of them each query
-    head gives at most, spread evenly. `ridge` is at least 1: with less, values follow the noise of the queries at hand and
-    questions that come later get wrong answers. `weights` first solves in the same way for logit weights, of 16 bits a pair
-    and at most 3 away from those before, so that pairs that stay have the mass of all.
+    `queries` selects the q_i: those of the prompt (`prefill`), rotated to the next 32 positions, or those of a second
+    reading of the prompt behind the first (`repeat`). `tokens` is the maximum number of queries per query head, spread
+    evenly over the prompt. `ridge` is at least 1: a smaller one overfits the values to the sampled queries, and later
+    questions get wrong answers. `weights` first solves for logit weights in the same way, stored in 16 bits per pair and
+    changed by at most 3, so that the kept pairs get the attention mass of all pairs.
 
-    In a later turn, pairs of earlier ones keep their values and weights, and what stays of the new ones is solved for beside
-    them; the queries are those of the turn.
+    In a later turn, pairs of earlier turns keep their values and weights, only the kept new pairs are solved for, and the
+    queries are those of the turn.
 
-    Paper: Zweiger et al., Attention Matching, 2026, arXiv:2602.16284, solves for values; after its authors' code, and after
-    that of `quantized_compaction` for keys as a codec leaves them.
-    Differs from the paper: any press chooses; a ridge toward the values before, where the paper has none; queries of the prompt
-    by default; the whole cache is one block.
+    Paper: Zweiger et al., Attention Matching, 2026, arXiv:2602.16284, solves for values; follows the authors' code, and
+    their `quantized_compaction` for keys that a codec decodes.
+    Differs from the paper: any press chooses; the ridge pulls toward the values before, where the paper has no ridge;
+    queries of the prompt by default; the whole cache is one block.
     """
 
     press: BasePress

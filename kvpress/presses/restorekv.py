@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned tokens that read a prompt before it is cut, and whose pairs stay in the place of some of it."""
+"""RestoreKV: learned tokens that read a prompt before it is evicted from, and whose pairs replace some of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvpress.presses.lora import Adapter, pairs_of, read_adapter
 
 METHOD, EMBEDDINGS = "restorekv", "restore_embeddings"
 RANK, ALPHA = 8, 16.0
-"""Rank and scale of the adapters that `kvpress calibrate` makes."""
+"""Rank and alpha of the adapters that `kvpress calibrate` makes."""
 NEEDED = (
     "RestoreKVPress needs embeddings and an adapter that were learned for the model, which are published as "
     "higokri/RestoreKV-<model> and higokri/RestoreKV-<model>_plus for some; give adapter=, a folder or a repository "
@@ -38,7 +38,7 @@ NEEDED = (
     "RestoreKV, 2026, arXiv:2608.01247",
     example="restorekv:0.5",
     needs="embeddings and an adapter that were learned for the model: published ones, a folder or a file (`adapter`)",
-    refuses=(Refusal("restorekv:0.5", "nobody has published an adapter for the model, and no folder is given"),),
+    refuses=(Refusal("restorekv:0.5", "there is no published adapter for the model, and no folder is given"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a folder per model; its own tests run padding, turns, codecs and files with one"),
         Exemption("fuzz", "the pairs of learned tokens are at no position of the full cache that it compares with"),
@@ -48,52 +48,53 @@ NEEDED = (
 class RestoreKVPress(KVzipPress):
     """Evict as KVzip does, and keep the pairs of a few learned tokens that have read the whole prompt.
 
-    Before anything is evicted, n learned embeddings are read behind the prompt at positions T to T + n - 1, in one pass through
-    a LoRA-adapted model; nothing else is adapted. What they leave, n pairs in every head of every layer, stays, and
+    Before the eviction, n learned embeddings are read behind the prompt at positions T to T + n - 1, in one pass through
+    the model with a LoRA adapter; no other pass uses the adapter. Their n pairs in every head of every layer are kept, and
     KVzip's scores choose the other pairs of the same budget:
 
-        kept pairs per head = n + (the share of KVzip that is left of the budget, on average)
+        kept pairs per head = n + (KVzip's share of the remaining budget, on average)
 
-    A prompt that is not cut gets none, and every later turn adds n pairs of its own. Their keys are turned back by n positions,
-    so that tokens that follow see them at the distances 1 to n. They belong to no token: `kept_positions` shows them as -1.
+    A prompt that is not compressed gets no learned pairs; every later turn adds n of its own. The learned keys are rotated
+    back by n positions, so that following tokens see them at distances 1 to n. They belong to no token: `kept_positions`
+    shows them as -1.
 
-    `adapter` is a file that `kvpress calibrate --method restorekv` wrote for the model, or a folder or a repository of the hub
-    with `restore_embeddings.safetensors`, `adapter_config.json` and `adapter_model.safetensors`, the last two as the peft
-    package writes them; None is `higokri/RestoreKV-<model>`, with `_plus` behind it for scores with
-    `kvzip_plus_normalization`, and for the bundled reference model the file that ships with it, made for scores without. The
-    other arguments are those of KVzip.
+    `adapter` is a file of `kvpress calibrate --method restorekv` for the model, or a folder or a repository of the hub with
+    `restore_embeddings.safetensors`, `adapter_config.json` and `adapter_model.safetensors`, the last two in the format of
+    the peft package. None is `higokri/RestoreKV-<model>`, with the suffix `_plus` for scores with
+    `kvzip_plus_normalization`; for the bundled reference model it is the file that ships with it, made for scores without.
+    The other arguments are those of KVzip.
 
     Paper: RestoreKV, 2026, arXiv:2608.01247.
-    Differs from the paper: following tokens keep their positions, where the authors let them begin n later; so the
-    tokens of the prompt are n nearer to them. Sliding layers hold no learned pairs.
+    Differs from the paper: following tokens keep their positions, where the authors shift them by n; so the tokens of the
+    prompt are n positions nearer to them. Sliding layers store no learned pairs.
     """
 
     adapter: str | None = field(default=None, kw_only=True)
 
     def learned(self, model: ModelFacts) -> Restore:
-        """Return what was learned for a model."""
+        """Return the learned tokens and their adapter for a model."""
         return Restore.of(model, self.adapter or self.published(model))
 
     def published(self, model: ModelFacts) -> str:
-        """Return where the adapter of a model is, if none is given."""
+        """Return the path or repository of a model's adapter, used where `adapter` is None."""
         plus = "_plus" if self.kvzip_plus_normalization else ""
         shipped = None if plus else calibration.shipped_for(model, METHOD)
         return str(shipped) if shipped else f"higokri/RestoreKV-{name_of(model, NEEDED)}{plus}"
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        found = super().recipe(model)
+        recipe = super().recipe(model)
         if model is None or not model.loaded or self.amount.keeps_all:
-            return found
+            return recipe
         restore = self.learned(model)
-        (step,) = found.evictions
-        score = step.prepare
-        assert score is not None  # noqa: S101 - KVzip repeats the prompt
+        (step,) = recipe.evictions
+        scoring = step.prepare
+        assert scoring is not None  # noqa: S101 - KVzip repeats the prompt
 
         def act(done: Pass) -> None:
-            score.act(done)
+            scoring.act(done)
             restore.read(done)
 
-        return replace(found, evictions=(replace(step, beside=restore.count, prepare=replace(score, act=act)),))
+        return replace(recipe, evictions=(replace(step, beside=restore.count, prepare=replace(scoring, act=act)),))
 
     def post_init_from_model(self, model: nn.Module) -> None:
         """Refuse a model that the adapter was not made for."""
@@ -103,31 +104,33 @@ class RestoreKVPress(KVzipPress):
 
 @dataclass(frozen=True, eq=False)
 class Restore:
-    """The `embeddings [n, hidden]`, and the adapter that they are read with."""
+    """Learned tokens with the adapter that reads them."""
 
     embeddings: Tensor
+    """Embeddings `[n, hidden]` of the tokens."""
     adapter: Adapter
+    """Adapter that is active while the tokens are read."""
 
     @classmethod
     def of(cls, model: ModelFacts, place: str) -> Restore:
-        """Read them from a folder, from a repository of the hub, or from a file that was calibrated for the model."""
+        """Read tokens and adapter from a folder, a repository of the hub, or a file that was calibrated for the model."""
         if Path(place).is_file():
-            made = calibration.read(place, METHOD)
-            made.check(METHOD, model, place, lambda layer: {})
-            tensors = {name: tensor for name, tensor in made.tensors.items() if name != EMBEDDINGS}
-            return cls(made.tensors[EMBEDDINGS], Adapter(place, ALPHA / RANK, pairs_of(tensors, RANK, place)))
+            calibrated = calibration.read(place, METHOD)
+            calibrated.check(METHOD, model, place, lambda layer: {})
+            tensors = {name: tensor for name, tensor in calibrated.tensors.items() if name != EMBEDDINGS}
+            return cls(calibrated.tensors[EMBEDDINGS], Adapter(place, ALPHA / RANK, pairs_of(tensors, RANK, place)))
         file = fetch(place, f"{EMBEDDINGS}.safetensors", NEEDED)
-        found = tensors_of(file)
-        check_shape(found, EMBEDDINGS, (None, None), file, "the learned tokens")
-        return cls(found[EMBEDDINGS], read_adapter(place, NEEDED))
+        embeddings = tensors_of(file)
+        check_shape(embeddings, EMBEDDINGS, (None, None), file, "the learned tokens")
+        return cls(embeddings[EMBEDDINGS], read_adapter(place, NEEDED))
 
     @property
     def count(self) -> int:
-        """How many tokens there are."""
+        """Number of learned tokens."""
         return len(self.embeddings)
 
     def check(self, model: Any) -> None:
-        """Refuse a model that they were not made for."""
+        """Refuse a model of another shape, or one whose layers look up token ids."""
         if any(name.endswith("per_layer_input_gate") for name, _ in model.named_modules()):
             raise NotImplementedError(
                 f"every layer of {type(model).__name__} looks up the ids of its tokens, and learned tokens have none; use kvzip"
@@ -137,7 +140,7 @@ class Restore:
         self.adapter.check(model)
 
     def read(self, done: Pass) -> None:
-        """Read the tokens behind a prompt and leave their pairs with the observers of the layers."""
+        """Read the tokens behind a prompt and store their pairs in the observers of the layers."""
         weight = done.model.get_input_embeddings().weight
         batch = done.calls[0].store.batch
         first = done.position.reshape(-1, *done.position.shape[-2:]).amax(dim=0)  # [B or 1, 1]
@@ -151,10 +154,10 @@ class Restore:
                 pairs[:, :, window.length - self.count : window.length] for pairs in (window.keys, window.values)
             )
             if call.layer.rotates:
-                bare = call.unrotate(keys, *call.angles(read_at))
-                keys = call.rotate(bare, *(part.float() for part in call.angles(kept_at))).to(keys.dtype)
-            held: ReadBehind = call.store.observers[BEHIND]
-            held.pairs = keys.clone(), values.clone()
+                unrotated = call.unrotate(keys, *call.angles(read_at))
+                keys = call.rotate(unrotated, *(angles.float() for angles in call.angles(kept_at))).to(keys.dtype)
+            observer: ReadBehind = call.store.observers[BEHIND]
+            observer.pairs = keys.clone(), values.clone()
 
         with self.adapter.added(done.model):
             done.read(embeds, keep)

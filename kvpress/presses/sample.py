@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of the budget goes to pairs drawn from those that a scorer leaves out, each with the weight of all it stands for."""
+"""Spend a share of the budget on a random sample of the remaining pairs, weighted to stand for all of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from kvpress.core.scoring import Scored, top
 )
 @dataclass
 class SamplePress(WrapperPress):
-    """Keep the best pairs of another press, and a uniform sample of the others that stands for all of them.
+    """Keep the best pairs of another press, and a uniform sample that stands for the remaining ones.
 
-        of k pairs that stay of n:   the k - m best, and m = round(share k) that are drawn without replacement from the
-                                     n - k + m others, each with log((n - k + m) / m) added to its logits
+        of k kept pairs of n:   the k - m best, and m = round(share k) drawn without replacement from the n - k + m
+                                remaining ones, each with log((n - k + m) / m) added to its logit
 
-    So what is ordinary is not lost: the sum of softmax weights over the pairs left out is estimated without bias, where
-    eviction alone takes it for 0. `share` is the sampled part of the budget. Draws depend on `seed`, layer, length, head and
-    position only.
+    The sample is an unbiased estimate of the softmax mass of the remaining pairs, which eviction alone treats as 0. `share`
+    is the sampled share of the budget. Draws depend only on `seed`, layer, length, head and position.
 
     Paper: none; the weights are those of Horvitz & Thompson, 1952.
     Differs from the paper: nothing.
@@ -58,21 +57,25 @@ class SamplePress(WrapperPress):
 
 @dataclass(frozen=True)
 class Sampling(ScorerAround):
-    """Draws the share `share` of what stays from the pairs that the inner scorer would not choose."""
+    """Keep the best pairs of the inner scorer, and a weighted sample of the remaining ones."""
 
     share: float
+    """Share of the kept pairs that is sampled."""
     seed: int
+    """Random seed."""
 
     ranks: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
         view = scored.view
-        kept = torch.as_tensor(counts, device=view.positions.device).expand(view.shape[:2])
-        drawn = (kept * self.share).round().long()
-        best = self.inner.choose(scored, counts - int(drawn[0, 0]) if isinstance(counts, int) else kept - drawn)
-        rest = (~best).sum(dim=2)
-        sample = top(view.numbers(self.seed).masked_fill(best, -torch.inf), drawn)
-        weight = (rest / drawn.clamp_min(1)).log()
-        scored.log_weight = (sample * weight[..., None]).half()
+        num_kept = torch.as_tensor(counts, device=view.positions.device).expand(view.shape[:2])
+        num_sampled = (num_kept * self.share).round().long()
+        best = self.inner.choose(
+            scored, counts - int(num_sampled[0, 0]) if isinstance(counts, int) else num_kept - num_sampled
+        )
+        num_remaining = (~best).sum(dim=2)
+        sample = top(view.numbers(self.seed).masked_fill(best, -torch.inf), num_sampled)
+        log_weight = (num_remaining / num_sampled.clamp_min(1)).log()
+        scored.log_weight = (sample * log_weight[..., None]).half()
         return best | sample

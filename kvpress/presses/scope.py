@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget for generated tokens beside a prompt that stays as it is."""
+"""SCOPE: a budget for generated tokens next to an unchanged prompt."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ Strategy = Literal["slide", "adaptive", "discontinuous"]
     example="scope:budget=512",
     refuses=(
         Refusal("scope:budget=100,recent=256", "the recent tokens alone are more than the budget"),
-        Refusal("scope + decoding(knorm)", "there is one eviction of generated tokens"),
-        Refusal("decoding(scope)", "it says itself when it acts"),
+        Refusal("scope + decoding(knorm)", "both would evict generated tokens"),
+        Refusal("decoding(scope)", "it has a schedule of its own"),
     ),
-    exempt=(
-        Exemption("fuzz", "what it keeps hangs on what was read as a turn; replayed token by token in its own tests"),
-    ),
+    exempt=(Exemption("fuzz", "kept pairs depend on where turns begin; replayed token by token in its own tests"),),
 )
 @dataclass
 class ScopePress(BasePress):
-    """Keep the pairs of the prompt, and of generated tokens the `recent` newest and those that the newest query attends to.
+    """Keep the prompt, and of the generated tokens the `recent` newest and those with the most attention of the newest query.
 
         score[b, h, t] = mean over the query heads of the group of softmax(q_newest . k)[t],   t generated
 
-    What is left of the prompt is what another press leaves, as in `snapkv:0.5 + scope`. The `strategy` says how many generated
-    pairs each head holds, and when it is cut down to them:
+    The prompt itself can be compressed by another press, as in `snapkv:0.5 + scope`. The `strategy` sets how many generated
+    pairs each head keeps, and when it is cut down to that number:
 
         slide            budget, at every token
-        adaptive         min(budget, recent + t // interval) behind t generated tokens, at every token
-        discontinuous    the same, every `interval` tokens, so that up to `interval` more are held between
+        adaptive         min(budget, recent + t // interval) after t generated tokens, at every token
+        discontinuous    the same, every `interval` tokens, so that up to `interval` more are held in between
 
-    `budget` counts generated pairs, the `recent` ones among them. `interval` is how many tokens widen a growing budget by one.
-    A later turn is a prompt too: what it finds stays.
+    `budget` counts generated pairs, including the `recent` ones. `interval` is the number of generated tokens after which a
+    growing budget grows by one. A later turn is a prompt too, and generated pairs from before it are kept.
 
     Paper: Wu et al., SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation, 2024, arXiv:2412.13649.
-    Differs from the paper: pairs are chosen per kv head, by the mean of its query heads; tokens are counted for each request,
-    where the authors' code counts those of all layers and requests; `budget` bounds the growing budgets too.
+    Differs from the paper: pairs are chosen per KV head, by the mean of its query heads; tokens are counted for each
+    request, where the authors' code counts those of all layers and requests; `budget` bounds the growing budgets too.
     """
 
     strategy: Strategy = "slide"
@@ -77,7 +75,7 @@ class ScopePress(BasePress):
 
 
 class PromptEnd(Observer):
-    """How many real tokens every row had when its newest prompt or turn was read: `tokens [B]`, int64 on the host."""
+    """Record how many real tokens each row had when its newest prompt or turn was read: `tokens [B]`, int64 on the host."""
 
     held = ("tokens",)
     by_token = True
@@ -92,57 +90,62 @@ class PromptEnd(Observer):
             self.tokens = torch.full((rows,), seen) if call.tokens.mask is None else call.tokens.mask.sum(dim=1).cpu()
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest tokens, none of which is of a prompt."""
+        """Remove the newest tokens, which were generated."""
         self.end -= tokens
 
     def to(self, device: torch.device | str) -> None:
-        """Counts stay on the host."""
+        """Do nothing: counts stay on the host."""
 
 
 END, NEWEST = Wanted(PromptEnd), Wanted(RecentQueries, 1)
 
 
 def generated(view: View) -> Tensor:
-    """Mark the pairs `[b, h, n]` of tokens that were generated."""
+    """Mark the pairs `[b, h, n]` of generated tokens."""
     end = view.observer(END).tokens[view.rows].to(view.positions.device)
     return view.positions >= end[:, None, None]
 
 
 @dataclass(frozen=True)
 class Generated(ByScore):
-    """Prefers the prompt, then the `recent` newest tokens, then those that the newest query attends to."""
+    """Score the prompt and the `recent` newest tokens highest, then tokens by the attention of the newest query."""
 
     recent: int
+    """Newest tokens that are always kept."""
 
     wants: ClassVar[tuple[Wanted, ...]] = (END, NEWEST)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`, infinite where the choice does not hang on attention."""
-        paid = view.attention(view.newest_queries(NEWEST))[..., 0, :].mean(dim=2)
-        sure = ~generated(view) | (view.positions >= view.seen - self.recent)
-        return paid.masked_fill(sure, torch.inf)
+        """Return attention `[b, h, n]`, infinite for pairs that are always kept."""
+        attention_weights = view.attention(view.newest_queries(NEWEST))[..., 0, :].mean(dim=2)
+        is_kept = ~generated(view) | (view.positions >= view.seen - self.recent)
+        return attention_weights.masked_fill(is_kept, torch.inf)
 
 
 @dataclass(frozen=True)
 class GeneratedShare(Allocator):
-    """Leaves every head its pairs of the prompt, and as many generated ones as a strategy says; see `ScopePress`."""
+    """Keep the pairs of the prompt, and as many generated pairs as the strategy allows; see `ScopePress`."""
 
     strategy: Strategy
+    """Whether the budget is constant or grows."""
     budget: int
+    """Maximum of generated pairs per head."""
     recent: int
+    """Newest tokens that are always kept."""
     interval: int
+    """Generated tokens after which a growing budget grows by one."""
 
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        return [self._of(each) for each in scored]
+        return [self._of(item) for item in scored]
 
-    def _of(self, each: Scored) -> Tensor:
-        free, view = generated(each.view), each.whole
-        settled = generated(view).sum(dim=2) - free.sum(dim=2)
+    def _of(self, scored: Scored) -> Tensor:
+        free, view = generated(scored.view), scored.whole
+        num_fixed = generated(view).sum(dim=2) - free.sum(dim=2)
         budget = torch.full((len(view.rows),), self.budget)
         if self.strategy != "slide":
             steps = view.seen - view.observer(END).tokens[view.rows]
             budget = (self.recent + steps // self.interval).clamp_max(self.budget)
-        left = (budget.to(settled.device)[:, None] - settled).clamp_min(0)
-        return (~free).sum(dim=2) + torch.minimum(free.sum(dim=2), left)
+        num_free = (budget.to(num_fixed.device)[:, None] - num_fixed).clamp_min(0)
+        return (~free).sum(dim=2) + torch.minimum(free.sum(dim=2), num_free)

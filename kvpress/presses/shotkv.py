@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole examples of a few-shot prompt stay or go."""
+"""ShotKV: eviction of whole examples of a few-shot prompt."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from kvpress.presses.protect import ranges_in, unknown, vocabulary_of
     "Liu et al., 2025, arXiv:2502.01941",
     example="shotkv:0.5,separator=Question:",
     refuses=(
-        Refusal("shotkv:0.5", "nothing says where shots begin"),
-        Refusal("shotkv:0.5,shots=0:8 8:100000", "a shot ends behind the prompt"),
-        Refusal("decoding(shotkv:shots=0:8)", "it says itself when it acts"),
+        Refusal("shotkv:0.5", "neither separator nor shots is given"),
+        Refusal("shotkv:0.5,shots=0:8 8:100000", "a shot ends after the prompt"),
+        Refusal("decoding(shotkv:shots=0:8)", "it has a schedule of its own"),
     ),
     exempt=(
         Exemption(
-            EVERY_SUITE, "it takes from shots alone; its own tests run the oracle, padding, chunks, turns, codecs"
+            EVERY_SUITE, "it evicts from shots only; its own tests run the oracle, padding, chunks, turns, codecs"
         ),
         Exemption("fuzz", "random ids hold no separators"),
     ),
 )
 @dataclass
 class ShotKVPress(BasePress):
-    """Keep the examples of a few-shot prompt that get the most attention, whole, the same ones in all layers and heads.
+    """Keep the whole examples of a few-shot prompt with the most attention, the same ones in all layers and heads.
 
         score[shot] = mean over its tokens t, all layers and heads of mean over the last w queries i of softmax(q_i . k)[t]
 
-    Shots are taken by falling score while they fit into `compression_ratio` less of the tokens of all shots; one that does
-    not fit is skipped, and the best one stays in any case. What is no part of a shot always stays. `separator` is the text
-    that begins a shot, which ends where the next one begins, so that what follows the last separator, the question, is
-    none; it is found in the ids of all tokens by the `tokenizer`, that beside the model where none is given. `shots` lists
-    ranges of positions in the first prompt instead, padding not counted: `12:80 80:164`. `window_size` is w. A shot is
-    judged once, together with the others of its prompt or turn.
+    Shots are taken in order of falling score while they fit into the budget, which is `compression_ratio` less than the
+    tokens of all shots; a shot that does not fit is skipped, and the best one is always kept. Tokens outside shots are
+    always kept. `separator` is the text that begins a shot; the shot ends where the next one begins. Tokens behind the last
+    separator, the question, are therefore no shot. The separator is located in the ids of all tokens with `tokenizer`, by
+    default the one in the folder of the model. `shots` lists ranges of positions in the first prompt instead, padding not
+    counted: `12:80 80:164`. `window_size` is w. A shot is scored once, together with the other shots of its prompt or turn.
 
     Paper: Liu et al., Can LLMs Maintain Fundamental Abilities under KV Cache Compression?, 2025, arXiv:2502.01941.
     Differs from the paper: attention is that of the last w queries instead of all; generated tokens are kept, unless a
-    press for them stands beside it, such as `shotkv:0.5,... + scope`.
+    press for them is composed with it, such as `shotkv:0.5,... + scope`.
     """
 
     compression_ratio: Ratio = 0.0
@@ -74,13 +74,13 @@ class ShotKVPress(BasePress):
                 raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
         if bool(self.separator) == bool(self.shots):
             raise ValueError(
-                "shotkv needs to know where shots begin: give either separator='Question:' or shots='12:80 80:164', got "
+                "shotkv needs the places where shots begin: give either separator='Question:' or shots='12:80 80:164', got "
                 f"separator={self.separator!r}, shots={self.shots!r}"
             )
         self.recipe()
 
     def rule(self, model: ModelFacts | None) -> Spans:
-        """Return which tokens are a shot each."""
+        """Return the rule that finds the shots of a prompt."""
         if self.shots:
             return Ranges(ranges_in(self.shots, "shots"))
         vocabulary = vocabulary_of(self.tokenizer, model, "shotkv")
@@ -103,10 +103,12 @@ class ShotKVPress(BasePress):
 
 @dataclass(frozen=True)
 class Separated(Spans):
-    """What lies between one `separator` and the next, each span with the separator that begins it."""
+    """Spans from one `separator` to the next, each with the separator that begins it."""
 
     separator: str
+    """Text that begins a span."""
     piece: Piece = field(compare=False, repr=False)
+    """Returns the text of a token."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -123,19 +125,20 @@ class Separated(Spans):
 
 @dataclass(frozen=True)
 class WindowAttention(ByScore):
-    """Scores a pair by the attention of the newest `size` queries; what stays of it is what an allocator left in the memo."""
+    """Score a pair by the attention of the newest `size` queries; keep the mask that the allocator stored in the memo."""
 
     size: int
+    """Number of newest queries."""
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         return (Wanted(RecentQueries, self.size),)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
+        """Return scores `[b, h, n]`."""
         heads = view.per_head()
-        paid = [head.attention(head.newest_queries(*self.wants)).mean(dim=(2, 3)) for head in heads]
-        return torch.cat(paid, dim=1)
+        attention_weights = [head.attention(head.newest_queries(*self.wants)).mean(dim=(2, 3)) for head in heads]
+        return torch.cat(attention_weights, dim=1)
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
         kept: Tensor = scored.view.memo[id(scored.view)]
@@ -144,9 +147,10 @@ class WindowAttention(ByScore):
 
 @dataclass(frozen=True)
 class BestShots(Allocator):
-    """Keeps the pairs of the best shots of a row in all layers; see `ShotKVPress`."""
+    """Keep the pairs of the best shots of a row in all layers; see `ShotKVPress`."""
 
     rule: Spans
+    """Rule that finds the shots."""
 
     decides = True
 
@@ -154,25 +158,25 @@ class BestShots(Allocator):
         call, (row,) = scored[0].view.call, scored[0].view.rows
         starts = torch.tensor([start for start, _ in new_spans(self.rule, call)[row]])
         if not len(starts):
-            return [each.view.length for each in scored]
+            return [item.view.length for item in scored]
         shots = [
-            torch.bucketize(each.view.positions, starts.to(each.view.positions.device), right=True) - 1
-            for each in scored
+            torch.bucketize(item.view.positions, starts.to(item.view.positions.device), right=True) - 1
+            for item in scored
         ]
-        paid, held = torch.zeros(2, len(starts), dtype=torch.float64)
-        for each, shot in zip(scored, shots, strict=True):
-            paid.index_add_(0, shot.flatten().cpu(), each.scores.flatten().double().cpu())
-            held.index_add_(0, shot.flatten().cpu(), torch.ones(shot.numel(), dtype=torch.float64))
-        kept = best_that_fit(paid / held.clamp_min(1), held, mean * sum(each.view.shape[1] for each in scored))
-        for each, shot in zip(scored, shots, strict=True):
-            each.view.memo[id(each.view)] = kept.to(shot.device)[shot]
-        return [each.view.memo[id(each.view)].sum(dim=2) for each in scored]
+        totals, sizes = torch.zeros(2, len(starts), dtype=torch.float64)
+        for item, shot in zip(scored, shots, strict=True):
+            totals.index_add_(0, shot.flatten().cpu(), item.scores.flatten().double().cpu())
+            sizes.index_add_(0, shot.flatten().cpu(), torch.ones(shot.numel(), dtype=torch.float64))
+        kept = best_that_fit(totals / sizes.clamp_min(1), sizes, mean * sum(item.view.shape[1] for item in scored))
+        for item, shot in zip(scored, shots, strict=True):
+            item.view.memo[id(item.view)] = kept.to(shot.device)[shot]
+        return [item.view.memo[id(item.view)].sum(dim=2) for item in scored]
 
 
 def best_that_fit(scores: Tensor, sizes: Tensor, room: float) -> Tensor:
-    """Mark those with the largest `scores [n]` that fit into the `room` together, at least the best one."""
+    """Mark the largest `scores [n]` whose `sizes [n]` fit into `room` together; the best one is always marked."""
     kept = torch.zeros(len(scores), dtype=torch.bool)
-    for place in scores.argsort(descending=True, stable=True).tolist():
-        if not bool(kept.any()) or float(sizes[kept].sum() + sizes[place]) <= room:
-            kept[place] = True
+    for index in scores.argsort(descending=True, stable=True).tolist():
+        if not bool(kept.any()) or float(sizes[kept].sum() + sizes[index]) <= room:
+            kept[index] = True
     return kept

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the prompt's last tokens."""
+"""SnapKV: eviction by the attention of the last tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from kvpress.presses.window import NewestWindow
 )
 @dataclass
 class SnapKVPress(NewestWindow, ScorerPress):
-    """Score a pair by the attention that the last `window_size` tokens pay it, smoothed over its neighbours.
+    """Score a pair by the attention of the last `window_size` tokens to it, smoothed over neighbouring pairs.
 
         a[b, g, t] = mean over the last w queries i of softmax(q_i . k)[t],   t < n - w
         score      = mean over the query heads of the group of avg_pool(a, kernel_size)
 
-    The window itself is always kept; prompts that fit into it are left whole. `kernel_size` is the odd number of neighbours
-    that share a score; 1 smooths nothing.
+    The window itself is always kept; a prompt that fits into the window is not evicted from. `kernel_size` is the odd
+    number of neighbours that are averaged; 1 turns smoothing off.
 
     Paper: Li et al., SnapKV: LLM Knows What You Are Looking for Before Generation, 2024, arXiv:2404.14469.
     Differs from the paper: query heads of a group share one choice, the mean of their scores, because they share keys.
@@ -42,7 +42,7 @@ class SnapKVPress(NewestWindow, ScorerPress):
     kernel_size: Odd = 5
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`, infinite in the window."""
+        """Return scores `[b, h, n]`, infinite in the window."""
         width = min(self.window_size, view.length)
         older = self.older_attention(view, width) if view.length > width else ()
         scores = [
@@ -53,15 +53,15 @@ class SnapKVPress(NewestWindow, ScorerPress):
         return torch.cat([torch.stack(scores, dim=1), window], dim=-1) if scores else window
 
     def worth(self, weights: Tensor) -> Tensor:
-        """Return `[b, G, m]`: how much pairs matter that get the attention `weights [b, G, w, m]` of w queries."""
+        """Return the importance `[b, G, m]` of pairs from the attention `weights [b, G, w, m]` of w queries to them."""
         return weights.mean(dim=2)
 
     def older_attention(self, view: View, width: int) -> Iterator[Tensor]:
-        """Yield for every kv head the attention `[b, G, w, m]` of the window on the m pairs that are older."""
-        ask = override_of(self, "compute_window_attention")
-        if ask is not None:
+        """Yield, for every KV head, the attention `[b, G, w, m]` of the window to the m older pairs."""
+        compute_attention = override_of(self, "compute_window_attention")
+        if compute_attention is not None:
             module, hidden, keys, embeddings = arguments_of(view)
-            weights = of_heads(view, ask(module, hidden, keys, width, embeddings))
+            weights = of_heads(view, compute_attention(module, hidden, keys, width, embeddings))
             yield from weights.unflatten(1, (view.shape[1], -1)).unbind(dim=1)
             return
         for head in view.per_head():
@@ -76,11 +76,11 @@ class SnapKVPress(NewestWindow, ScorerPress):
         window_size: int,
         position_embeddings: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return the attention `[B, Hq, w, n - w]` that the newest w = `window_size` of n tokens pay the older ones.
+        """Return the attention `[B, Hq, w, n - w]` of the newest w = `window_size` of n tokens to the older ones.
 
-        It is that of the module itself, for its input `hidden_states [B, q, hidden]` and all `keys [B, H, n, D]`.
+        It is computed as `module` does, from its input `hidden_states [B, q, hidden]` and all `keys [B, H, n, D]`.
         """
-        newest = tuple(part[:, -window_size:] for part in position_embeddings)
+        newest = tuple(angles[:, -window_size:] for angles in position_embeddings)
         queries = Wanted(RecentQueries, window_size)
         view = host().view_by_hand(
             (queries,), module, hidden_states[:, -window_size:], keys, keys, {"position_embeddings": newest}

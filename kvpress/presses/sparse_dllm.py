@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction around the block that a masked-diffusion model writes."""
+"""Sparse-dLLM: eviction around the block that a masked-diffusion model writes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from kvpress.observe.view import View
 )
 @dataclass
 class SparseDLLMPress(ScorerPress):
-    """Score a pair by the mean query of the newest block, pooled over its neighbours; one choice for all heads.
+    """Score a pair by the mean query of the newest block, pooled over neighbouring pairs; all heads share one choice.
 
         q[h]     = mean over the queries i of the block of q_i[h],   h a query head
         s[t]     = mean over h of q[h] . k_t                         no softmax, no scale
         score[t] = max of s over the kernel_size pairs around t
 
-    Made for `kvpress.diffuse(model, ids, press=...)`, where the block is the one that is written, the pairs are those before
-    and behind it, and the ratio is of these. Elsewhere, the block is the newest `block_length` tokens of a prompt, which stay;
-    prompts, and surroundings, that are no longer than that are left whole. `diffuse` takes blocks up to `block_length`.
-    `kernel_size` is the odd number of neighbours that share a score; 1 pools nothing.
+    Made for `kvpress.diffuse(model, ids, press=...)`: there the block is the one being written, and the ratio applies to
+    the pairs before and after it. Elsewhere the block is the newest `block_length` tokens of a prompt, which are kept; a
+    prompt, or the surroundings of a block, of at most `block_length` tokens is not evicted from. `diffuse` accepts blocks
+    up to `block_length`. `kernel_size` is the odd number of neighbours that the maximum is taken over; 1 turns pooling off.
 
-    Paper: Song et al., Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction, 2025,
-    arXiv:2508.02558.
-    Differs from the paper: each row of a batch has a choice of its own. When pairs are evicted, after the second step of a
-    block in the paper, is up to `full_steps` of `kvpress.diffuse`.
+    Paper: Song et al., Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction, 2025, arXiv:2508.02558.
+    Differs from the paper: each row of a batch makes its own choice. The time of the eviction, after the second step of a
+    block in the paper, is set by `full_steps` of `kvpress.diffuse`.
     """
 
     block_length: Count = 32
@@ -55,7 +54,7 @@ class SparseDLLMPress(ScorerPress):
         return (Wanted(RecentQueries, self.block_length),)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`, infinite in the block."""
+        """Return scores `[b, h, n]`, infinite in the block."""
         queries = view.newest_queries(*self.wants).float().mean(dim=2).unflatten(1, (view.shape[1], -1)).mean(dim=2)
         worth = torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()).mean(dim=1)
         newest = 0 if view.call.tokens.around else min(self.block_length, view.length)

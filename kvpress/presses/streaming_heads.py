@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that keep everything beside heads that keep sinks and a recent window."""
+"""Full attention for some heads, sinks and a recent window for the streaming heads."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ TABLE = "a table of heads that was learned for the model (`table`)"
 NO_COMMON_BUDGET = (
     "heads of a layer have no common budget; its own tests run the oracle at every decode step, batches and later turns"
 )
-"""What is said of presses that derive from this one; see `kvpress.core.registry.Entry`."""
+"""Texts for the registration of derived presses; see `kvpress.core.registry.Entry`."""
 
 
 @dataclass
 class StreamingHeadsPress(BasePress):
-    """Let `round(head_compression_ratio * L * H)` of the kv heads, those of the lowest value, keep a window only.
+    """Cut the `round(head_compression_ratio * L * H)` KV heads with the lowest value down to sinks and a window.
 
-    After the prompt and every `interval` generated tokens, these streaming heads are cut down to the first `sink_size` and the
-    newest `recent_size` tokens, so that they never hold more than `sink_size + recent_size + interval` pairs. The other heads
-    keep everything. `table` is a .tsv file with a line per layer and a column per kv head, or the folder that holds it; None is
-    the one in the folder of the model, under the name that the authors give it. Sizes that are None are those of the
-    config.json beside it, else of the method.
+    After the prompt and every `interval` generated tokens, these streaming heads keep the first `sink_size` and the newest
+    `recent_size` tokens, so that they never store more than `sink_size + recent_size + interval` pairs. The other heads
+    keep everything. `table` is a .tsv file with a line per layer and a column per KV head, or its folder; None is the file
+    in the folder of the model, under the authors' name for it. A size that is None is read from the config.json in the
+    folder of the table; without one it is the method's.
     """
 
     sizes: ClassVar[tuple[int, int]]
-    """Sinks and recent tokens of the method."""
+    """Default sinks and recent tokens of the method."""
     beside: ClassVar[str]
-    """Name of the table in the folder of a model."""
+    """File name of the table in the folder of a model."""
 
     head_compression_ratio: Share = 0.0
     table: str | None = field(default=None, kw_only=True)
@@ -60,30 +60,36 @@ class StreamingHeadsPress(BasePress):
 
     @property
     def measures(self) -> bool:
-        """Whether heads are told apart without a table."""
+        """Return True if streaming heads are found by measurement, without a table."""
         return False
 
     @property
     def remedy(self) -> str:
-        """What to do where there is no table."""
+        """Return the end of the error message for a missing table: how to get one."""
         return f"give table=, a .tsv file of one value per layer and kv head, or put {self.beside} into the folder of the model"
 
     def source(self, model: ModelFacts | None) -> HeadTable | None:
-        """Return the table for a model; None where there is none, and none is needed."""
+        """Return the table for a model; None where no table is needed.
+
+        Raises:
+            ValueError: a table is needed, `table` is None, and the folder of the model has none.
+        """
         if self.table is not None:
             return read_head_table(self.table)
         if model is None or self.measures or not self.head_compression_ratio:
             return None
-        found = Path(model.source) / self.beside
-        if not (model.source and found.is_file()):
+        path = Path(model.source) / self.beside
+        if not (model.source and path.is_file()):
             raise ValueError(f"{type(self).__name__} needs to know which heads of {model.name} stream: {self.remedy}")
-        return read_head_table(str(found))
+        return read_head_table(str(path))
 
     def window(self, table: HeadTable | None) -> tuple[int, int]:
-        """Return the sinks and recent tokens that a streaming head keeps."""
-        known = HeadTable("", torch.empty(0)) if table is None else table
-        given = zip((self.sink_size, self.recent_size), (known.sink_size, known.recent_size), self.sizes, strict=True)
-        sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in given)
+        """Return the numbers of sinks and recent tokens that a streaming head keeps."""
+        defaults = HeadTable("", torch.empty(0)) if table is None else table
+        candidates = zip(
+            (self.sink_size, self.recent_size), (defaults.sink_size, defaults.recent_size), self.sizes, strict=True
+        )
+        sink_size, recent_size = (next(size for size in sizes if size is not None) for sizes in candidates)
         check_count("sink_size", sink_size, least=0)
         check_count("recent_size", recent_size)
         return sink_size, recent_size
@@ -104,21 +110,21 @@ class StreamingHeadsPress(BasePress):
 
     @property
     def compression_ratio(self) -> float:
-        """Fraction of the pairs that the last cache has lost; see `last_cache`."""
+        """Fraction of the pairs that was evicted from the last cache; see `last_cache`."""
         return removed(self)
 
     @property
     def measured(self) -> tuple[Wanted, ...]:
-        """What is watched to tell heads apart without a table."""
+        """Observers that a measurement without a table needs."""
         return ()
 
     @property
     def decision(self) -> PassHook | None:
-        """What decides, after a prompt, which heads stream."""
+        """Hook that decides, after a prompt, which heads stream; None with a table."""
         return None
 
     def streaming(self, table: HeadTable | None, view: View) -> Tensor | None:
-        """Return which heads of a layer stream, `[B, H]` on the host; None where that is not known."""
+        """Return a mask of the streaming heads of a layer, `[B, H]` on the host; None if it is unknown."""
         if table is None:
             return None
         chosen = lowest(table.values, self.head_compression_ratio)[view.call.layer.index]
@@ -127,38 +133,44 @@ class StreamingHeadsPress(BasePress):
 
 @dataclass(frozen=True)
 class SinksAndNewest(ByScore):
-    """Prefers the first `sink_size` tokens, then the newest."""
+    """Score the first `sink_size` tokens highest, then newer tokens above older ones."""
 
     sink_size: int
+    """Number of sinks."""
     wants: tuple[Wanted, ...] = ()
+    """Observers that the allocator of the eviction reads."""
 
     def scores(self, view: View) -> Tensor:
-        """Return positions, infinite for the sinks."""
+        """Return positions `[b, h, n]`, infinite for the sinks."""
         return view.positions.float().masked_fill(view.positions < self.sink_size, torch.inf)
 
 
 @dataclass(frozen=True)
 class Windows(Allocator):
-    """Leaves streaming heads their sinks and window, and the other heads everything."""
+    """Keep sinks and a window in streaming heads, everything in the other heads."""
 
     sink_size: int
+    """First tokens that a streaming head keeps."""
     recent_size: int
+    """Newest tokens that a streaming head keeps."""
     share: float
+    """Share of heads that stream; used to plan sizes."""
     streaming: Callable[[View], Tensor | None]
+    """Returns the mask `[B, H]` of a layer's streaming heads, or None."""
 
     ragged = True
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        return [self._of_view(each.view) for each in scored]
+        return [self._of_view(item.view) for item in scored]
 
     def _of_view(self, view: View) -> int | Tensor:
         streaming = self.streaming(view)
         if streaming is None or not bool(streaming[view.rows][:, view.heads].any()):
             return view.length
-        inside = (view.positions < self.sink_size) | (view.positions >= view.seen - self.recent_size)
-        held = streaming[view.rows][:, view.heads].to(inside.device)
-        return torch.where(held, inside.sum(dim=2), view.length)
+        in_window = (view.positions < self.sink_size) | (view.positions >= view.seen - self.recent_size)
+        is_streaming = streaming[view.rows][:, view.heads].to(in_window.device)
+        return torch.where(is_streaming, in_window.sum(dim=2), view.length)
 
     def planned(self, tokens: int, mean: int) -> int:
         return round(tokens - self.share * max(0, tokens - self.sink_size - self.recent_size))

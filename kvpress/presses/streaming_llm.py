@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention sinks and a recent window."""
+"""StreamingLLM: attention sinks and a recent window."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from kvpress.observe.view import View
 class StreamingLLMPress(ScorerPress):
     """Keep the first `n_sink` tokens and the newest ones, in every layer and head.
 
-    With `reindex`, the kept keys are turned so that their distances to the next query are those of a cache without
-    gaps, as in the paper: queries keep their true position, and the sinks move up behind the recent tokens.
+    With `reindex`, the kept keys are rotated again so that their distances to the next query are those of a cache without
+    gaps, as in the paper: queries keep their true position, and the sinks move up to the recent tokens.
 
     Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023, arXiv:2309.17453.
-    Differs from the paper: the prompt is read with full attention and evicted afterwards; put the press into
-    `DecodingPress` to keep evicting while tokens are generated. Positions are re-indexed only with `reindex=True`.
+    Differs from the paper: the prompt is read with full attention and evicted afterwards; wrap the press in `DecodingPress`
+    to keep evicting while tokens are generated. Positions are re-indexed only with `reindex=True`.
     """
 
     n_sink: Size = 4
@@ -57,7 +57,7 @@ class StreamingLLMPress(ScorerPress):
         return self.n_sink
 
     def scores(self, view: View) -> Tensor:
-        """Return the position of each pair, and infinity for the sinks."""
+        """Return the positions `[b, h, n]` of the pairs, infinite for the sinks."""
         positions = view.positions.float()
         return positions.masked_fill(positions < self.n_sink, torch.inf)
 

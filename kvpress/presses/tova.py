@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the last token."""
+"""TOVA: eviction by the attention of the newest token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvpress.observe.view import View
 @register("tova", "evict", "Oren et al., 2024, arXiv:2401.06104", example="tova:0.5", cases=("tova:0.5",))
 @dataclass
 class TOVAPress(ScorerPress):
-    """Score a token by the attention that the newest token pays it, averaged over all heads of the layer.
+    """Score a token by the attention of the newest token to it, averaged over all heads of the layer.
 
         score[b, :, t] = mean over query heads of softmax(q_last . k)[t]
 
     Paper: Oren et al., Transformers are Multi-State RNNs, 2024, arXiv:2401.06104.
-    Differs from the paper: the newest token is always kept. The paper evicts while generating: put the press into
+    Differs from the paper: the newest token is always kept. The paper evicts during generation: wrap the press in
     `DecodingPress` for that.
     """
 
@@ -36,7 +36,7 @@ class TOVAPress(ScorerPress):
         return (Wanted(RecentQueries, 1),)
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`, the same for every head, infinite for the newest token."""
+        """Return scores `[b, h, n]`, the same for every head, infinite for the newest token."""
         weights = view.attention(view.newest_queries(*self.wants)).squeeze(3)
         scores = weights.mean(dim=(1, 2), keepdim=True).squeeze(2).repeat(1, view.shape[1], 1)
         scores[..., -1] = torch.inf

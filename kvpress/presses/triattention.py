@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that the mean query is expected to give at many distances."""
+"""TriAttention: expected logits of the mean query at many distances."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ CENTRES = Wanted(QueryCentres)
 )
 @dataclass
 class TriAttentionPress(ScorerPress):
-    """Score a pair by the logit that the mean query is expected to give it, over distances from near to far.
+    """Score a pair by the expected logit of the mean query for it, averaged over distances from near to far.
 
         s[g, t] = mean over d in 1, 2, 4, ... of R(T + d) mu_g . k_t + sum over rotary pairs f of (a_gf - |mu_gf|) |k_tf|
         score   = max over the group of s[g], less its mean over t and divided by its deviation
 
-    mu_g is the mean of the queries of a head before rotation, a_gf the mean length of their rotary pair f, R(p) the rotation at
-    position p and T that of the newest token. `distances` is the number of distances d, so that the largest is 2 ** (distances
-    - 1). `stats` is the file that `kvpress calibrate --method triattention` writes for the model; None takes mu and a from the
-    tokens that the cache has read. The paper's schedule is `decoding(triattention):compression_interval=128`, with a prompt
-    that `protect` names.
+    mu_g is the mean of the queries of a head before rotation, a_gf the mean length of their rotary pair f, R(p) the
+    rotation at position p and T the position of the newest token. `distances` is the number of distances d, so that the
+    largest is 2 ** (distances - 1). `stats` is the file that `kvpress calibrate --method triattention` writes for the
+    model; None computes mu and a from the tokens that the cache has read. The paper's schedule is
+    `decoding(triattention):compression_interval=128`, with a prompt that `protect` keeps.
 
     Paper: Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression, 2026, arXiv:2604.04921.
-    Differs from the paper: keys are not turned back, because their phases cancel; every kv head chooses for itself, and
-    heads of its group by their largest score; the statistics may be those of the request.
+    Differs from the paper: keys are not rotated back, because their phases cancel; every KV head chooses for itself, by the
+    largest score of the query heads in its group; the statistics may be those of the request.
     """
 
     distances: Count = 17
@@ -59,7 +59,7 @@ class TriAttentionPress(ScorerPress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if self.stats is not None and model is not None and model.loaded:
-            self._file().check(METHOD, model, self.stats, _held)
+            self._file().check(METHOD, model, self.stats, _shapes)
         return super().recipe(model)
 
     def _file(self) -> Calibration:
@@ -70,31 +70,33 @@ class TriAttentionPress(ScorerPress):
         return (CENTRES,) if self.stats is None else ()
 
     def statistics(self, view: View) -> tuple[Tensor, Tensor]:
-        """Return mean queries and mean pair sizes, `[b, hq, D]` each."""
+        """Return mean queries and mean lengths of rotary pairs, `[b, hq, D]` each."""
         rows = view.call.store.batch
         if self.stats is None:
-            found = view.observer(CENTRES).means(list(range(rows)))
+            statistics = view.observer(CENTRES).means(list(range(rows)))
         else:
             tensors, device = self._file().tensors, view.positions.device
-            found = tuple(tensors[f"{view.layer}.{name}"].to(device).expand(rows, -1, -1) for name in ("mean", "size"))
-        return view.query_heads(found[0]), view.query_heads(found[1])
+            statistics = tuple(
+                tensors[f"{view.layer}.{name}"].to(device).expand(rows, -1, -1) for name in ("mean", "size")
+            )
+        return view.query_heads(statistics[0]), view.query_heads(statistics[1])
 
     def scores(self, view: View) -> Tensor:
-        """Return `[b, h, n]`."""
+        """Return scores `[b, h, n]`."""
         call, (mean, size) = view.call, self.statistics(view)
-        turned, like, factor = mean, None, 1.0
+        rotated, like, factor = mean, None, 1.0
         if call.layer.rotates:
-            ahead = (
+            next_positions = (
                 call.next_positions(view.rows, view.seen, 1) + 2 ** torch.arange(self.distances, device=mean.device) - 1
             )
-            cos, sin = (part.float() for part in call.angles(ahead))
+            cos, sin = (angles.float() for angles in call.angles(next_positions))
             like, factor = cos[:, :1], float((cos**2 + sin**2).mean().sqrt())
-            turned = call.rotate(mean[:, :, None], cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))[:, :, 0]
+            rotated = call.rotate(mean[:, :, None], cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))[:, :, 0]
         weights = pair_weights(call, like, mean.shape[2]) * factor
         spread = (size - pair_sizes(call, mean[:, :, None], like)[:, :, 0]).clamp_min(0) * weights
         scores = torch.empty(view.shape, device=mean.device)
         for h, (of_mean, of_spread) in enumerate(
-            zip(*(x.chunk(view.shape[1], 1) for x in (turned, spread)), strict=True)
+            zip(*(x.chunk(view.shape[1], 1) for x in (rotated, spread)), strict=True)
         ):
             keys = view.keys[:, h : h + 1].float()
             sizes = pair_sizes(call, keys, None if like is None else like.expand(-1, keys.shape[2], -1))
@@ -104,5 +106,5 @@ class TriAttentionPress(ScorerPress):
         return scores
 
 
-def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
     return {"mean": (layer.heads, layer.head_dim), "size": (layer.heads, layer.head_dim)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of layers and heads by how many directions their queries spread over."""
+"""UNComp: budgets of layers and heads by the matrix entropy of their queries."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from kvpress.presses.snapkv import SnapKVPress
 )
 @dataclass
 class UNCompPress(SnapKVPress):
-    """SnapKV with larger budgets for layers and heads whose queries have a larger truncated matrix entropy.
+    """Run SnapKV with larger budgets for layers and heads whose queries have a larger truncated matrix entropy.
 
         H = -sum over the k largest eigenvalues s of A of s log s / log D,   A = X^T X / tr(X^T X)
 
     X `[n, D]` are queries of a head before rotation, a sample of at most `queries`, centred and divided by their norms;
-    `rank` is k. A kv head has the mean of its query heads. Beside the window, which every head keeps, a head gets in
-    proportion to
+    `rank` is k. The H of a KV head is the mean over its query heads. In addition to the window, which every head keeps, a
+    head's budget is proportional to
 
         (1 - (1 - last_stage) * stage / last) * (1 + spread, or 1 - spread)
 
-    A layer begins a new stage where H, summed over its query heads, falls by more than `drop` from the layer before; `last` is
-    the number of the last stage, which gets `last_stage` of what the first one gets, the others evenly between. In a layer, the
-    half of the heads with the larger H gets the share 1 + `spread`, the other half 1 - `spread`, one in the middle 1. What
-    a head cannot hold goes to the others; the total is met exactly.
+    A new stage begins at a layer whose H, summed over its query heads, is lower by more than `drop` than that of the layer
+    before. `last` is the number of the last stage, which gets `last_stage` of the budget of the first stage; the others lie
+    evenly in between. In a layer, the half of the heads with the larger H gets the factor 1 + `spread`, the other half 1 -
+    `spread`, and a head in the middle 1. Budget that exceeds a head's pairs goes to other heads; the total is met exactly.
 
-    Paper: Xiong et al., UNComp: Can Matrix Entropy Uncover Sparsity? A Compressor Design from an Uncertainty-Aware Perspective,
-    2024, arXiv:2410.03090.
+    Paper: Xiong et al., UNComp: Can Matrix Entropy Uncover Sparsity? A Compressor Design from an Uncertainty-Aware
+    Perspective, 2024, arXiv:2410.03090.
     Differs from the paper: entropies are those of the prompt, where the authors measure them beforehand; stages shorten the
-    cache of their layers, while hidden states are never dropped, so that reading a prompt is no faster; the budgets have
-    the mean that was asked for; generated tokens are kept, unless inside `DecodingPress`.
+    cache of their layers, while hidden states are never dropped, so that prefill is no faster; the mean of the budgets is
+    the requested one; generated tokens are kept, unless inside `DecodingPress`.
     """
 
     window_size: Count = 32
@@ -77,12 +77,12 @@ class UNCompPress(SnapKVPress):
 
     @property
     def sampled(self) -> Wanted:
-        """The observer of the queries whose entropy is measured."""
+        """Observer of the queries whose entropy is measured."""
         return Wanted(SampledQueries, self.queries)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        found = super().recipe(model)
-        return replace(found, evictions=tuple(replace(step, watches=(self.sampled,)) for step in found.evictions))
+        recipe = super().recipe(model)
+        return replace(recipe, evictions=tuple(replace(step, watches=(self.sampled,)) for step in recipe.evictions))
 
     @property
     def allocator(self) -> Allocator:
@@ -100,7 +100,8 @@ class UNCompPress(SnapKVPress):
 def truncated_entropy(vectors: Tensor, rank: int) -> Tensor:
     """Return the entropy of the `rank` largest eigenvalues of the covariance of the directions of `vectors [..., n, D]`.
 
-    Rounded to 9 decimals: two vectors have an entropy of 0, and rounding errors would order heads and layers.
+    It is rounded to 9 decimals, so that rounding errors do not order heads and layers of equal entropy (two vectors have
+    0).
     """
     rows = normalize(vectors - vectors.mean(dim=-2, keepdim=True), dim=-1)
     squares = rows.mT @ rows
@@ -111,31 +112,37 @@ def truncated_entropy(vectors: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ByEntropy(HeadShares):
-    """Shares out by stages of layers and groups of heads; see `UNCompPress`."""
+    """Distribute pairs by stages of layers and groups of heads; see `UNCompPress`."""
 
     press: UNCompPress
+    """Press with the settings."""
 
     @torch.no_grad()
     def weights(self, views: Sequence[View]) -> list[Tensor]:
-        found = [self.press.entropies(view) for view in views]
+        entropies = [self.press.entropies(view) for view in views]
         layers = sorted({view.layer for view in views})
-        own = [torch.cat([e for e, view in zip(found, views, strict=True) if view.layer == at]) for at in layers]
-        stages = self.stages([float(each.sum()) for each in own])
+        layer_entropies = [
+            torch.cat([e for e, view in zip(entropies, views, strict=True) if view.layer == at]) for at in layers
+        ]
+        stages = self.stages([float(heads.sum()) for heads in layer_entropies])
         stage = 1 - (1 - self.press.last_stage) * stages / stages.amax().clamp_min(1)
-        parts = {at: part * self.groups(each.mean(dim=1)) for at, part, each in zip(layers, stage, own, strict=True)}
-        return [parts[view.layer][view.heads] for view in views]
+        weights = {
+            at: factor * self.groups(heads.mean(dim=1))
+            for at, factor, heads in zip(layers, stage, layer_entropies, strict=True)
+        }
+        return [weights[view.layer][view.heads] for view in views]
 
     def stages(self, entropies: Sequence[float]) -> Tensor:
         """Return the stage of every layer, float64, counted from 0."""
-        found = [0]
-        for before, here in itertools.pairwise(entropies):
-            found.append(found[-1] + (here - before < -self.press.drop))
-        return torch.tensor(found, dtype=torch.float64)
+        numbers = [0]
+        for previous, current in itertools.pairwise(entropies):
+            numbers.append(numbers[-1] + (current - previous < -self.press.drop))
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def groups(self, entropies: Tensor) -> Tensor:
-        """Return the share of every head of a layer, `[H]`; their mean is 1."""
+        """Return the factor of every head of a layer, `[H]`; the mean is 1."""
         order = entropies.argsort(descending=True, stable=True)
-        shares, half = torch.ones_like(entropies), len(entropies) // 2
-        shares[order[:half]] += self.press.spread
-        shares[order[len(order) - half :]] -= self.press.spread
-        return shares
+        factors, half = torch.ones_like(entropies), len(entropies) // 2
+        factors[order[:half]] += self.press.spread
+        factors[order[len(order) - half :]] -= self.press.spread
+        return factors

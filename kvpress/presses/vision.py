@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only the pairs of images and videos compete; text stays."""
+"""Evict from the pairs of images and videos only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DROPS = (
     Exemption(EVERY_SUITE, "later layers are handed fewer tokens; compared with a full reading that hides them there"),
     Exemption("fuzz", "random prompts hold no images; its own tests read batches, turns, beams and files"),
 )
-"""What tests presses that drop image tokens while a prompt is read, in the place of the suites of all presses."""
+"""Exemptions of presses that drop image tokens during prefill, each with the test that replaces the suite."""
 
 
 @register(
@@ -33,23 +33,23 @@ DROPS = (
         ),
     ),
     refuses=(
-        Refusal("vision(snapkv:0.5):kind=video,tokens=0:4", "the ranges say already which tokens are meant"),
-        Refusal("vision(decoding(knorm:0.5))", "images are cut once, after the prompt or turn that brings them"),
+        Refusal("vision(snapkv:0.5):kind=video,tokens=0:4", "the ranges name the tokens already"),
+        Refusal("vision(decoding(knorm:0.5))", "images are compressed once, after the prompt or turn that has them"),
         Refusal("vision(knorm:0.5):tokens=0:8 4:12", "ranges overlap"),
         Refusal("vision(kvzip:0.5)", "it scores by reading a whole prompt again"),
     ),
 )
 @dataclass
 class VisionPress(WrapperPress):
-    """Evict among the pairs of images and videos alone, by the scores of another press; no text is taken.
+    """Evict from the pairs of images and videos only, by the scores of another press; text is kept.
 
-    The ratio or budget of the inner `press` is of the image and video tokens of a prompt; those of a later turn are cut when
-    it has been read. Pairs are worth what they are worth among all pairs. `kind` says whether images, videos or both are cut.
-    Which tokens these are is found in the input ids by the ids that the model's configuration names; `tokens`, ranges of
-    positions in the first prompt such as `4:260`, say it instead, also for models that read text only. Spans that
-    `ProtectPress` names stay.
+    The ratio or budget of the inner `press` applies to the image and video tokens of a prompt; those of a later turn are
+    evicted from after the turn has been read. Scores are computed among all pairs, text included. `kind` selects images,
+    videos or both. Their tokens are found in the input ids by the ids in the model's configuration, or given by `tokens`,
+    ranges of positions in the first prompt such as `4:260`, also for models that read text only. Spans of `ProtectPress`
+    are kept.
 
-    Paper: none; a rule about which pairs may go.
+    Paper: none; a rule about which pairs may be evicted.
     Differs from the paper: nothing.
     """
 
@@ -66,13 +66,17 @@ class VisionPress(WrapperPress):
 
 
 def check_kind(kind: str, tokens: str) -> None:
-    """Refuse ranges of tokens that are none, and a kind of images beside ranges that say already which tokens are meant."""
+    """Check ranges of tokens, and that no `kind` is given with them.
+
+    Raises:
+        ValueError: the text has no valid ranges, or has ranges with a `kind` other than `both`.
+    """
     if ranges_in(tokens) and kind != "both":
-        raise ValueError(f"tokens={tokens!r} says which tokens are meant, so kind must be 'both', got {kind!r}")
+        raise ValueError(f"tokens={tokens!r} names the tokens already, so kind must be 'both', got {kind!r}")
 
 
 def pictures(press: BasePress, kind: str, tokens: str, model: ModelFacts | None) -> Spans:
-    """Return the rule of which tokens of a prompt are images or videos, for a model, or of the given ranges.
+    """Return the rule for the image or video tokens of a prompt: by the token ids of a model, or by the ranges in `tokens`.
 
     Raises:
         ValueError: no ranges are given, and the model has no tokens of that kind.
@@ -81,27 +85,27 @@ def pictures(press: BasePress, kind: str, tokens: str, model: ModelFacts | None)
         return Ranges(ranges_in(tokens))
     if model is None:
         return Pictures(())
-    wanted = VISION if kind == "both" else (kind,)
-    found = tuple(model.vision[one] for one in wanted if one in model.vision)
-    if not found:
-        what = " or ".join(wanted)
+    kinds = VISION if kind == "both" else (kind,)
+    ids = tuple(model.vision[name] for name in kinds if name in model.vision)
+    if not ids:
+        what = " or ".join(kinds)
         raise ValueError(
             f"{type(press).__name__} acts on {what} tokens, and the configuration of {model.name} names none "
-            f"({' or '.join(f'{one}_token_id' for one in wanted)}): use a model that reads them, or name ranges of tokens, "
+            f"({' or '.join(f'{name}_token_id' for name in kinds)}): use a model that reads them, or name ranges of tokens, "
             "tokens='4:260'"
         )
-    return Pictures(found)
+    return Pictures(ids)
 
 
 def among(step: Eviction, rule: Spans, press: WrapperPress) -> Eviction:
-    """Return the eviction that takes from spans alone, once, in the pass that ends a prompt or turn with them."""
+    """Return the eviction restricted to spans, once, in the pass that ends a prompt or turn with such spans."""
     name, inner = type(press).__name__, type(press.inner).__name__
     if step.prepare is not None:
-        raise TypeError(f"{name} cannot cut images by {inner}, which scores by reading a whole prompt again")
+        raise TypeError(f"{name} cannot compress images by {inner}, which scores by reading a whole prompt again")
     if step.schedule.every is not None or step.schedule.chunk is not None or step.among is not None:
         raise TypeError(
-            f"{name} cuts images once, after the prompt or turn that brings them, so {inner} cannot say when; put "
-            f"{name} inside, or beside it with +"
+            f"{name} compresses images once, after the prompt or turn that has them, so {inner} cannot schedule it; put "
+            f"{name} inside, or compose the two with +"
         )
     schedule = Schedule(False, hidden_states=step.schedule.hidden_states, closing=True)
     amount = replace(step.amount, protected=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses share that look at prompts through their newest tokens."""
+"""Mixin of presses that score a prompt by the queries of its newest tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpress.observe.queries import RecentQueries
 
 
 class NewestWindow:
-    """The newest `window_size` tokens stay, and their queries are watched; put it before `ScorerPress`."""
+    """Keep the newest `window_size` tokens, and record their queries; put it before `ScorerPress` in the bases."""
 
     window_size: int
 

@@ -113,7 +113,7 @@ def test_the_reference_model_has_filters_and_others_are_asked_for_by_name() -> N
 def test_what_is_missing_or_foreign_is_named(press: Any, method: str, word: str, tmp_path: Path) -> None:
     del word
     model = tiny_model("llama")
-    with pytest.raises(ValueError, match="loaded from nowhere"), press(0.5)(model):
+    with pytest.raises(ValueError, match="not loaded from a path"), press(0.5)(model):
         pass
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors in"), press(0.5, **{method: str(tmp_path)})(model):
         pass

@@ -60,14 +60,14 @@ def test_what_some_heads_keep_in_any_case_the_others_give() -> None:
     steps = torch.arange(1, 100)[:, None] / 100
     curve = torch.cat([steps**0.1, steps, 2 * steps - steps**0.1], dim=1).clamp(0, 1)
     for ratio in (0.3, 0.5, 0.8):
-        free, found = shares(curve, ratio, 100), shares(curve, ratio, 100, least=20)
+        free, found = shares(curve, ratio, 100), shares(curve, ratio, 100, minimum=20)
         assert int(free[0]) < 20 == int(found[0])
         assert int(found.min()) == 20
         assert int(found.sum()) == max(60, int(free.sum()))
         # What the first head keeps above its part is taken from the others.
         assert int(found[1]) <= int(free[1])
         assert int(found[2]) <= int(free[2])
-    assert shares(curve, 0.3, 100, least=1).tolist() == shares(curve, 0.3, 100).tolist()
+    assert shares(curve, 0.3, 100, minimum=1).tolist() == shares(curve, 0.3, 100).tolist()
 
 
 def test_the_ratio_reaches_the_inner_press() -> None:

@@ -196,7 +196,7 @@ def refused(model: Any, press: Any, error: type[Exception], message: str) -> Non
 
 def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    refused(model, RestoreKVPress(0.5, repeat_prompt=""), ValueError, "loaded from nowhere")
+    refused(model, RestoreKVPress(0.5, repeat_prompt=""), ValueError, "not loaded from a path")
     refused(model, press_of(str(tmp_path)), FileNotFoundError, r"no restore_embeddings\.safetensors in")
     folder = learn(tmp_path / "own", model)
     refused(model, press_of(folder, 0.85), ValueError, "keep at least 7")
