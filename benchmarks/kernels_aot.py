@@ -120,7 +120,7 @@ def packed_variant(
     with `centred`, the middle code stands for zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None)
+    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D)
     block, fold = packed.block_rows(kg[0], not listed, most.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])
@@ -225,7 +225,7 @@ def _scores(
 ) -> Variant:
     block = scores.block_rows(width, element_bytes)
     pointers = {"Q": "bf16", "STARTS": "i64", "COUNTS": "i64", "OUT": "fp32", **pointers}
-    constants = {"REDUCE": "max", "D": D, "BITS": bits, "DP": grid.padded(width), "BM": rows, "BN": block}
+    constants = {"REDUCE": "max", "D": D, "BITS": bits, "DP": grid.padded(width), "BM": rows, "BN": block, "POINT": 0.0}
     limits: dict[str, Any] = {"warps": scores.WARPS, "stages": scores.STAGES, "registers": scores.registers(D)}
     read_bytes, aligned = block * width * element_bytes, {"stride": "aligned"}
     return Variant(

@@ -26,7 +26,7 @@ from kvpress.kernels.attention.triton import dense as dense_kernel
 from kvpress.kernels.attention.triton import merge
 from kvpress.kernels.attention.triton import packed as packed_kernel
 from kvpress.kernels.quantisation import triton as quantisation
-from kvpress.kernels.triton.grid import WITHOUT_DEVICE
+from kvpress.kernels.triton.grid import WITHOUT_DEVICE, resident
 
 R, N, M, D = 4096, 8, 4, 64
 
@@ -181,10 +181,16 @@ RESIDENT = {
 @pytest.mark.parametrize("kind", RESIDENT)
 @pytest.mark.parametrize("streams", [2, 3])
 def test_all_splits_run_at_once(kind: str, streams: int, grids: list[tuple[Any, ...]]) -> None:
-    resident, make = RESIDENT[kind]
+    most, make = RESIDENT[kind]
     (_, splits, _), merged = launched(make(), streams, None, grids)
-    assert splits == resident * WITHOUT_DEVICE // streams
+    assert splits == most * WITHOUT_DEVICE // streams
     assert merged == (streams * M,)
+
+
+def test_fewer_programs_fit_where_each_has_more_registers() -> None:
+    assert resident(2, None, 8) == resident(2, 128, 8) == 8
+    assert resident(2, 168, 8) == 6
+    assert resident(4, 255, 8) == 2
 
 
 def test_results_of_parts_are_merged_in_one_launch(grids: list[tuple[Any, ...]]) -> None:

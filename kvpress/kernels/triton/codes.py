@@ -104,10 +104,12 @@ def load_group(
     """Scale and zero of groups of GC channels at (row group, channel); without zeros, those of the zero point."""
     at = group * (D // GC) + channel // GC
     scale = load_scale(SCALE, at, live, NARROW)
-    if ZERO is None:
-        return scale, (scale * -POINT).to(scale.dtype)
-    else:
+    if ZERO is not None:
         return scale, tl.load(ZERO + at, mask=live, other=0.0)
+    elif POINT == 0.0:
+        return scale, tl.zeros_like(scale)
+    else:
+        return scale, (scale * -POINT).to(scale.dtype)
 
 
 @triton.jit

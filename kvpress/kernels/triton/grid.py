@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+REGISTERS = 65536
+"""Registers of a multiprocessor, on every supported chip."""
+
 MOST_SPLITS = 128
 TILE_BYTES = 32 * 1024
 """Key and value bytes of one pipeline stage: three stages fit into the shared memory of every supported chip."""
@@ -48,6 +51,11 @@ def plan(q: torch.Tensor, capacity: int, block: int, resident: int, least: int =
     fitting = resident * _multiprocessors(q.device) // max(1, streams * tiles)
     useful = capacity // (2 * block)
     return Grid(streams, max(1, min(fitting, useful, MOST_SPLITS)), tiles, rows)
+
+
+def resident(warps: int, registers: int | None, most: int) -> int:
+    """Programs that fit on a multiprocessor at once by their registers per thread, and at most so many."""
+    return most if registers is None else max(1, min(most, REGISTERS // (32 * warps * registers)))
 
 
 def padded(size: int, least: int = 16) -> int:

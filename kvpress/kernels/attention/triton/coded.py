@@ -29,11 +29,11 @@ from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.formats.rotary import STEP
 from kvpress.kernels.triton import codes, online
-from kvpress.kernels.triton.grid import padded, plan
+from kvpress.kernels.triton.grid import padded, plan, resident
 
 LEAST_ROWS, MOST_ROWS = 4, 16
 RESIDENT = 6
-"""Programs that fit on a multiprocessor at once: 64 threads with some 170 registers."""
+"""Programs on a multiprocessor at most: 64 threads with some 170 registers."""
 
 WARPS = 2
 STAGES = tl.constexpr(3)
@@ -272,7 +272,9 @@ def launch(
     value = spans(values.channels, values.book.shape[3], 0)
     scaled = values.row_scale is not None
     block = block_rows(keys.channels + values.channels, half, scaled)
-    grid = plan(q, where.most_rows(rows.count), block, RESIDENT, LEAST_ROWS, MOST_ROWS)
+    most_registers = registers(scaled, keys.correction is not None or values.correction is not None)
+    fitting = resident(WARPS, most_registers, RESIDENT)
+    grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, MOST_ROWS)
     out, lse = partials(q, grid.splits, values.channels)
     if lse.numel():
         _kernel[grid.programs](
@@ -318,7 +320,7 @@ def launch(
             block,
             padded(values.channels) // correction.LOW.value,
             num_warps=WARPS,
-            maxnreg=registers(scaled, keys.correction is not None or values.correction is not None),
+            maxnreg=most_registers,
         )
     return merged(out, lse)
 

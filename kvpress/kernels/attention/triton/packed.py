@@ -20,7 +20,7 @@ from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import NARROW, Packed
-from kvpress.kernels.triton.grid import padded, plan
+from kvpress.kernels.triton.grid import padded, plan, resident
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -28,7 +28,7 @@ LEAST_ROWS = 4
 """Query rows of a tile, padded to a power of two: each costs registers and work on scales, unlike with dense rows."""
 
 RESIDENT = 8
-"""Programs that fit on a multiprocessor at once: 64 threads with up to 128 registers, on sm_80 and later."""
+"""Programs on a multiprocessor at most: as many as have 128 registers per thread, and the shared memory of sm_90 holds."""
 
 WARPS, STAGES = 2, 3
 """Few warps repeat less of each other's work, and still copy a block of codes in pieces of 128 bits."""
@@ -44,8 +44,8 @@ class Limits:
     warps: int = WARPS
 
 
-def limits(channels: int, corrected: bool, levelled: bool = False) -> Limits:
-    """Limits for so many key and value channels, with corrections or without, with levels or without."""
+def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> Limits:
+    """Limits for so many key and value channels, with corrections, levels, and values of one scale per row, or without."""
     if corrected:
         if channels <= 256:
             return Limits(8, 32, 255)
@@ -54,7 +54,7 @@ def limits(channels: int, corrected: bool, levelled: bool = False) -> Limits:
     if channels > 256:
         return Limits(16, 32 if levelled else 64, 255)
     # ptxas would spill from small tiles, as from large ones, to run more of them.
-    return Limits(16, 64, 128 if channels <= 128 else None)
+    return Limits(16, 64, 128 if channels <= 128 else 168 if scaled else None)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,14 @@ def launch(
     key_terms, value_terms = keys.correction or Correction(), values.correction or Correction()
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
-    most = limits(D + DV, any(term is not None for term in terms), keys.levels is not None)
+    corrected, scaled = any(term is not None for term in terms), values.group[1] == DV
+    most = limits(D + DV, corrected, keys.levels is not None, scaled)
     block, fold = block_rows(keys.group[0], isinstance(where, Ranges) and key_group is None, most.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
-    grid = plan(q, where.most_rows(rows.count), block, RESIDENT, LEAST_ROWS, most.queries)
+    fitting = resident(most.warps, most.registers, RESIDENT)
+    grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, most.queries)
     out, lse = partials(q, grid.splits, DV)
     if lse.numel():
         decode_kernel[grid.programs](
