@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executor of recipes: evicts after layers and passes, by the scorer, amount, allocator, schedule and rewrite of each eviction."""
+"""Executor of recipes: evicts after layers and passes, as the fields of each eviction describe."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _is_later_turn(call: LayerCall) -> bool:
 
 
 def _is_due(call: LayerCall, step: Eviction) -> bool:
-    """Whether an eviction of generated tokens runs after a pass: after `every` tokens, or after a turn as long as the target."""
+    """Whether an eviction of generated tokens runs after a pass: every `every` tokens, or after a turn as long as the target."""
     if call.phase == "prefill":
         if not _is_later_turn(call):
             return False

@@ -113,9 +113,9 @@ class BasePress:
         """Return the keys and values that the press keeps in a layer after a prompt, `[B, H, n', D]` each.
 
         Presses written for NVIDIA kvpress override it. Called directly, a press that reads queries needs `module`,
-        `hidden_states` and the `position_embeddings` in `kwargs`; other presses accept None. A press that acts only while tokens
-        are generated evicts down to its target. Where heads keep different numbers of pairs, all pairs are returned, and the
-        indices of evicted ones are stored in `module.masked_key_indices` (rows, heads, pairs).
+        `hidden_states` and the `position_embeddings` in `kwargs`; other presses accept None. A press that acts only on generated
+        tokens evicts down to its target. Where heads keep different numbers of pairs, all pairs are returned, and the indices of
+        evicted ones are stored in `module.masked_key_indices` (rows, heads, pairs).
 
         Raises:
             ValueError: heads differ and `module` is None, or the press needs more than one layer.
@@ -416,8 +416,8 @@ class Wrapping(BasePress):
             )
         if step.scorer.weighs:
             raise TypeError(
-                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} weighs kept pairs by "
-                f"all pairs: put {type(self.inner).__name__} around {type(self).__name__}"
+                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} weighs kept pairs "
+                f"by all pairs: put {type(self.inner).__name__} around {type(self).__name__}"
             )
 
     def post_init_from_model(self, model: nn.Module) -> None:
