@@ -215,7 +215,7 @@ def _is_later_turn(call: LayerCall) -> bool:
 
 
 def _is_due(call: LayerCall, step: Eviction) -> bool:
-    """Whether an eviction of generated tokens runs after a pass: every `every` tokens, or after a turn as long as the target."""
+    """Whether an eviction of generated tokens is due: every `every` tokens, and after a turn as long as the target."""
     if call.phase == "prefill":
         if not _is_later_turn(call):
             return False
