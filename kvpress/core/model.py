@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 GROWING = ("full_attention", "hybrid")
-"""Kinds of cache layers that store a pair for every token; `hybrid` layers also store a recurrent state."""
+"""Kinds of cache layers that store a pair for every token; `hybrid` layers also store a state of fixed size."""
 
 VISION = ("image", "video")
 """Kinds of input besides text that tokens can stand for."""

@@ -75,9 +75,9 @@ class Prompt:
 class Pattern(ABC):
     """Chooses the tiles of `block` queries by `block` keys whose attention is computed while a prompt is read.
 
-    It replaces the model's attention in passes of several tokens. Sealed pairs, such as those of earlier turns, are read in full
-    and merged with the result. Blocks of a row begin at its first real token, so a padded row gets the result of the row
-    alone. Prompts of up to two blocks get full attention.
+    It replaces the model's attention in passes of several tokens. Sealed pairs, such as those of earlier turns, are read in
+    full and merged with the result. Blocks of a row begin at its first real token, so a padded row gets the result of
+    the row alone. Prompts of up to two blocks get full attention.
     """
 
     block: int = 64

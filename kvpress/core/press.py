@@ -113,9 +113,9 @@ class BasePress:
         """Return the keys and values that the press keeps in a layer after a prompt, `[B, H, n', D]` each.
 
         Presses written for NVIDIA kvpress override it. Called directly, a press that reads queries needs `module`,
-        `hidden_states` and the `position_embeddings` in `kwargs`; other presses accept None. A press for generated tokens evicts
-        down to its target. Where heads keep different numbers of pairs, all pairs are returned, and the indices of evicted
-        ones are stored in `module.masked_key_indices` (rows, heads, pairs).
+        `hidden_states` and the `position_embeddings` in `kwargs`; other presses accept None. A press for generated tokens
+        evicts down to its target. Where heads keep different numbers of pairs, all pairs are returned, and the indices of
+        evicted ones are stored in `module.masked_key_indices` (rows, heads, pairs).
 
         Raises:
             ValueError: heads differ and `module` is None, or the press needs more than one layer.
