@@ -42,7 +42,7 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         first = type(steps[refitted][0]).__name__
         raise ValueError(
             f"{first} and {type(press).__name__} cannot be composed in this order: {first} fits values to "
-            f"all pairs that it keeps, and a later eviction would remove some; put {first} last, or around {type(press).__name__}"
+            f"all pairs that it keeps, and a later eviction removes some; put {first} last, or around {type(press).__name__}"
         )
     parts = [recipe for _, recipe in recipes]
     return Recipe(
