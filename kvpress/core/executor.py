@@ -50,7 +50,7 @@ class Executor:
         return [hook for hook in self.recipe.hooks if acts and phase in hook.phases]
 
     def _acting(self, phase: Phase) -> tuple[Eviction, ...]:
-        """Return the evictions of a phase; those of generated tokens follow the tokens of later turns too."""
+        """Return the evictions of a phase; later turns also run the evictions of generated tokens."""
         if phase == "decode":
             return self.recipe.acting(phase)
         return tuple(

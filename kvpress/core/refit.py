@@ -78,7 +78,7 @@ def targets(view: View, observed: Wanted) -> list[Target]:
 
 
 def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: CodecAt) -> None:
-    """Replace the values of kept pairs by those that come closest to the outputs in `goals`, by stream.
+    """Replace the values of kept pairs, stream by stream, so that outputs come closest to `goals`.
 
     Keys are those that later steps read: decoded ones where the layer has a codec. Pairs of earlier turns keep their values
     and log-weights.
