@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names under which NVIDIA kvpress has its modules, so that imports written for it find the classes of this library."""
+"""Module names of NVIDIA kvpress, as aliases that import the classes of this library."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MODULES = (
     "pyramidkv_press", "qfilter_press", "random_press", "restorekv_press", "scorer_press", "simlayerkv_press",
     "snapkv_press", "streaming_llm_press", "think_press", "tova_press",
 )  # fmt: skip
-"""Modules of `kvpress.presses` there, as far as their methods are here."""
+"""Modules of `kvpress.presses` in NVIDIA kvpress whose methods this library has."""
 
 HELPERS = (
     "SUPPORTED_MODELS", "compute_n_kept", "extract_keys_and_values", "get_prerope_key_states", "get_prerope_query_states",
     "is_prefilling",
 )  # fmt: skip
-"""Names of `kvpress.utils` that these modules have there."""
+"""Names of `kvpress.utils` that can be imported from these modules in NVIDIA kvpress."""
 
 
 class Alias(ModuleType):
-    """A module without a file: its names are those of presses, and `HELPERS`."""
+    """Module without a file; its attributes are press classes and `HELPERS`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in HELPERS:
@@ -39,8 +39,8 @@ class Alias(ModuleType):
 
 
 def install(package: str) -> None:
-    """Let the names of `MODULES` be imported from a package."""
+    """Add the aliases of `MODULES` to a package."""
     for name in MODULES:
-        alias = Alias(f"{package}.{name}", f"Stands for a module of NVIDIA kvpress; see `{package}`.")
+        alias = Alias(f"{package}.{name}", f"Alias for a module of NVIDIA kvpress; see `{package}`.")
         sys.modules.setdefault(alias.__name__, alias)
         setattr(sys.modules[package], name, alias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a press keeps of bare keys and values, where `score` or `compress` is called by hand."""
+"""Direct calls of `score` and `compress` of a press on keys and values, outside of a `with` block or inside one."""
 
 from __future__ import annotations
 
@@ -28,30 +28,37 @@ def view_by_hand(
     values: Tensor,
     kwargs: dict[str, Any] | None,
 ) -> View:
-    """Return the view that a call by hand means: the one under way inside a block, else one of `keys [B, H, n, D]` alone.
+    """Return the view for a direct call: the current view inside a block, else a new view of `keys [B, H, n, D]`.
 
-    What the press wants to watch is watched of `hidden_states [B, q, hidden]`, the newest q of the n tokens.
+    Observers of the press read `hidden_states [B, q, hidden]` of the newest q of the n tokens.
+
+    Raises:
+        ValueError: inside a block, the shape of `keys` is not that of the view.
     """
     kwargs = kwargs or {}
     view: View | None = kwargs.get("kvpress")
     if view is None:
         recipe = described_recipe(press)
-        # Scores do not depend on how many pairs stay: a ratio of 0 watches too.
-        scored = [wanted for step in recipe.evictions for wanted in step.wants]
-        wants = tuple(dict.fromkeys([*recipe.watched("prefill"), *scored]))
+        # Scores do not depend on the number of pairs that stay, so observers are needed at ratio 0 too.
+        observers = [item for step in recipe.evictions for item in step.wants]
+        wants = tuple(dict.fromkeys([*recipe.watched("prefill"), *observers]))
         return host().view_by_hand(wants, module, hidden_states, keys, values, kwargs)
     if keys.shape[:3] != view.shape:
         raise ValueError(
-            f"keys {tuple(keys.shape)} are not those of the {view.length} pairs that the press was asked about: hand on keys "
-            "and values as they came"
+            f"keys {tuple(keys.shape)} do not match the {view.length} pairs of this call: pass on keys and values of unchanged "
+            "shape"
         )
     return view if keys is view.keys and values is view.values else replace(view, vectors=lambda: (keys, values))
 
 
 def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
-    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe leave of a view.
+    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe keep of a view.
 
-    Heads that would keep different numbers keep all, as in NVIDIA kvpress, and what they lose is marked on the module.
+    If heads would keep different numbers of pairs, all pairs are returned, as in NVIDIA kvpress, and the evicted ones are
+    marked on the module.
+
+    Raises:
+        ValueError: the press needs a cache or the whole model, or heads differ and there is no module to mark.
     """
     steps = [step for step in recipe.evictions if not step.is_identity]
     for step in steps:
@@ -61,9 +68,9 @@ def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
 
 def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]) -> View:
     if step.prepare is not None or step.hook is not None or step.among is not None:
-        raise ValueError("this press looks at the whole model: use it inside `with press(model)`")
+        raise ValueError("this press reads the whole model: use it inside `with press(model)`")
     if step.refit is not None:
-        raise ValueError("this press solves for what a cache will hold: use it inside `with press(model)`")
+        raise ValueError("this press refits the values in a cache: use it inside `with press(model)`")
     if step.compress is not None:
         keys, values = step.compress(*score_arguments(view))
         return replace(view, vectors=lambda: (keys, values), positions=view.positions[..., : keys.shape[2]])
@@ -76,10 +83,10 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]
     mask = chosen(step, view, scored, counts)
     group.forget()
     length = int(mask[0, 0].sum())
-    even = bool((mask.sum(dim=2) == length).all())
-    if not even and (module is None or step.rewrites):
+    is_even = bool((mask.sum(dim=2) == length).all())
+    if not is_even and (module is None or step.rewrites):
         raise ValueError(
-            "heads would keep different numbers of pairs, which keys and values of one shape cannot hold: use the press inside "
+            "heads would keep different numbers of pairs, which do not fit in one tensor: use the press inside "
             "`with press(model)`"
         )
     if step.allocator.ragged and module is not None and not step.rewrites:
@@ -88,7 +95,9 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]
     rewritten = step.rewritten(view, mask, scored)
     if rewritten is not None:
         if rewritten.log_weight is not None:
-            raise ValueError("this press weighs pairs, which only a cache can hold: use it inside `with press(model)`")
+            raise ValueError(
+                "this press gives pairs log-weights, which only a cache stores: use it inside `with press(model)`"
+            )
         keys = view.keys if rewritten.keys is None else rewritten.keys
         values = view.values if rewritten.values is None else rewritten.values
         view = replace(view, vectors=lambda: (keys, values))

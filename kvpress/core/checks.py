@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments; each error names the value, what is allowed and the fix."""
+"""Checks of arguments; each error names the value, the allowed range and the fix."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that an argument may be: from `least` to `most`, without these where they are `above` or `below` all of them.
-
-    With `odd`, only odd ones of these.
-    """
+    """Range of numbers that an argument allows."""
 
     least: float
+    """Lower limit."""
     most: float = math.inf
+    """Upper limit."""
     whole: bool = False
+    """Only integers."""
     above: bool = False
+    """Excludes the lower limit."""
     below: bool = False
+    """Excludes the upper limit."""
     odd: bool = False
+    """Only odd integers."""
 
     def __str__(self) -> str:
         if self.most == math.inf:
@@ -33,12 +36,17 @@ class Range:
         return f"in {'(' if self.above else '['}{self.least}, {self.most}{')' if self.below else ']'}"
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is no such number."""
+        """Check a value.
+
+        Raises:
+            TypeError: it is not a number, or not an integer where `whole` is set.
+            ValueError: it is out of range.
+        """
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
             kind = "whole number" if self.whole else "number"
             raise TypeError(f"{name} must be a {kind} {self}, got {value!r} of type {type(value).__name__}")
-        above = self.least < value if self.above else self.least <= value
-        if not (above and (value <= self.most if self.most < math.inf and not self.below else value < self.most)):
+        is_above = self.least < value if self.above else self.least <= value
+        if not (is_above and (value <= self.most if self.most < math.inf and not self.below else value < self.most)):
             raise ValueError(f"{name} must be {self}, got {value}")
         if self.odd and value % 2 == 0:
             raise ValueError(f"{name} must be odd, got {value}")
@@ -52,19 +60,19 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 RATIO = Range(0, 1, below=True)
 Ratio = Annotated[float, RATIO]
-"""Types of fields: `check_fields` refuses what is outside."""
+"""Annotations of dataclass fields, from `Count` to `Ratio`, whose ranges `check_fields` checks."""
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Check that a size is a whole number of at least `least`."""
+    """Check that a size is an integer of at least `least`."""
     Range(least, whole=True).check(name, value)
 
 
 def check_fields(settings: Any) -> None:
-    """Check every field of a dataclass that is a number in a range, one of some words, or a switch, and None where allowed.
+    """Check the fields of a dataclass whose type is a range of numbers, a `Literal` or a bool, each with None if allowed.
 
     Raises:
-        TypeError, ValueError: a value is none of those that the type of its field allows.
+        TypeError, ValueError: the type of a field does not allow its value.
     """
     kind: type = type(settings)
     for name, choices in allowed(kind).items():
@@ -83,25 +91,29 @@ def check_fields(settings: Any) -> None:
 
 @cache
 def allowed(settings: type) -> dict[str, tuple[Any, ...]]:
-    """Return what the fields of a dataclass may be, by name: types, choices and ranges, any of them."""
+    """Return the alternatives that the type of each field of a dataclass allows: types, `Literal`s and ranges, by name."""
     try:
         hints = get_type_hints(settings, include_extras=True)
-    except NameError:  # a user's class names what cannot be found from here
+    except NameError:  # annotations of a user's class may refer to local names
         return allowed(settings.__mro__[1])
-    found = {}
+    alternatives = {}
     for name in (field.name for field in fields(settings) if field.name in hints):
         hint = hints[name]
         choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        found[name] = tuple(c.__metadata__[0] if get_origin(c) is Annotated else c for c in choices)
-    return found
+        alternatives[name] = tuple(c.__metadata__[0] if get_origin(c) is Annotated else c for c in choices)
+    return alternatives
 
 
 def check_finite(keys: Tensor, values: Tensor, layer: int, source: str = "") -> None:
-    """Refuse NaN in the keys and values that a layer is about to compress, naming the place and the `source`."""
+    """Check the keys and values that a layer is about to compress for NaN.
+
+    Raises:
+        FloatingPointError: the message names the tensor, its `source`, layer, row, head and token.
+    """
     for name, tensor in (("keys", keys), ("values", values)):
-        bad = torch.isnan(tensor)
-        if bool(bad.any()):
-            row, head, slot = bad.any(dim=-1).nonzero()[0].tolist()
+        is_nan = torch.isnan(tensor)
+        if bool(is_nan.any()):
+            row, head, slot = is_nan.any(dim=-1).nonzero()[0].tolist()
             raise FloatingPointError(
                 f"NaN in {name} {source + ' ' if source else ''}of layer {layer}, row {row}, head {head}, token {slot}"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several recipes as one."""
+"""Composition of the recipes of several presses into one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from kvpress.observe.spans import Spans
 
 
 def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
-    """Put the recipes of several presses together; two answers to one question are a ValueError that names the presses."""
-    for what, found in (
+    """Return the recipe of several presses together.
+
+    Raises:
+        ValueError: two presses bring the same kind of part, or cannot work together in this order; the message names them.
+    """
+    for kind, owners in (
         ("codec", [press for press, recipe in recipes if recipe.codec is not None]),
         ("selector", [press for press, recipe in recipes if recipe.selector is not None]),
         ("pattern", [press for press, recipe in recipes if recipe.pattern is not None]),
@@ -22,9 +26,9 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
             [press for press, r in recipes for e in r.evictions if e.schedule.every is not None],
         ),
     ):
-        if len(found) > 1:
-            names = " and ".join(type(press).__name__ for press in found)
-            raise ValueError(f"{names} cannot be composed: there can be one {what} for the same pairs")
+        if len(owners) > 1:
+            names = " and ".join(type(press).__name__ for press in owners)
+            raise ValueError(f"{names} cannot be composed: there can be one {kind} for the same pairs")
     generated = [press for press, r in recipes for e in r.evictions if e.rewrite and e.schedule.every is not None]
     sealing = [press for press, recipe in recipes if recipe.codec is not None or recipe.selector is not None]
     if generated and sealing:
@@ -33,27 +37,27 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
             "tokens are generated must not be sealed"
         )
     steps = [(press, step) for press, r in recipes for step in r.acting("prefill")]
-    refitted = next((place for place, (_, step) in enumerate(steps) if step.refit is not None), len(steps))
+    refitted = next((index for index, (_, step) in enumerate(steps) if step.refit is not None), len(steps))
     for press, _ in steps[refitted + 1 :]:
         first = type(steps[refitted][0]).__name__
         raise ValueError(
-            f"{first} and {type(press).__name__} cannot be composed in this order: what is evicted from refitted pairs takes "
-            f"others along with it; put {first} last, or around {type(press).__name__}"
+            f"{first} and {type(press).__name__} cannot be composed in this order: {first} fits values to "
+            f"all pairs that it keeps, and a later eviction removes some; put {first} last, or around {type(press).__name__}"
         )
     parts = [recipe for _, recipe in recipes]
     return Recipe(
-        evictions=tuple(eviction for part in parts for eviction in part.evictions),
-        codec=next((part.codec for part in parts if part.codec is not None), None),
-        selector=next((part.selector for part in parts if part.selector is not None), None),
-        pattern=next((part.pattern for part in parts if part.pattern is not None), None),
-        observers=tuple(wanted for part in parts for wanted in part.observers),
-        hooks=tuple(hook for part in parts for hook in part.hooks),
-        offloads=any(part.offloads for part in parts),
+        evictions=tuple(eviction for recipe in parts for eviction in recipe.evictions),
+        codec=next((recipe.codec for recipe in parts if recipe.codec is not None), None),
+        selector=next((recipe.selector for recipe in parts if recipe.selector is not None), None),
+        pattern=next((recipe.pattern for recipe in parts if recipe.pattern is not None), None),
+        observers=tuple(item for recipe in parts for item in recipe.observers),
+        hooks=tuple(hook for recipe in parts for hook in recipe.hooks),
+        offloads=any(recipe.offloads for recipe in parts),
         protected=protected_by(parts),
-        dropping=next((part.dropping for part in parts if part.dropping is not None), None),
+        dropping=next((recipe.dropping for recipe in parts if recipe.dropping is not None), None),
     )
 
 
 def protected_by(recipes: Sequence[Recipe]) -> tuple[Spans, ...]:
-    """Return the spans that any of several recipes protects, each once."""
+    """Return the spans that any of the recipes protects, without duplicates."""
     return tuple(dict.fromkeys(rule for recipe in recipes for rule in recipe.protected))

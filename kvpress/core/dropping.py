@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a prompt that some layer is the last to be handed: which ones, by the attention that they get there."""
+"""Token dropping: later layers skip tokens of a prompt, chosen by the attention that the tokens get."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.spans import Spans
 
 QUERIES = 64
-"""How many queries attention is worked out for at a time."""
+"""Queries per block of attention weights."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The tokens of a prompt that have reached a layer, whose pass `call` is, and which of them are `free [B, m]` to go.
-
-    `real [B, m]` marks those that are no padding. Neither is on another device than the keys.
-    """
+    """The m tokens of a prompt that have reached a layer."""
 
     call: LayerCall
+    """Call of the layer."""
     free: Tensor
+    """Mask `[B, m]` of the tokens that may be dropped, on the device of the keys."""
     real: Tensor
+    """Mask `[B, m]` of the tokens that are not padding, on the device of the keys."""
 
     def attention(self, at: Tensor) -> Tensor:
-        """Attention weights `[B, w, m]`, causal, mean over heads, float32, of the queries of the tokens `at [w]`."""
+        """Return causal attention weights `[B, w, m]` of the queries at columns `at [w]`, mean over heads, float32."""
         store, keys = self.call.store, self.call.store.window.filled_keys
         queries = self.call.queries.index_select(2, at)
         grouped = queries.reshape(store.batch, store.heads, -1, queries.shape[-1])
@@ -39,40 +39,42 @@ class Reached:
         return weights.unflatten(0, (store.batch, -1)).mean(dim=(1, 2))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the attention `[B, w, m]` of all tokens, so many at a time, and which of the `w` are text, `[B, w]`."""
+        """Yield the attention `[B, w, m]` of all tokens in blocks of `w`, and the mask `[B, w]` of real tokens not free."""
         for at in torch.arange(self.free.shape[1], device=self.free.device).split(QUERIES):
             yield self.attention(at), (self.real & ~self.free)[:, at]
 
 
 @dataclass(frozen=True)
 class Entering:
-    """The tokens of a first prompt before the first layer: `states [B, T, n]`, and which are `free [B, T]` to be merged.
-
-    `cells [B, T, 4]` are picture, frame, row and column of each, `UNKNOWN` where there are none (`kvpress.observe.pictures`).
-    """
+    """The T tokens of a first prompt, before the first layer."""
 
     states: Tensor
+    """Hidden states `[B, T, n]`."""
     free: Tensor
+    """Mask `[B, T]` of the tokens that may be merged into others."""
     cells: Tensor
+    """Picture, frame, row and column of each token, `[B, T, 4]`; `UNKNOWN` for text (`kvpress.observe.pictures`)."""
 
 
 @dataclass(frozen=True)
 class Dropping:
-    """Which tokens of a first prompt later layers are not handed: those that `rule` names and `keep` does not mark.
-
-    After each of some attention `layers`, `keep` is asked of the tokens that reached it, `[B, m]`; what it says of others than
-    the free ones does not matter. With `cut`, the layers from the first to the last of these hold in the end what passed all.
-    `merge` is asked before the first layer into which token of its row each is merged, columns `[B, T]`, its own where into
-    none: no layer is handed tokens that are merged into others, and these bring the mean of all.
-    """
+    """Tokens of a first prompt that later layers skip."""
 
     rule: Spans
+    """Spans of the tokens that may be dropped or merged."""
     layers: tuple[int, ...]
+    """Attention layers after which tokens are dropped."""
     keep: Callable[[Reached], Tensor]
+    """Returns the mask `[B, m]` of the tokens to keep after a layer; values outside of free tokens are ignored."""
     cut: bool = False
+    """From the first to the last of `layers`, the cache keeps only the tokens that passed all of them."""
     merge: Callable[[Entering], Tensor] | None = None
+    """Returns, before the first layer, the column `[B, T]` that each token is merged into, its own for none.
+
+    All layers skip tokens that were merged into another one, whose hidden state becomes the mean of all of them.
+    """
 
     @property
     def first(self) -> int:
-        """The first layer that is not followed by all tokens: those behind it, or it itself, are handed fewer."""
+        """First layer at which tokens go: 0 if tokens are merged before it, else the first of `layers`."""
         return 0 if self.merge is not None else min(self.layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an eviction keeps of layers: how many pairs of each head, which ones, and what takes their place."""
+"""Eviction of pairs: how many pairs each head keeps, which ones, and their new tensors."""
 
 from __future__ import annotations
 
@@ -22,25 +22,32 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.view import View, view_groups
 
 Mean = Callable[[View, float, float], tuple[int, int]]
-"""Maps a view, how many pairs its heads hold and how many of these may be taken, to how many stay and of how many that is."""
+"""Maps a view, the pairs that its heads store and those that may be evicted (means per head) to a target and its total.
+
+The target is the number of pairs per head that stay, the total the number that a ratio of them applies to.
+"""
 
 Free = Callable[[View], Tensor]
-"""Marks the pairs `[b, h, n]` of a view that may be taken."""
+"""Returns the mask `[b, h, n]` of the pairs of a view that may be evicted."""
 
 
 def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | None, codec: CodecAt) -> None:
-    """Cut layers down: `mean` says to how many pairs per head, on average over heads that share it, and of how many.
+    """Evict pairs from layers, down to the number per head that `mean` returns, on average over the heads that share it.
 
-    Only `free` pairs are taken, None for all; the others count among those that stay, also where these are fewer. `codec` is
-    what seals the pairs of a layer afterwards.
+    Args:
+        calls: the layers.
+        step: the eviction.
+        mean: computes the target of a view.
+        free: marks the pairs that may be evicted, None for all. All others stay, even if they are more than the target.
+        codec: maps a layer to the codec that seals its pairs afterwards.
     """
-    apart = step.allocator.scope == "cache"
-    cuts = [Cut(call, step, apart, free) for call in calls]
-    for found in zip(*(cut.views for cut in cuts), strict=True):
-        groups = [Group(views, mean, step, free) for views in found]
+    row_by_row = step.allocator.scope == "cache"
+    cuts = [Cut(call, step, row_by_row, free) for call in calls]
+    for layers in zip(*(cut.views for cut in cuts), strict=True):
+        groups = [Group(views, mean, step, free) for views in layers]
         if len({len(group.views) for group in groups}) > 1:
-            # Layers that share pairs are compared view by view, so a view must stand for as many heads in all of them.
-            heads = [[head for view in views for head in view.per_head()] for views in found]
+            # Layers that share a budget are compared view by view, so view i must cover equally many heads in each layer.
+            heads = [[head for view in views for head in view.per_head()] for views in layers]
             groups = [Group(views, mean, step, free) for views in heads]
         for cut, group in zip(cuts, groups, strict=True):
             cut.hold(group)
@@ -51,8 +58,8 @@ def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | N
 
 
 def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction) -> None:
-    """Choose what stays of some rows, given their views in every layer."""
-    scored = [each for group in groups for each in group.scored(step)]
+    """Choose the pairs that stay in the rows of `groups`, one group for each layer."""
+    scored = [item for group in groups for item in group.scored(step)]
     chosen = iter(zip(scored, shares(step, groups, scored), strict=True))
     for cut, group in zip(cuts, groups, strict=True):
         for view in group.views:
@@ -61,52 +68,52 @@ def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction) -> 
 
 
 def shares(step: Eviction, groups: Sequence[Group], scored: Sequence[Scored]) -> Sequence[int | Tensor | None]:
-    """Return how many of the pairs that there is a choice of stay in each view, None for all of them."""
+    """Return the number of evictable pairs that stay in each view; None for all."""
     means = [group.views[0].target for group in groups for _ in group.views]
     mean = round(sum(means) / len(means))
     if step.allocator.keeps_all([view.length for group in groups for view in group.views], mean):
         return [None] * len(scored)
     settled = sum(group.settled for group in groups) / len(groups)
-    rest = mean - round(settled)
-    if any(group.limited for group in groups) and not step.allocator.decides and rest <= 0:
-        if step.among is None and rest < 0:
+    remaining = mean - round(settled)
+    if any(group.limited for group in groups) and not step.allocator.decides and remaining <= 0:
+        if step.among is None and remaining < 0:
             warn(groups[0].views[0].call, round(settled), mean)
         return [0] * len(scored)
-    return step.allocator.counts(scored, rest)
+    return step.allocator.counts(scored, remaining)
 
 
 class Group:
-    """Views of the same rows that together cover all kv heads of a layer, and `older` ones of what there is a choice of.
+    """Views of the same rows that together cover all KV heads of a layer.
 
-    `settled` pairs per head stay in any case: the newest ones, those that are not free where it is `limited`, and those that
-    wait to be put beside them.
+    `older` are the views of the evictable pairs. `settled` pairs per head stay in any case: the newest, those that are not free
+    if the group is `limited`, and those that were read behind the prompt.
     """
 
     def __init__(self, views: list[View], mean: Mean, step: Eviction, free: Free | None = None) -> None:
         hidden = step.hidden_states if step.reads_hidden_states else None
         self.limited = free is not None
         marked = [] if free is None else [free(view) for view in views]
-        if not all(bool((each.sum(dim=2) == each[0, 0].sum()).all()) for each in marked):
-            marked = [part for each in marked for part in each.split(1, dim=1)]
-            views = [part for view in views for part in view.per_head()]
+        if not all(bool((mask.sum(dim=2) == mask[0, 0].sum()).all()) for mask in marked):
+            marked = [head for mask in marked for head in mask.split(1, dim=1)]
+            views = [head for view in views for head in view.per_head()]
         rows, heads = len(views[0].rows), sum(view.shape[1] for view in views)
-        held = sum(view.shape[1] * view.length for view in views) / heads
-        loose = sum(int(each.sum()) for each in marked) / (heads * rows) if self.limited else held
-        target, available = mean(views[0], held, loose)
+        stored = sum(view.shape[1] * view.length for view in views) / heads
+        evictable = sum(int(mask.sum()) for mask in marked) / (heads * rows) if self.limited else stored
+        target, available = mean(views[0], stored, evictable)
         newest = round(target * step.recent)
         self.views = [replace(view, target=target, available=available, hidden=hidden) for view in views]
         self.settled: float = newest
         if not self.limited:
             self.older = [view.oldest(view.length - newest) if newest else view for view in self.views]
         else:
-            for each in marked:
-                each[..., max(0, each.shape[2] - newest) :] = False
-            left = [int(each[0, 0].sum()) for each in marked]
+            for mask in marked:
+                mask[..., max(0, mask.shape[2] - newest) :] = False
+            counts = [int(mask[0, 0].sum()) for mask in marked]
             self.settled = (
-                sum((view.length - n) * view.shape[1] for view, n in zip(self.views, left, strict=True)) / heads
+                sum((view.length - n) * view.shape[1] for view, n in zip(self.views, counts, strict=True)) / heads
             )
-            places = [each.nonzero()[:, 2].view(*each.shape[:2], n) for each, n in zip(marked, left, strict=True)]
-            self.older = [view.pairs(index) for view, index in zip(self.views, places, strict=True)]
+            ranks = [mask.nonzero()[:, 2].view(*mask.shape[:2], n) for mask, n in zip(marked, counts, strict=True)]
+            self.older = [view.pairs(index) for view, index in zip(self.views, ranks, strict=True)]
         self.settled += waiting(views[0].call) if step.beside else 0
         self._introduce(self.older)
         if self.limited:
@@ -119,25 +126,25 @@ class Group:
             view.group, view.memo = views, memo
 
     def scored(self, step: Eviction) -> list[Scored]:
-        """Return what there is a choice of, with what it is worth among all pairs."""
+        """Return the evictable pairs of each view with their scores, which are computed over all pairs."""
         pairs = zip(self.older, self.views, strict=True)
         return [Scored(older, step.scorer, among=view if self.limited else None) for older, view in pairs]
 
     def forget(self) -> None:
-        """Let go of each other, so that nothing waits for the garbage collector."""
+        """Clear the references of views to each other, so that memory is freed without the garbage collector."""
         for view in (*self.older, *self.views):
             view.group = []
 
 
 def keeps_every(older: Scored, counts: int | Tensor | None) -> bool:
-    """Whether every pair of a view stays, where so many of its older ones do; None for all."""
+    """Whether every pair of a view stays if `counts` of the evictable ones do; None stands for all of them."""
     if counts is None or isinstance(counts, int):
         return counts is None or counts >= older.view.length
     return bool((counts >= older.view.length).all())
 
 
 def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | None) -> Tensor:
-    """Mark the pairs `[b, h, n]` of a view that stay: `counts` of those that there is a choice of, and all others."""
+    """Return the mask `[b, h, n]` of the pairs of a view that stay: `counts` of the evictable ones, and all others."""
     mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
     if counts is None or keeps_every(older, counts):
         return mask
@@ -147,16 +154,16 @@ def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | Non
 
 
 class Cut:
-    """What one layer keeps in an eviction under way: a mask for each of its streams."""
+    """State of one layer while an eviction runs: a mask of kept pairs for each stream."""
 
-    def __init__(self, call: LayerCall, step: Eviction, apart: bool, free: Free | None) -> None:
+    def __init__(self, call: LayerCall, step: Eviction, row_by_row: bool, free: Free | None) -> None:
         self.call, self.store, self.step = call, call.store, step
         window = self.store.window
         check_finite(window.filled_keys, window.filled_values, call.layer.index)
-        whole = not self.store.sealed and call.tokens.mask is None
-        self.opened = None if whole else self.store.open_segment(call.tokens.mask)
-        apart = apart or (free is not None and self.store.batch > 1)  # rows may have other spans
-        self.views = view_groups(call, self.opened, apart)
+        is_dense = not self.store.sealed and call.tokens.mask is None
+        self.opened = None if is_dense else self.store.open_segment(call.tokens.mask)
+        row_by_row = row_by_row or (free is not None and self.store.batch > 1)  # spans may differ between rows
+        self.views = view_groups(call, self.opened, row_by_row)
         self.groups: list[Group] = []
         self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
@@ -167,13 +174,16 @@ class Cut:
         self.targets = [0] * self.store.batch
 
     def hold(self, group: Group) -> None:
-        """Note a group whose pairs are to be cut, and to how many."""
+        """Store a group of views and the target of its rows."""
         self.groups.append(group)
         for row in group.views[0].rows:
             self.targets[row] = group.views[0].target
 
     def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
-        """Choose the pairs of a view that stay, `counts` of the older ones, and what takes their place; None keeps all."""
+        """Store the mask of the pairs of a view that stay, `counts` of the evictable ones, and their new tensors.
+
+        None for `counts` keeps all.
+        """
         mask = chosen(self.step, view, older, counts)
         if not keeps_every(older, counts):
             self.everything = False
@@ -187,10 +197,13 @@ class Cut:
             self.masks[stream] = marked
         if older.width is not None:
             widths = older.put(older.width, older.width.new_zeros(view.shape)).flatten(0, 1)
-            self.widths |= {n: own[self.masks[n]] for n, own in zip(view.streams, widths, strict=True)}
+            self.widths |= {n: row[self.masks[n]] for n, row in zip(view.streams, widths, strict=True)}
 
     def apply(self, codec: CodecAt, shortened: set[int]) -> None:
-        """Free what was not marked, change what stays, and put what waits beside it in rows that some layer has `shortened`."""
+        """Free the unmarked pairs and change the kept ones; `shortened` are the rows that lose pairs in any layer.
+
+        Shortened rows also get the pairs that were read behind the prompt.
+        """
         self._count()
         decided_nothing = self.everything and self.step.allocator.decides
         if self.step.among is None and not decided_nothing:
@@ -208,28 +221,32 @@ class Cut:
             refit(self.call, self.step.refit, self.refitted, codec)
 
     def _count(self) -> None:
-        """Say what the ratio of a next eviction is of: what this one was told to keep, or what it decided to."""
+        """Record how many pairs the next ratio applies to: the target, or the number kept if the allocator decides."""
         for group in self.groups:
-            left, streams = group.views[0].target, [n for view in group.views for n in view.streams]
+            kept, streams = group.views[0].target, [n for view in group.views for n in view.streams]
             if self.step.among is not None:
                 row = group.views[0].rows[0]
-                taken = sum(int((~self.masks[n]).sum()) for n in streams) // len(streams)
-                left = self.call.left.get(row, group.views[0].seen) - taken
+                evicted = sum(int((~self.masks[n]).sum()) for n in streams) // len(streams)
+                kept = self.call.left.get(row, group.views[0].seen) - evicted
             if self.step.allocator.decides:
                 if all(bool(self.masks[n].all()) for n in streams):
                     continue
-                left = sum(int(self.masks[n].sum()) for n in streams) // len(streams)
-            self.call.left.update(dict.fromkeys(group.views[0].rows, left))
+                kept = sum(int(self.masks[n].sum()) for n in streams) // len(streams)
+            self.call.left.update(dict.fromkeys(group.views[0].rows, kept))
 
     def _put_beside(self, rows: set[int]) -> None:
-        """Give the heads of some rows the pairs that were read behind the prompt."""
-        waits = self.store.observers.get(BEHIND)
-        pairs = None if waits is None else waits.take()
+        """Insert the pairs that were read behind the prompt into the heads of some rows."""
+        observer = self.store.observers.get(BEHIND)
+        pairs = None if observer is None else observer.take()
         if pairs is not None and rows:
             put_before(self.store, {row: (pairs[0][row], pairs[1][row]) for row in rows}, self.call.tokens.mask)
 
     def _rewrite(self) -> None:
-        """Put keys, values, weights and positions in the place of those of the pairs that stay."""
+        """Write the new keys, values, log-weights and shifts of kept pairs.
+
+        Raises:
+            ValueError: the pairs are encoded.
+        """
         self._weigh()
         moved = [
             (view, mask, new)
@@ -240,13 +257,13 @@ class Cut:
         if not moved:
             return
         if dense is None or self.store.segments:
-            raise ValueError("rewritten pairs need dense storage: they cannot be combined with a codec")
+            raise ValueError("a press that rewrites kept pairs needs dense storage: use it without a codec")
         keys = dense.keys.clone() if any(new.keys is not None for _, _, new in moved) else None
         values = dense.values.clone() if any(new.values is not None for _, _, new in moved) else None
         shift: Tensor | None = None
         for view, mask, new in moved:
-            for place, n in enumerate(view.streams):
-                at = divmod(place, mask.shape[1])
+            for index, n in enumerate(view.streams):
+                at = divmod(index, mask.shape[1])
                 rows, marked = dense.layout.rows(n), mask[at]
                 for target, source in ((keys, new.keys), (values, new.values)):
                     if target is not None and source is not None:
@@ -257,7 +274,7 @@ class Cut:
         self.store.replace_dense(keys, values, {} if shift is None else {"shift": shift})
 
     def _hand_on_widths(self) -> None:
-        """Tell the codec in how many bits it is to hold the pairs that it has not encoded yet."""
+        """Store the bits per value of the pairs that are not encoded yet, for the codec."""
         dense = self.store.dense
         if dense is None:
             return
@@ -268,12 +285,12 @@ class Cut:
         self.store.replace_dense(sides={WIDTH: flat})
 
     def _weigh(self) -> None:
-        """Give the pairs that stay new logit weights, wherever they are stored."""
-        given = {
+        """Store the new log-weights of kept pairs, in dense and encoded storage."""
+        log_weights = {
             n: weights[marked]
             for view, mask, new in self.rewritten
             if new.log_weight is not None
             for n, weights, marked in zip(view.streams, new.log_weight.flatten(0, 1), mask.flatten(0, 1), strict=True)
         }
-        if given:
-            self.store.weigh(given)
+        if log_weights:
+            self.store.weigh(log_weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs recipes: evicts after layers and passes, by the scorer, amount, allocator, schedule and rewrite of each eviction."""
+"""Executor of recipes: evicts after layers and passes, as the fields of each eviction describe."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvpress.observe.passes import Pass
 from kvpress.observe.view import View, hook_arguments, score_arguments, view_groups
 
 FOLLOW = "kvpress_follow"
-"""Name under which a user's `forward_hook` gets what it runs by calling that of its base class."""
+"""Keyword argument of a user's `forward_hook` that holds the evictions its base class runs."""
 MASKED = "masked_key_indices"
-"""Name under which presses written for NVIDIA kvpress leave indices (rows, heads, pairs) of what they evict on a module."""
+"""Attribute of a module in which presses written for NVIDIA kvpress store the (rows, heads, pairs) of evicted pairs."""
 
 
 class Executor:
-    """What a recipe does to the layers of a cache; holds nothing of a request.
+    """Runs a recipe on the layers of a cache; holds no state of a request.
 
-    An eviction waits for the end of a pass where it looks at all layers, where an earlier one does, or where a hook looks at
-    the pass before; all others follow their layer at once, so that its memory is free before the next layer needs it. Without
-    `evicts`, prompts are read and left whole.
+    An eviction runs at the end of a pass if it reads all layers, if an earlier eviction of the pass does, or if a hook comes
+    first. Every other eviction runs right after its layer, so that memory is free before the next layer needs it. With
+    `evicts=False`, nothing is evicted after a prompt.
     """
 
     def __init__(self, recipe: Recipe, evicts: bool = True) -> None:
@@ -50,7 +50,7 @@ class Executor:
         return [hook for hook in self.recipe.hooks if acts and phase in hook.phases]
 
     def _acting(self, phase: Phase) -> tuple[Eviction, ...]:
-        """Return the evictions of a phase; those of generated tokens follow the tokens of later turns too."""
+        """Return the evictions of a phase; later turns also run the evictions of generated tokens."""
         if phase == "decode":
             return self.recipe.acting(phase)
         return tuple(
@@ -60,25 +60,25 @@ class Executor:
         )
 
     def _first_to_wait(self, phase: Phase) -> int:
-        """Return which eviction of a phase is the first that waits for the end of the pass."""
+        """Return the index of the first eviction of a phase that runs at the end of the pass."""
         if any(hook.first for hook in self.hooks[phase]):
             return 0
         waits = [step.allocator.scope == "cache" or _prepares(step, phase) for step in self.steps[phase]]
         return waits.index(True) if True in waits else len(waits)
 
     def check(self) -> None:
-        """Let hooks say, before any work, that they cannot act."""
+        """Call `check` of all hooks, so that a hook that cannot act raises before any work."""
         prepared = [step.prepare for steps in self.steps.values() for step in steps]
         for hook in (*prepared, *(hook for hooks in self.hooks.values() for hook in hooks)):
             if hook is not None:
                 hook.check()
 
     def follows(self, phase: Phase) -> bool:
-        """Whether something happens at the end of a pass of a phase."""
+        """Whether anything runs at the end of a pass of a phase."""
         return bool(self.hooks[phase]) or self.waiting[phase] < len(self.steps[phase])
 
     def after_layer(self, call: LayerCall) -> None:
-        """Evict from one layer that has been read."""
+        """Evict from a layer whose tokens of the pass are stored."""
         store = call.store
         if call.phase == "decode":
             store.since_eviction, store.counted = (
@@ -89,63 +89,63 @@ class Executor:
             if self.steps["decode"]:
                 call.keep_store(call.tokens.seen_before)
             store.since_eviction, store.counted = store.since_eviction + 1, store.seen
-        for place in range(self.waiting[call.phase]):
-            self._evict([call], place)
+        for index in range(self.waiting[call.phase]):
+            self._evict([call], index)
 
     @property
     def chunk(self) -> int | None:
-        """How many tokens of a prompt may be read at a time; None for any number."""
+        """Most tokens of a prompt that may be read in one pass; None without a limit."""
         return self.recipe.chunk if self.evicts else None
 
     def after_chunk(self, call: LayerCall) -> None:
-        """Evict from one layer that has read a part of a prompt, where whole chunks are left."""
+        """Evict from a layer in the middle of a prompt, if the number of unread tokens is a multiple of `chunk`."""
         if self.chunk is None or (call.tokens.prompt_end - call.store.seen) % self.chunk:
             return
-        for place, step in enumerate(self.steps["prefill"]):
+        for index, step in enumerate(self.steps["prefill"]):
             if step.schedule.chunk is not None:
-                self._evict([call], place)
+                self._evict([call], index)
 
     def tokens_until_it_acts(self, store: KVStore, codec: Codec | None) -> int | None:
-        """Return after how many more generated tokens something happens to a layer, None for never.
+        """Return the number of generated tokens until the next eviction or encoding of a layer; None for never.
 
-        So many can be read at once as if they had come one by one. It is one token where each is watched, and what was seen
-        is not held token by token.
+        Reading that many tokens in one pass gives the same cache as reading them one by one. The number is 1 if an observer
+        does not record its tokens separately.
         """
         steps = self.steps["decode"]
-        watched = any(not wanted.by_token for wanted in self.watched["decode"])
+        watched = any(not item.by_token for item in self.watched["decode"])
         if watched or self.hooks["decode"] or any(step.hook is not None for step in steps):
             return 1
-        found = [max(1, (step.schedule.every or 1) - store.since_eviction) for step in steps]
+        intervals = [max(1, (step.schedule.every or 1) - store.since_eviction) for step in steps]
         if codec is not None:
             at = store.settled_at
             interval = codec.interval(store.device)
-            found.append(1 if at is None else interval - (store.seen - at) % interval)
-        return min(found, default=None)
+            intervals.append(1 if at is None else interval - (store.seen - at) % interval)
+        return min(intervals, default=None)
 
     def after_pass(self, done: Pass) -> None:
-        """Act on all layers of a pass of a phase that is followed."""
+        """Run hooks and the evictions of all layers at the end of a pass."""
         hooks = self.hooks[done.phase]
         if hooks:
             for call in done.calls:
                 call.keep_store(call.tokens.seen_before)
         for hook in (hook for hook in hooks if hook.first):
             hook.act(done)
-        for place in range(self.waiting[done.phase], len(self.steps[done.phase])):
-            step = self.steps[done.phase][place]
+        for index in range(self.waiting[done.phase], len(self.steps[done.phase])):
+            step = self.steps[done.phase][index]
             if step.prepare is not None and _prepares(step, done.phase):
                 step.prepare.act(done)
             if step.allocator.scope == "cache":
-                self._evict(done.calls, place)
+                self._evict(done.calls, index)
             else:
                 for call in done.calls:
-                    self._evict([call], place)
+                    self._evict([call], index)
         for hook in (hook for hook in hooks if not hook.first):
             hook.act(done)
 
-    def _evict(self, calls: Sequence[LayerCall], place: int) -> None:
-        """Run one eviction on one layer, or on all together."""
+    def _evict(self, calls: Sequence[LayerCall], index: int) -> None:
+        """Run eviction number `index` of the phase on one layer, or on all layers together."""
         phase = calls[0].phase
-        step = self.steps[phase][place]
+        step = self.steps[phase][index]
         if step.hook is None:
             self._run(calls, step)
             return
@@ -179,7 +179,7 @@ class Executor:
         evict(calls, step, partial(self._mean, step, phase), free, self.recipe.codec_at)
 
     def _run_among(self, calls: Sequence[LayerCall], step: Eviction) -> None:
-        """Evict from spans that have been closed since the last time."""
+        """Evict from spans that were closed since the last call."""
         rule = step.among
         assert rule is not None  # noqa: S101 - for type checkers
         warn_of_absent(rule, calls[0])
@@ -191,9 +191,9 @@ class Executor:
             for call in calls:
                 note_done(rule, call)
 
-    def _mean(self, step: Eviction, phase: Phase, view: View, held: float, free: float) -> tuple[int, int]:
-        """Return how many pairs per head a view is to keep on average, and of how many that earlier evictions left."""
-        del held, free
+    def _mean(self, step: Eviction, phase: Phase, view: View, length: float, free: float) -> tuple[int, int]:
+        """Return the number of pairs per head that a view keeps on average, and the number that it is a part of."""
+        del length, free
         store, depth = view.call.store, view.call.layer.depth
         if phase == "prefill":
             unread = max(0, view.call.tokens.prompt_end - store.seen)
@@ -210,12 +210,12 @@ class Executor:
 
 
 def _is_later_turn(call: LayerCall) -> bool:
-    """Whether a pass ends a turn behind the prompt."""
+    """Whether a pass ends a turn that follows the first prompt."""
     return call.phase == "prefill" and call.tokens.prompt_start > 0
 
 
 def _is_due(call: LayerCall, step: Eviction) -> bool:
-    """Whether an eviction of generated tokens follows a pass: after enough of them, or after a turn that fills the target."""
+    """Whether an eviction of generated tokens is due: every `every` tokens, and after a turn as long as the target."""
     if call.phase == "prefill":
         if not _is_later_turn(call):
             return False
@@ -230,14 +230,17 @@ def _prepares(step: Eviction, phase: Phase) -> bool:
 
 
 def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> None:
-    """Replace what a layer stores by what a user's `compress` returns; positions are found again by their values.
+    """Replace the pairs of a layer by those that a user's `compress` returns; their values identify the positions.
 
-    Pairs that it marks on the module are evicted, and those that were `marked` before, where that is said.
+    Pairs that `compress` marks on the module are evicted. With `marked`, marks from before the call count too.
+
+    Raises:
+        ValueError: a codec has encoded pairs already, or shapes of the returned tensors do not fit.
     """
     store = call.store
     check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
     if store.segments:
-        raise ValueError("a press with its own `compress` cannot change pairs that a codec has already encoded")
+        raise ValueError("a press with its own `compress` cannot change pairs that a codec has encoded")
     streams = store.batch * store.heads
     keys: list[Tensor] = [torch.empty(0)] * streams
     values, slots = list(keys), list(keys)
@@ -250,37 +253,37 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
         if new_keys.shape[:3] != new_values.shape[:3] or new_keys.shape[:2] != view.keys.shape[:2]:
             raise ValueError(
                 f"compress returned keys {tuple(new_keys.shape)} and values {tuple(new_values.shape)} for keys "
-                f"{tuple(view.keys.shape)}; batch and head counts must stay, lengths must agree"
+                f"{tuple(view.keys.shape)}: return the same rows and heads, and as many values as keys"
             )
         if new_keys is not view.keys or new_values is not view.values:
             check_finite(new_keys, new_values, call.layer.index, "returned by `compress`")
         changed |= new_keys is not view.keys or new_values is not view.values or stays is not None
-        left = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
-        if left != view.length:
-            call.left.update(dict.fromkeys(view.rows, left))
+        length = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
+        if length != view.length:
+            call.left.update(dict.fromkeys(view.rows, length))
         pads = store.seen - view.seen
-        for place, n in enumerate(view.streams):
-            i, j = divmod(place, new_keys.shape[1])
-            own = slice(None) if stays is None else stays[i, j]
-            keys[n], values[n] = new_keys[i, j][own], new_values[i, j][own]
+        for index, n in enumerate(view.streams):
+            i, j = divmod(index, new_keys.shape[1])
+            kept = slice(None) if stays is None else stays[i, j]
+            keys[n], values[n] = new_keys[i, j][kept], new_values[i, j][kept]
             old = view.keys[i, j], view.values[i, j]
-            found = positions_of((keys[n], values[n]), old, view.positions[i, j])
-            slots[n] = torch.where(found >= 0, found + pads, found)
+            positions = positions_of((keys[n], values[n]), old, view.positions[i, j])
+            slots[n] = torch.where(positions >= 0, positions + pads, positions)
     if changed:
         seal_streams(store, keys, values, slots, call.tokens.mask)
 
 
 def evict_masked(call: LayerCall) -> None:
-    """Free the pairs that a user's hook has marked on the module of a layer."""
+    """Evict the pairs that a user's hook has marked on the module of a layer."""
     if vars(call.layer.module).get(MASKED) is not None:
         replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values), marked=True)
 
 
 def _take_masked(module: nn.Module, keys: Tensor) -> Tensor | None:
-    """Take the marks of evicted pairs off a module; returns the mask `[b, h, n]` of those that stay, None for all.
+    """Remove the marks of evicted pairs from a module; return the mask `[b, h, n]` of kept pairs, None for all.
 
     Raises:
-        ValueError: the marks are no three index tensors, or refer to pairs that are not there.
+        ValueError: the marks are not three index tensors, or an index is out of range.
     """
     marked = vars(module).pop(MASKED, None)
     if marked is None:

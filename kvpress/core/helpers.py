@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Smaller methods that presses of NVIDIA kvpress have, which its users call, and override in classes of their own.
+"""Helper methods of presses of NVIDIA kvpress, which users call or override in subclasses.
 
-Presses of this library work from what they watched, and so without them; a user's override is asked in its place.
+Presses of this library read observers and do not call the helpers; an override in a user's class is called instead.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ UNASKED = {
     "QFilterPress": ("available_qfilters", "load_q_filters"),
     "ThinKPress": ("compute_window_queries",),
 }  # fmt: skip
-"""Methods there whose work is divided up in another way here, so that nothing would ask an override."""
+"""Methods of NVIDIA kvpress that have no counterpart here, so an override would never be called."""
 
 
 def helper(function: FunctionT) -> FunctionT:
-    """Mark a method that is here to be called and overridden: the press itself only asks overrides of it."""
+    """Mark a method as a helper: the press calls it only if a user overrides it."""
     setattr(function, MARK, True)
     return function
 
 
 def override_of(press: Any, name: str) -> Callable[..., Any] | None:
-    """Return the method that a user has put in the place of a helper; None where there is none."""
-    found: Callable[..., Any] = getattr(press, name)
-    return None if getattr(found, MARK, False) else found
+    """Return the override of a helper in a user's class; None without one."""
+    function: Callable[..., Any] = getattr(press, name)
+    return None if getattr(function, MARK, False) else function
 
 
 def overrides_helper_of_hidden_states(press: Any) -> bool:
-    """Whether a user has overridden a helper that gets hidden states, which have to be kept for it then."""
+    """Whether a user's class overrides a helper with hidden states as an argument, for which they must be stored."""
     helpers = {
         name: function
         for kind in type(press).__mro__
-        for name, found in vars(kind).items()
-        if hasattr(function := getattr(found, "__func__", found), MARK)
+        for name, value in vars(kind).items()
+        if hasattr(function := getattr(value, "__func__", value), MARK)
     }
     return any(
-        override_of(press, name) and "hidden_states" in inspect.signature(each).parameters
-        for name, each in helpers.items()
+        override_of(press, name) and "hidden_states" in inspect.signature(function).parameters
+        for name, function in helpers.items()
     )
 
 
 def check_overrides(kind: type) -> None:
-    """Refuse a class that overrides what nothing asks: it would go unnoticed.
+    """Check that a class overrides only methods that this library calls.
 
     Raises:
-        TypeError: with the name of the method.
+        TypeError: the class overrides a method that is never called; the message names it.
     """
     for base in kind.__mro__[1:]:
         for name in UNASKED.get(base.__name__, ()):
@@ -84,14 +84,14 @@ def check_overrides(kind: type) -> None:
 
 
 def arguments_of(view: View) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return module, hidden states, keys `[b, H, n, D]` and position embeddings for a helper that looks at a whole layer.
+    """Return module, hidden states, keys `[b, H, n, D]` and position embeddings for a helper that reads all heads of a layer.
 
-    In the place of kv heads that the view does not show, it gets the keys of the one that it shows.
+    A view of one KV head is expanded: its keys stand for those of all H heads.
     """
     module, hidden, keys, _, _, kwargs = score_arguments(view)
     return module, hidden, keys.expand(-1, view.call.store.heads, -1, -1), kwargs["position_embeddings"]
 
 
-def of_heads(view: View, found: Tensor) -> Tensor:
-    """Return the query heads of a view from what a helper says `[b, Hq, ...]` of all."""
-    return found.unflatten(1, (view.call.store.heads, -1))[:, view.heads].flatten(1, 2)
+def of_heads(view: View, result: Tensor) -> Tensor:
+    """Return the query heads of a view, taken from the `result [b, Hq, ...]` of a helper for all heads."""
+    return result.unflatten(1, (view.call.store.heads, -1))[:, view.heads].flatten(1, 2)

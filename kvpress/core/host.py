@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses ask of the library that runs the model: opening a `with` block, and facts about a loaded model.
+"""Interface to the library that runs the model: opens `with` blocks and returns facts about a loaded model.
 
-Methods know the core only, and the core knows no library: who answers is named here and looked up when it is first asked.
+Methods import the core only, and the core imports no model library; `host` imports the implementation at the first call.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from kvpress.core.model import ModelFacts
 from kvpress.observe.view import View
 
 HOST = "kvpress.hf.host"
+"""Module that implements `Host`."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What an attention layer asks of a pass without a cache: `queries [B, Hq, n, D]`, `keys` and `values [B, H, n, D]`.
-
-    `layer` counts attention layers, `sinks [Hq]` are learned ones, and `window` is that of a sliding layer; None where there is
-    none.
-    """
+    """Inputs of an attention layer in a pass without a cache."""
 
     layer: int
+    """Index among attention layers."""
     queries: Tensor
+    """Queries `[B, Hq, n, D]`."""
     keys: Tensor
+    """Keys `[B, H, n, D]`."""
     values: Tensor
+    """Values `[B, H, n, D]`."""
     logits: Logits
+    """Scale and softcap of the logits."""
     sinks: Tensor | None = None
+    """Learned sink logits `[Hq]`; None without."""
     window: int | None = None
+    """Length of a sliding layer; None without a limit."""
 
 
 class Host(Protocol):
@@ -45,15 +49,15 @@ class Host(Protocol):
         """Return a context manager that compresses the caches of `model`."""
 
     def view_by_hand(self, wants: Any, module: Any, hidden_states: Any, keys: Any, values: Any, kwargs: Any) -> View:
-        """Return a view of bare keys and values, with what is wanted observed as far as the other arguments allow."""
+        """Return a view of keys and values without a cache; observers in `wants` read the other arguments."""
 
     def attending(self, model: Any, attend: Callable[[Asked], Tensor | None]) -> AbstractContextManager[None]:
-        """Let `attend` take the place of a model's attention; it returns `[B, Hq, n, Dv]`, or None for the model's own."""
+        """Replace the attention of a model by `attend`, which returns `[B, Hq, n, Dv]`, or None to run the original."""
 
     def facts_of(self, model: Any) -> ModelFacts:
-        """Return what methods may know of a loaded model."""
+        """Return the facts about a loaded model that methods read."""
 
 
 def host() -> Host:
-    """Return who runs presses."""
+    """Return the implementation of `Host`."""
     return cast(Host, importlib.import_module(HOST))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least squares over attention weights: which values, or logit weights, of some pairs give the outputs that queries should get.
+"""Least squares over attention weights: values, or factors, of pairs that bring the outputs of queries close to a target.
 
-A design is the matrix of the attention `M` queries pay to `t` pairs. It is never held: products with it go through it block by
-block, and what is solved is the Gram matrix of its shorter side.
+The design matrix holds the attention weights of `M` queries on `t` pairs. It is never stored: products compute it block by
+block, and `solve` factors the Gram matrix of its shorter side.
 """
 
 from __future__ import annotations
@@ -17,67 +17,69 @@ from kvpress.cache import attention
 from kvpress.cache.attention import Logits
 
 FLOOR = 1e-7
-"""Ridge, times the mean diagonal, of what is asked to be solved without: what the queries leave open stays as it was."""
+"""Least ridge, as a multiple of the mean diagonal, used even for ridge=0; directions without queries keep their values."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Attention weights `exp(logit + log_weight - lse)` of `queries [M, D]` on `keys [t, D]`, float32.
-
-    `lse [M]` is the log of what the weights of a query are divided by; `log_weight [t]` is None for zeros.
-    """
+    """Attention weights `exp(logit + log_weight - lse)` of M queries on t keys, float32."""
 
     queries: Tensor
+    """Queries `[M, D]`."""
     keys: Tensor
+    """Keys `[t, D]`."""
     logits: Logits
+    """Scale and softcap of the logits."""
     lse: Tensor
+    """Logarithm of the divisor of the weights of each query, `[M]`."""
     log_weight: Tensor | None = None
+    """Log-weights `[t]`; None for zeros."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Queries and pairs."""
+        """Number of queries and number of pairs."""
         return len(self.queries), len(self.keys)
 
     def part(self, pairs: slice) -> Design:
-        """Return the columns of some pairs."""
+        """Return the design restricted to some pairs."""
         weight = None if self.log_weight is None else self.log_weight[pairs]
         return replace(self, keys=self.keys[pairs], log_weight=weight)
 
     def shares(self, rows: slice, pairs: slice) -> Tensor:
         """Return the weights `[m, n]` of some queries on some pairs."""
-        part = self.part(pairs)
-        return torch.exp(self.logits(self.queries[rows], part.keys, part.log_weight) - self.lse[rows, None])
+        design = self.part(pairs)
+        return torch.exp(self.logits(self.queries[rows], design.keys, design.log_weight) - self.lse[rows, None])
 
     def by_queries(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows, in blocks `[m, t]`."""
+        """Yield blocks `[m, t]` of rows, with their slice."""
         queries, pairs = self.shape
         for rows in _blocks(queries, pairs):
             yield rows, self.shares(rows, slice(None))
 
     def by_pairs(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all columns, in blocks `[M, m]`."""
+        """Yield blocks `[M, m]` of columns, with their slice."""
         queries, pairs = self.shape
         for columns in _blocks(pairs, queries):
             yield columns, self.shares(slice(None), columns)
 
     def apply(self, values: Tensor) -> Tensor:
-        """Return the design times `values [t, C]`, `[M, C]`, in their dtype."""
-        found = values.new_zeros(len(self.queries), values.shape[1])
+        """Return the product `[M, C]` of the design and `values [t, C]`, in the dtype of `values`."""
+        product = values.new_zeros(len(self.queries), values.shape[1])
         for rows, shares in self.by_queries():
-            found[rows] = shares.to(values.dtype) @ values
-        return found
+            product[rows] = shares.to(values.dtype) @ values
+        return product
 
     def back(self, outputs: Tensor) -> Tensor:
-        """Return the transposed design times `outputs [M, C]`, `[t, C]`, in their dtype."""
-        found = outputs.new_zeros(len(self.keys), outputs.shape[1])
+        """Return the product `[t, C]` of the transposed design and `outputs [M, C]`, in the dtype of `outputs`."""
+        product = outputs.new_zeros(len(self.keys), outputs.shape[1])
         for pairs, shares in self.by_pairs():
-            found[pairs] = shares.T.to(outputs.dtype) @ outputs
-        return found
+            product[pairs] = shares.T.to(outputs.dtype) @ outputs
+        return product
 
     def solve(self, outputs: Tensor, ridge: float) -> Tensor:
-        """Return the x `[t, C]` with the least |design x - outputs|^2 + lambda |x|^2; `outputs [M, C]` say in which dtype.
+        """Return x `[t, C]` that minimises |design x - outputs|^2 + lambda |x|^2, in the dtype of `outputs [M, C]`.
 
-        lambda is `ridge` times the mean diagonal of the Gram matrix over pairs, at least `FLOOR` times.
+        lambda is `max(ridge, FLOOR)` times the mean diagonal of the Gram matrix over pairs.
         """
         queries, pairs = self.shape
         dtype, few = outputs.dtype, pairs <= queries
@@ -85,18 +87,18 @@ class Design:
         gram = torch.zeros(size, size, dtype=dtype, device=outputs.device)
         right = torch.zeros(pairs, outputs.shape[1], dtype=dtype, device=outputs.device) if few else outputs
         diagonal = torch.zeros((), dtype=torch.float64, device=outputs.device)
-        for part, block in self.by_queries() if few else self.by_pairs():
+        for index, block in self.by_queries() if few else self.by_pairs():
             shares = block.to(dtype)
             diagonal += shares.square().sum()
             gram += shares.T @ shares if few else shares @ shares.T
             if few:
-                right += shares.T @ outputs[part]
+                right += shares.T @ outputs[index]
         gram.diagonal().add_((max(ridge, FLOOR) * diagonal / max(1, pairs)).clamp_min(1e-30).to(dtype))
         solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
         return solved if few else self.back(solved)
 
     def norm(self, rounds: int = 3) -> float:
-        """Return about the largest singular value, by so many power iterations."""
+        """Return an estimate of the largest singular value, after `rounds` power iterations."""
         vector = torch.ones(self.shape[1], 1, device=self.keys.device)
         size = 0.0
         for _ in range(rounds):
@@ -106,6 +108,6 @@ class Design:
 
 
 def _blocks(length: int, width: int) -> list[slice]:
-    """Cut `length` so that a float32 block of `width` fits in BLOCK_BYTES."""
-    most = max(1, attention.BLOCK_BYTES // (4 * max(1, width)))
-    return [slice(start, min(start + most, length)) for start in range(0, length, most)]
+    """Return slices of `length` for which a float32 block of `width` fits in `attention.BLOCK_BYTES`."""
+    step = max(1, attention.BLOCK_BYTES // (4 * max(1, width)))
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvpress list` prints, read from the files of the methods without running them: that would take torch.
+"""Table of presses for `kvpress list`, parsed from source files: importing the presses would import torch, which is slow.
 
-The arguments of `register` and the docstring below it are literals, which a test holds the registry against.
+The arguments of `register` and the docstring below it are literals; a test compares the table with the registry.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ from kvpress.core.registry import GROUP, ORDER, PACKAGES, entries, registered
 
 @dataclass(frozen=True)
 class Listed:
-    """A press as a line of a table."""
+    """Row of the table of presses."""
 
     name: str
+    """Public name."""
     role: str
+    """Role, one of `ORDER`."""
     paper: str
+    """Paper that the press implements."""
     summary: str
+    """First line of the docstring."""
 
 
 def listed() -> list[Listed]:
     """Return all presses by role and name, in the order of `kvpress.list_presses`.
 
-    Where presses of other packages are installed, or modules with presses were imported, all are imported.
+    Imports all presses if other packages add some, or if any module with presses was imported before.
     """
     if registered() or entry_points(group=GROUP):
         return [Listed(entry.name, entry.role, entry.paper, entry.summary) for entry in entries()]
-    found = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
-    return sorted(found, key=lambda line: (ORDER.index(line.role), line.name))
+    rows = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
+    return sorted(rows, key=lambda line: (ORDER.index(line.role), line.name))
 
 
 def _files(package: str) -> list[Path]:
-    """Return the modules directly in a package, which is not imported."""
+    """Return the files of the modules directly in a package, without importing it."""
     root, *rooms = package.split(".")
     spec = importlib.util.find_spec(root)
     folders = [] if spec is None else spec.submodule_search_locations or []
@@ -46,7 +50,7 @@ def _files(package: str) -> list[Path]:
 
 
 def _read(path: Path) -> Iterator[Listed]:
-    """Yield the presses that a file registers: classes below `@register(...)`, or imported ones in `register(...)(name)`."""
+    """Yield the presses that a file registers: classes decorated with `@register(...)`, and names in `register(...)(name)`."""
     text = path.read_text(encoding="utf-8")
     if "register(" not in text:
         return
@@ -64,7 +68,7 @@ def _is_register(node: ast.expr) -> bool:
 
 
 def _imported(name: str, body: list[ast.stmt]) -> ast.ClassDef:
-    """Return the class that a file imports under a name."""
+    """Return the definition of a class that a file imports."""
     module = next(
         node.module or ""
         for node in body
@@ -73,14 +77,16 @@ def _imported(name: str, body: list[ast.stmt]) -> ast.ClassDef:
     package, _, stem = module.rpartition(".")
     (path,) = (path for path in _files(package) if path.stem == stem)
     classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    return next(found for found in classes if found.name == name)
+    return next(node for node in classes if node.name == name)
 
 
 def _line(call: ast.expr, press: ast.ClassDef) -> Listed:
-    """Return the line of a press from the call that registers it."""
+    """Return the row of a press, from the call that registers it and its class."""
     assert isinstance(call, ast.Call)  # noqa: S101 - for type checkers
-    given = dict(zip(("name", "role", "paper"), call.args, strict=False)) | {
+    arguments = dict(zip(("name", "role", "paper"), call.args, strict=False)) | {
         word.arg: word.value for word in call.keywords
     }
-    name, role, paper = (ast.literal_eval(given[key]) if key in given else "" for key in ("name", "role", "paper"))
+    name, role, paper = (
+        ast.literal_eval(arguments[key]) if key in arguments else "" for key in ("name", "role", "paper")
+    )
     return Listed(name, role, paper, (ast.get_docstring(press) or "").partition("\n")[0])

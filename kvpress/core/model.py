@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods may know of a model, as data: its attention layers, their shapes and rotary embeddings."""
+"""Facts about a model that methods read: its attention layers, their shapes and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ import torch
 from torch import Tensor, nn
 
 GROWING = ("full_attention", "hybrid")
-"""Kinds of cache layers that hold a pair for every token; `hybrid` ones hold a state of another kind beside them."""
+"""Kinds of cache layers that store a pair for every token; `hybrid` layers also store a state of fixed size."""
 
 VISION = ("image", "video")
-"""What tokens may stand for beside text."""
+"""Kinds of input besides text that tokens can stand for."""
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One attention layer.
-
-    `index` counts attention layers, `cache_index` is its place in the cache. `kind` is that of its cache, such as
-    `full_attention`; `declared` says that the configuration names its kv heads itself. `head_dim` is the size of a key in the
-    cache and `value_dim` that of a value, None for the same; where latents are cached (MLA), they are the key. `module`,
-    `rotate` and `angles` are known of a loaded model only: `rotate` applies the model's rotary function to
-    `(vectors, cos, sin)`, and `angles` maps `(like, positions)` to `(cos, sin)`; None where the model has none.
-    """
+    """One attention layer."""
 
     index: int
+    """Index among attention layers."""
     cache_index: int
+    """Index of its layer in the cache."""
     kind: str
+    """Kind of its cache layer, such as `full_attention`."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """KV heads."""
     head_dim: int
+    """Numbers in a cached key; the latent, where latents are cached (MLA)."""
     declared: bool = True
+    """The model's configuration gives the number of KV heads."""
     value_dim: int | None = None
+    """Numbers in a cached value; None for `head_dim`."""
     module: nn.Module | None = None
+    """Attention module; None if the model is not loaded."""
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """Rotary function of the model, `(vectors, cos, sin)` to vectors; None without RoPE or a loaded model."""
     angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Maps `(like, positions)` to `(cos, sin)`; None without RoPE or a loaded model."""
 
     @property
     def pair_dim(self) -> int:
-        """Numbers in a pair of its cache."""
+        """Numbers in a cached pair, key and value."""
         return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
     @property
@@ -52,40 +56,45 @@ class LayerFacts:
 
     @property
     def rotates(self) -> bool:
-        """Whether it turns keys and queries by their positions; some models have layers that do not."""
+        """Whether the layer applies a rotary embedding; some models have layers without one."""
         return bool(getattr(self.module, "use_rope", True))
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as methods see it: `layers` are its attention layers, of `depth` layers in all.
-
-    `dtype` is that of its cache, `window` the length of sliding layers. `tokenizer` loads the one beside the model, `weights`
-    returns a digest of the weights that decide keys and values; None where a configuration alone is known. `vision` are the
-    ids that stand for images and videos in a prompt, by kind; empty where a model reads text only. `positions` are those that
-    it was made for; None without a limit.
-    """
+    """Facts about a model that methods read."""
 
     name: str
+    """Architecture."""
     layers: tuple[LayerFacts, ...]
+    """Attention layers."""
     dtype: torch.dtype
+    """Type of keys and values in the cache."""
     depth: int = 0
+    """Number of layers, those without attention included."""
     window: int = 0
+    """Length of sliding layers, in tokens."""
     source: str = ""
+    """Name or folder that the model was loaded from."""
     revision: str | None = None
+    """Revision on the hub; None if unknown."""
     tokenizer: Callable[[], Any] | None = None
+    """Loads the tokenizer of the model; None without a loaded model."""
     weights: Callable[[], str] | None = None
+    """Returns a digest of the weights that determine keys and values; None without a loaded model."""
     vision: dict[str, int] = field(default_factory=dict)
+    """Token ids that stand for images and videos in a prompt, by kind; empty for text models."""
     positions: int | None = None
+    """Number of positions that the model supports; None without a limit."""
 
     @property
     def loaded(self) -> bool:
-        """Whether the model has weights, and not a configuration alone."""
+        """Whether the model has weights, not a configuration only."""
         return self.weights is not None
 
     @property
     def growing(self) -> tuple[LayerFacts, ...]:
-        """Layers whose cache grows with the context: those that this library stores."""
+        """Layers whose cache grows with the context; this library stores these."""
         return tuple(layer for layer in self.layers if layer.grows)
 
     @property

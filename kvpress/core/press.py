@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every press is made of: `BasePress`, compositions, and `ScorerPress` for methods that say how much each pair matters."""
+"""Base classes of presses: `BasePress`, compositions, wrappers, and `ScorerPress` for methods that score pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvpress.observe.view import View
 class BasePress:
     """A compression method, described by its `recipe`.
 
-    `with press(model):` installs it. Presses hold configuration; what belongs to a request lives in the cache. Subclasses
+    `with press(model):` installs it. Presses hold configuration; state of a request lives in the cache. Subclasses
     written for NVIDIA kvpress override `compress`, `forward_hook`, or `score` of a `ScorerPress`.
     """
 
@@ -56,29 +56,29 @@ class BasePress:
 
     @property
     def last_cache(self) -> Any:
-        """The cache of the last `with` block that this thread has left, for callers of `generate` that do not get it back.
+        """Cache of the last `with` block that this thread has left, for callers of `generate`, which does not return it.
 
-        A thread that has left none gets that of the last block of all threads. Copies of the press do not have it.
+        In a thread that has left no block, the cache of the last block of any thread. Copies of the press do not have it.
         """
-        held: LastCache | None = self.__dict__.get("_last_cache")
-        return None if held is None else getattr(held.own, "cache", held.latest)
+        record: LastCache | None = self.__dict__.get("_last_cache")
+        return None if record is None else getattr(record.own, "cache", record.latest)
 
     @property
     def assumed_size(self) -> str:
-        """The size that the press takes where none is given, as an argument of its spec; empty if it needs none."""
+        """Default size of the press, as an argument of its spec; empty if it needs none."""
         return ""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, state, *rest = reduced
-        own, slots = state if isinstance(state, tuple) else (state, None)
-        own = {name: value for name, value in (own or {}).items() if name != "_last_cache"}
-        return make, arguments, own if slots is None else (own, slots), *rest
+        make, arguments, state, *iterators = reduced
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        attributes = {name: value for name, value in (attributes or {}).items() if name != "_last_cache"}
+        return make, arguments, attributes if slots is None else (attributes, slots), *iterators
 
     def validate(self) -> None:
         """Check the configuration; called at construction and again when a `with` block is entered.
 
-        Presses inside this one that are given as specs are built.
+        Fields of the press that hold a spec are replaced by the press that it describes.
         """
         kind: type = type(self)
         for name, choices in allowed(kind).items():
@@ -88,7 +88,7 @@ class BasePress:
         check_fields(self)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        """Describe the press, for a model where one is given.
+        """Return the recipe of the press, for `model` if there is one.
 
         Raises:
             ValueError, NotImplementedError: the press does not suit the model.
@@ -96,10 +96,10 @@ class BasePress:
         return Recipe()
 
     def post_init_from_model(self, model: nn.Module) -> None:
-        """Look at the model when a `with` block is entered; for presses written for NVIDIA kvpress."""
+        """Read the model when a `with` block is entered; a hook of presses written for NVIDIA kvpress."""
 
     def after_block(self) -> None:
-        """Do what is left to do once a `with` block of this press, or of one around it, has been left."""
+        """Clean up after a `with` block of this press, or of a press that contains it."""
 
     def compress(
         self,
@@ -110,28 +110,29 @@ class BasePress:
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the press keeps of a layer, `[B, H, n', D]` each, as after a prompt.
+        """Return the keys and values that the press keeps in a layer after a prompt, `[B, H, n', D]` each.
 
-        Presses written for NVIDIA kvpress override it. Called by hand, presses that look at queries need `module`,
-        `hidden_states` and the `position_embeddings` in `kwargs`; others take None. A press that only acts while tokens are
-        generated cuts to its target. Where heads keep different numbers of pairs, all are returned, and what is evicted is
-        marked on the module, `masked_key_indices` (rows, heads, pairs).
+        Presses written for NVIDIA kvpress override it. Called directly, a press that reads queries needs `module`,
+        `hidden_states` and the `position_embeddings` in `kwargs`; other presses accept None. A press for generated tokens
+        evicts down to its target. Where heads keep different numbers of pairs, all pairs are returned, and the indices of
+        evicted ones are stored in `module.masked_key_indices` (rows, heads, pairs).
 
         Raises:
-            ValueError: there is no module to mark, or more is needed than a single layer shows.
+            ValueError: heads differ and `module` is None, or the press needs more than one layer.
         """
         del attentions
         return compress(described_recipe(self), view_by_hand(self, module, hidden_states, keys, values, kwargs), module)
 
     def forward_hook(self, module: nn.Module, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Follow a pass of an attention layer and return its output; the hook of presses written for NVIDIA kvpress.
+        """Evict from an attention layer after a pass and return the output of the layer.
 
-        An override is called after every pass inside a `with` block; this one evicts as the press does without it.
+        Presses written for NVIDIA kvpress override it. Inside a `with` block, the override is called after every pass; this
+        method evicts as the press does without an override.
         """
         del module, input
         if FOLLOW not in kwargs:
             raise RuntimeError(
-                "forward_hook follows attention layers inside `with press(model)`; it is not called by hand"
+                "forward_hook runs inside `with press(model)` only; call `compress` to compress keys and values directly"
             )
         kwargs[FOLLOW]()
         return output
@@ -146,8 +147,12 @@ class BasePress:
     ) -> BasePress:
         """Return the press with spans that nothing evicts; see `kvpress.ProtectPress`.
 
-        `tokens` are ranges of positions, `tags` pairs of texts, `roles` those whose turns are protected, and `last` those whose
-        newest turn is.
+        Args:
+            tokens: ranges of positions, (first, end).
+            tags: pairs of texts, (opening, closing).
+            roles: roles whose turns are all protected.
+            last: roles whose newest turn is protected.
+            tokenizer: reads tags and roles; None for that of the model.
         """
         ranges = " ".join(f"{first}:{end}" for first, end in tokens)
         pairs = " ".join(f"{opening}..{closing}" for opening, closing in tags)
@@ -158,8 +163,10 @@ class BasePress:
     def __call__(self, model: Any, capture: bool = False) -> AbstractContextManager[Any]:
         """Compress the caches of `model` inside the block; yields the session, whose `cache` is the last one used.
 
-        With `capture`, decode steps are recorded as CUDA graphs and replayed; a model or press that does not allow it raises
-        ValueError.
+        With `capture`, decode steps are recorded as CUDA graphs and replayed.
+
+        Raises:
+            ValueError: the model or the press cannot be captured.
         """
         return host().open_press(self, model, capture)
 
@@ -168,7 +175,7 @@ class BasePress:
 
 
 def built(press: Any) -> Any:
-    """Return the press of a spec; anything else as it is."""
+    """Return the press that a spec describes; anything but text is returned unchanged."""
     return importlib.import_module("kvpress.core.spec").get_press(press) if isinstance(press, str) else press
 
 
@@ -177,35 +184,38 @@ def _listed(words: str | Sequence[str]) -> str:
 
 
 class LastCache:
-    """The caches that a press has filled last, in each thread and in all of them; `warned` once it was said to do nothing."""
+    """Last cache that a press has filled, in each thread and in all of them."""
 
     def __init__(self) -> None:
         self.own = threading.local()
+        """Holds the last cache of each thread as `cache`."""
         self.latest: Any = None
+        """Last cache of all threads."""
         self.warned = False
+        """True once the warning that the press does nothing was issued."""
 
 
 def memory_of(press: BasePress) -> LastCache:
-    """Return what a press remembers beside its configuration."""
-    remembered: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
-    return remembered
+    """Return the record of the last caches of a press, made if it has none."""
+    record: LastCache = press.__dict__.setdefault("_last_cache", LastCache())
+    return record
 
 
 def remember(press: BasePress, cache: Any) -> None:
-    """Make a cache the last one of a press."""
-    held = memory_of(press)
-    held.own.cache = held.latest = cache
+    """Store a cache as the last one of a press."""
+    record = memory_of(press)
+    record.own.cache = record.latest = cache
 
 
 def removed(press: BasePress) -> float:
-    """Return the fraction of its pairs that the last cache of a press has lost, for presses that decide it themselves.
+    """Return the fraction of pairs evicted from the last cache, for presses that choose the fraction themselves.
 
     Raises:
         AttributeError: the press has not been used yet.
     """
     if press.last_cache is None:
         raise AttributeError(
-            f"how much {type(press).__name__} removes depends on the prompt: it is known once a `with` block was left"
+            f"the share of pairs that {type(press).__name__} removes depends on the prompt: read it after a `with` block"
         )
     report = memory_report(press.last_cache)
     return 1 - report.kept / report.seen
@@ -215,17 +225,17 @@ def parts_of(press: BasePress) -> Iterator[BasePress]:
     """Yield a press and all presses inside it."""
     yield press
     for value in vars(press).values():
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, BasePress):
-                yield from parts_of(each)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, BasePress):
+                yield from parts_of(item)
 
 
 @dataclass
 class ComposedPress(BasePress):
-    """Apply presses together: evictions in order, one codec for what stays, one selector for what is read.
+    """Apply presses together: evictions in order, one codec for kept pairs, one selector for reading.
 
-    `presses` are the parts, at most one of them a codec, one a selector and one that evicts while tokens are generated. A
-    ratio is of what the presses before left: two ratios of 0.5 leave a quarter.
+    `presses` are the parts: at most one codec, one selector, and one press that evicts while tokens are generated. A ratio
+    applies to the pairs that earlier presses kept: two ratios of 0.5 keep a quarter.
 
     Paper: none; a composition.
     Differs from the paper: nothing.
@@ -254,7 +264,7 @@ class ComposedPress(BasePress):
     def compression_ratio(self) -> float:
         """Fraction of pairs removed by all parts together."""
         ratios = [getattr(press, "compression_ratio", 0.0) for press in self.presses]
-        return 1 - reduce(lambda left, ratio: left * (1 - ratio), ratios, 1.0)
+        return 1 - reduce(lambda share, ratio: share * (1 - ratio), ratios, 1.0)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         return merge([(press, press.recipe(model)) for press in self.presses])
@@ -269,7 +279,7 @@ class BudgetPress(BasePress):
     """A press with a size: a ratio, or a number of pairs.
 
     `compression_ratio` is the fraction of pairs removed: `int(n * (1 - ratio))` of n stay, and at least one. `budget` keeps
-    that many pairs per head instead, whatever the length.
+    that many pairs per head instead, for any length.
     """
 
     compression_ratio: Ratio = 0.0
@@ -286,31 +296,31 @@ class BudgetPress(BasePress):
 
     @property
     def protected(self) -> int:
-        """Pairs that are always kept, such as sinks and a recent window; shorter prompts are left whole."""
+        """Number of pairs that are always kept, such as sinks and a recent window; shorter prompts lose nothing."""
         return 0
 
     @property
     def amount(self) -> Amount:
-        """How many pairs stay."""
+        """Number of pairs that stay."""
         return Amount(self.compression_ratio, own_budget(self), described(self, "protected"))
 
 
 @dataclass
 class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
-    """Keeps, per kv head, the pairs with the largest score: methods override `scores`, or `score` as in NVIDIA kvpress.
+    """Keeps the pairs with the largest scores of each KV head: methods override `scores`, or `score` as in NVIDIA kvpress.
 
-    Padding, batches, grouped queries, storage and positions are handled here. `allocator` and `schedule` may be overridden
-    too. Wrappers with a `score` of their own count as instances (`ScorerPress.register`).
+    This class handles padding, batches, GQA groups, storage and positions. `allocator` and `schedule` may be overridden too.
+    Wrappers that define `score` count as instances (`ScorerPress.register`).
     """
 
     @property
     def allocator(self) -> Allocator:
-        """How the budget is shared out among heads and layers."""
+        """Allocator that shares the budget out among heads and layers."""
         return Allocator()
 
     @property
     def schedule(self) -> Schedule:
-        """When pairs are evicted."""
+        """Schedule of the evictions."""
         return Schedule()
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
@@ -325,7 +335,7 @@ class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
         return Recipe((step,))
 
     def scores(self, view: View) -> Tensor:
-        """Return how much each pair of a view matters, `[b, h, n]`; larger is kept first."""
+        """Return the score of each pair of a view, `[b, h, n]`; larger is kept first."""
         raise NotImplementedError(f"{type(self).__name__} must override `scores` or `score`")
 
     def score(
@@ -337,14 +347,14 @@ class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Return how much each pair matters, `[B, H, n]`, with the arguments of NVIDIA kvpress; see `compress`."""
+        """Return the score of each pair, `[B, H, n]`, from the arguments of NVIDIA kvpress; see `compress`."""
         del attentions
         scores: Tensor = method(self, "scores")(view_by_hand(self, module, hidden_states, keys, values, kwargs))
         return scores
 
 
 class Wrapping(BasePress):
-    """A press around another one that scores, `inner`: its recipe is the inner one with the parts replaced that `wrap` says."""
+    """Base of presses around a press that scores, `inner`: the recipe is the inner recipe, its eviction changed by `wrap`."""
 
     @property
     def inner(self) -> BasePress:
@@ -359,19 +369,19 @@ class Wrapping(BasePress):
         self.recipe()
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        found, name = self.inner.recipe(model), type(self.inner).__name__
-        if not found.evictions or found.codec or found.selector or any(step.fixed for step in found.evictions):
+        inner, name = self.inner.recipe(model), type(self.inner).__name__
+        if not inner.evictions or inner.codec or inner.selector or any(step.fixed for step in inner.evictions):
             raise TypeError(f"{self._asks}, such as SnapKVPress, got {name}")
-        if len(found.evictions) > 1:
-            raise TypeError(f"{self._asks}, one and not several: wrap each part of {name}")
-        (step,) = found.evictions
+        if len(inner.evictions) > 1:
+            raise TypeError(f"{self._asks} once, but {name} holds several evictions: wrap each press in it")
+        (step,) = inner.evictions
         if step.compress is not None or step.hook is not None:
-            own = "compress" if step.hook is None else "forward_hook"
-            raise TypeError(f"{self._asks}, but {name} has its own `{own}`")
-        return replace(found, evictions=(self.wrap(step, model),))
+            override = "compress" if step.hook is None else "forward_hook"
+            raise TypeError(f"{self._asks}, but {name} has its own `{override}`")
+        return replace(inner, evictions=(self.wrap(step, model),))
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        """Return the eviction of the inner press with the parts replaced that this wrapper is about."""
+        """Return the eviction of the inner press with the fields replaced that this wrapper changes."""
         raise NotImplementedError(f"{type(self).__name__} must override `wrap`")
 
     @property
@@ -379,17 +389,25 @@ class Wrapping(BasePress):
         return f"{type(self).__name__} needs a press that scores pairs"
 
     def check_choice(self, step: Eviction) -> None:
-        """Refuse inner presses that choose pairs in a way of their own, which this wrapper would undo."""
+        """Refuse inner presses whose choice of pairs this wrapper would undo.
+
+        Raises:
+            TypeError: the scorer only ranks pairs, or the allocator is ragged.
+        """
         if step.scorer.ranks or step.allocator.ragged:
             raise TypeError(
                 f"{type(self).__name__} and {type(self.inner).__name__} would both choose the pairs to keep; use one of them"
             )
 
     def check_even(self, step: Eviction) -> None:
-        """Refuse inner presses whose heads differ in length, or that need more than the scores of some pairs at a time."""
+        """Refuse inner presses whose heads differ in length, or that need the scores of all pairs at once.
+
+        Raises:
+            TypeError: the allocator is ragged or compares all pairs, or the scorer weighs.
+        """
         if step.allocator.ragged:
             raise TypeError(
-                f"{type(self).__name__} keeps equally many pairs in every head, which {type(self.inner).__name__} does not"
+                f"{type(self).__name__} keeps equally many pairs in every head, and {type(self.inner).__name__} does not"
             )
         if step.allocator.compares:
             raise TypeError(
@@ -398,8 +416,8 @@ class Wrapping(BasePress):
             )
         if step.scorer.weighs:
             raise TypeError(
-                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} weighs by what it "
-                f"leaves of all: put {type(self.inner).__name__} around {type(self).__name__}"
+                f"{type(self).__name__} chooses from some pairs at a time, and {type(self.inner).__name__} weighs kept pairs "
+                f"by all pairs: put {type(self.inner).__name__} around {type(self).__name__}"
             )
 
     def post_init_from_model(self, model: nn.Module) -> None:
@@ -408,9 +426,9 @@ class Wrapping(BasePress):
 
 @dataclass
 class WrapperPress(Wrapping):
-    """A press around another one that scores.
+    """A press around a press that scores pairs.
 
-    `press` is the inner one, any that scores.
+    `press` is the inner press, any that scores.
     """
 
     press: BasePress
@@ -432,7 +450,7 @@ class WrapperPress(Wrapping):
 
 @dataclass(frozen=True)
 class ScorerAround(ByScore):
-    """A scorer around another one: it watches the same."""
+    """Base of scorers around an inner scorer, with the same observers."""
 
     inner: Scorer
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs an eviction may take, where spans are protected or are all that it takes from."""
+"""Span rules of evictions: pairs that are protected, and evictions from spans only."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from kvpress.observe.spans import SPANS, Span, Spans, inside, spans_in
 from kvpress.observe.view import View
 
 WARNED = "protected spans"
-"""What layers have in common once it was said that protected pairs are more than may stay."""
+"""Key of the shared state of a cache; set once the warning about too many protected pairs was issued."""
 
 
 def new_spans(rule: Spans, call: LayerCall) -> list[list[Span]]:
-    """Return the spans of every row that nothing has been taken from yet."""
+    """Return the spans of every row that no eviction has used yet."""
     done = call.store.observers[SPANS].done.get(rule.key, [0] * call.store.batch)
-    return [
-        [span for span in spans if span[1] > known] for spans, known in zip(spans_in(rule, call), done, strict=True)
-    ]
+    return [[span for span in spans if span[1] > end] for spans, end in zip(spans_in(rule, call), done, strict=True)]
 
 
 def note_done(rule: Spans, call: LayerCall) -> None:
-    """Remember that all spans there are have been taken from."""
+    """Record that an eviction has used all spans found so far."""
     ends = [max((end for _, end in spans), default=0) for spans in spans_in(rule, call)]
     tracker = call.store.observers[SPANS]
     tracker.done = {**tracker.done, rule.key: ends}
 
 
 def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor:
-    """Mark the pairs `[b, h, n]` of a view that an eviction may take: none that is protected, or outside of its spans."""
+    """Return the mask `[b, h, n]` of the pairs that an eviction may remove: unprotected ones, in its spans if it has any."""
 
     def marked(spans: Sequence[Sequence[Span]]) -> Tensor:
         return inside([spans[row] for row in view.rows], view.seen, view.positions)
@@ -48,7 +46,7 @@ def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor
 
 
 def warn_of_absent(rule: Spans, call: LayerCall) -> None:
-    """Say, once for a cache, that its first prompt has no spans of a rule that is about some."""
+    """Warn, once per cache, if a first prompt has no span of a rule that expects some."""
     if (
         rule.absent is None
         or not call.is_first_prompt
@@ -60,20 +58,23 @@ def warn_of_absent(rule: Spans, call: LayerCall) -> None:
     warnings.warn(rule.absent, RuntimeWarning, stacklevel=2)
 
 
-def left_of_spans(step: Eviction, view: View, held: float, free: float) -> tuple[int, int]:
-    """Return how many of the pairs `held` per head stay where an eviction takes from the `free` ones, and of how many."""
-    taken = round(free) - step.amount.at(view.call.layer.depth).of(round(free))
-    return round(held) - taken, view.seen
+def left_of_spans(step: Eviction, view: View, stored: float, free: float) -> tuple[int, int]:
+    """Return the target of an eviction from spans, in pairs per head, and the number that it is a part of.
+
+    The amount applies to the `free` pairs only; the target counts all `stored` pairs that stay.
+    """
+    evicted = round(free) - step.amount.at(view.call.layer.depth).of(round(free))
+    return round(stored) - evicted, view.seen
 
 
 def warn(call: LayerCall, settled: int, mean: int) -> None:
-    """Say, once for a cache, that protected pairs are more than may stay."""
+    """Warn, once per cache, that protected pairs exceed the number of pairs that should stay."""
     if WARNED in call.tokens.shared:
         return
     call.tokens.shared[WARNED] = True
     warnings.warn(
-        f"protected spans and the newest pairs are {settled} pairs per head, more than the {mean} that are to stay: they stay "
-        "all the same, and everything else goes; raise the budget, lower compression_ratio, or protect less",
+        f"protected spans and the newest pairs are {settled} pairs per head, more than the {mean} that should stay: they are "
+        "kept, and all other pairs are evicted; raise the budget, lower compression_ratio, or protect less",
         RuntimeWarning,
         stacklevel=2,
     )

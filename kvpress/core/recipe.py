@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a press is made of, as data: who scores, how many pairs stay, when, and how they are stored and read.
+"""A press as data: its scorer, how many pairs stay, when pairs are evicted, and how pairs are stored and read.
 
-`press.recipe(model)` describes a press; `kvpress.core.executor` runs the description. A wrapper returns the recipe of the press
-inside with one part replaced, so there is nothing that it could forget to pass on.
+`press.recipe(model)` describes a press; `kvpress.core.executor` runs the description. A wrapper returns the recipe of the inner
+press with one field replaced, so every other field is passed on.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from kvpress.observe.view import LOG_WEIGHT, View
 
 @dataclass(frozen=True)
 class Allocator:
-    """Gives every head of a layer the same number of pairs; subclasses share them out in other ways.
-
-    With `scope` "cache", `counts` is asked once for all layers of a row, after all of them were read, else layer by layer.
-    `ragged` says that heads may get different numbers, `by_layer` that layers do though each is asked alone, `compares` that
-    scores of all pairs are compared between them, and `decides` that the mean is not asked for.
-    """
+    """Gives every head of a layer the same number of pairs; subclasses share the pairs out in other ways."""
 
     scope: str = field(default="layer", kw_only=True)
+    """"layer" calls `counts` layer by layer, "cache" once for all layers of a row after the pass."""
 
     ragged = False
+    """Heads may get different numbers of pairs."""
     compares = False
+    """Scores of all pairs are compared with each other."""
     decides = False
+    """The allocator computes the number of pairs itself and ignores the mean."""
     by_layer = False
+    """Layers may get different numbers of pairs, though `counts` is called layer by layer."""
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
-        """Whether views that hold so many pairs per head keep all of them; False where only `counts` can tell."""
+        """Whether views of these `lengths` (pairs per head) keep all pairs; False where only `counts` can decide."""
         return not self.decides and max(lengths) <= mean
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
@@ -54,165 +54,177 @@ class Allocator:
         return evenly(scored, mean)
 
     def planned(self, tokens: int, mean: int) -> int:
-        """Return how many of `tokens` pairs a head keeps on average, as far as can be known beforehand."""
+        """Return an estimate, made before any pass, of how many of `tokens` pairs a head keeps on average."""
         del tokens
         return mean
 
     def within_layers(self) -> Allocator:
-        """Return the allocator that gives every layer its own mean."""
+        """Return this allocator with `scope` "layer": every layer gets its own mean."""
         return replace(self, scope="layer")
 
 
 def evenly(scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-    """Return equal numbers of pairs for all heads of some views, `mean` on average; short heads leave theirs to longer ones."""
-    lengths, heads = [each.view.length for each in scored], [each.view.shape[1] for each in scored]
-    counts, total, rest = [mean] * len(scored), mean * sum(heads), sum(heads)
+    """Return equal numbers of pairs for the heads of all views, `mean` on average.
+
+    Pairs that short heads cannot fill go to longer heads.
+    """
+    lengths, heads = [item.view.length for item in scored], [item.view.shape[1] for item in scored]
+    counts, total, open_heads = [mean] * len(scored), mean * sum(heads), sum(heads)
     if mean <= min(lengths):
         return list(counts)
     for n in sorted(range(len(scored)), key=lengths.__getitem__):
-        counts[n] = min(lengths[n], total // rest)
-        total, rest = total - counts[n] * heads[n], rest - heads[n]
+        counts[n] = min(lengths[n], total // open_heads)
+        total, open_heads = total - counts[n] * heads[n], open_heads - heads[n]
     return list(counts)
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What takes the place of kept pairs: keys `[b, h, n, D]`, values `[b, h, n, Dv]` and logit weights `[b, h, n]`.
-
-    `shift [b, h, n]` is how far keys have been rotated away from their positions in all. What is None stays.
-    """
+    """New tensors for the kept pairs of a view; None leaves a tensor unchanged."""
 
     keys: Tensor | None = None
+    """Keys `[b, h, n, D]`."""
     values: Tensor | None = None
+    """Values `[b, h, n, Dv]`."""
     log_weight: Tensor | None = None
+    """Log-weights `[b, h, n]`."""
     shift: Tensor | None = None
+    """Total rotation of each key away from its position, in positions, `[b, h, n]`."""
 
 
 Rewrite = Callable[[View, Tensor], Rewritten | None]
-"""Maps a view and the mask `[b, h, n]` of the pairs that stay to what takes their place, None for nothing."""
+"""Maps a view and the mask `[b, h, n]` of the kept pairs to their new tensors; None changes nothing."""
 
 Compress = Callable[..., tuple[Tensor, Tensor]]
-"""A user's own `compress`, which returns the keys and values to keep."""
+"""`compress` of a user's press: returns the keys and values to keep."""
 
 LayerHook = Callable[..., Any]
-"""A user's own `forward_hook`: gets an attention module, its arguments and its output, and returns the output."""
+"""`forward_hook` of a user's press: gets an attention module, its arguments and its output, and returns the output."""
 
 
 @dataclass(frozen=True)
 class PassHook:
-    """Looks at all layers after passes of some `phases`; `reads` says that it reads tokens behind the cache.
-
-    It acts after the evictions of the pass, or `first`, before all of them. `check` is called when a `with` block is entered,
-    and raises where the hook could not act.
-    """
+    """Callback that runs on all layers at the end of a pass."""
 
     act: Callable[[Pass], None]
+    """The callback."""
     phases: tuple[Phase, ...]
+    """Phases whose passes call `act`."""
     reads: bool = False
+    """The callback runs the model on further tokens behind the cache."""
     first: bool = False
+    """`act` runs before the evictions of the pass, not after them."""
     check: Callable[[], Any] = lambda: None
+    """Called when a `with` block is entered; raises if the hook cannot act."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How logit weights are solved for, by least squares of the mass that queries see.
-
-    They move by at most `down` and `up`, after which `steps` of projected gradient descent follow. `ridge` is as for values.
-    """
+    """Settings of the log-weights of a refit, solved by least squares of the attention mass of the queries."""
 
     down: float
+    """Largest decrease of a log-weight."""
     up: float
+    """Largest increase of a log-weight."""
     steps: int = 0
+    """Steps of projected gradient descent that follow the least-squares solution."""
     ridge: float = 0.0
+    """Ridge, as in `Refit.ridge`."""
 
 
 @dataclass(frozen=True)
 class Refit:
-    """What is solved for once an eviction has chosen, and from which queries.
-
-    Each query head gives at most `tokens` queries: of the prompt, or those of the prompt `repeated` behind it. `ridge` times
-    the mean diagonal of the Gram matrix draws values to those that the pairs had; 0 solves in float64. `weights` says how
-    logit weights are solved for before values, None that they stay.
-    """
+    """Settings of the least-squares fit that follows an eviction."""
 
     tokens: int
+    """Most queries per query head."""
     repeated: bool
+    """Queries come from a copy of the prompt read behind the prompt, not from the prompt itself."""
     ridge: float
+    """Pull towards the old values, as a multiple of the mean diagonal of the Gram matrix; 0 solves in float64."""
     weights: Weights | None = None
+    """Fit of log-weights, made before the fit of values; None keeps log-weights."""
 
     @property
     def queries(self) -> Wanted:
-        """The observer that holds the queries."""
+        """The observer that stores the queries."""
         return Wanted(SampledQueries, self.tokens, self.repeated)
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """One way to evict: by whose scores, how many pairs, when, and what becomes of them.
-
-    The share `recent` of what stays are the newest pairs; scorer and allocator see the others only. `prepare` looks at the
-    whole prompt before the scores are asked for. A `compress` of a user takes the place of everything but the schedule; a
-    `hook` of theirs is called after every pass, and runs what is `inside` when it calls that of its base class.
-    `fixed` evictions do not choose by scores, so no wrapper can change their choice. `watches` are observers that the rewriting
-    reads. An eviction `among` spans takes from their pairs alone, once, of which its amount says how many stay. What stays is
-    refitted last, as `refit` says. Of the amount, `beside` pairs per head are not chosen: `prepare` has read them behind the
-    prompt (`ReadBehind`), and rows that lose pairs get them.
-    """
+    """One eviction step: who scores, how many pairs stay, when it runs, and how kept pairs change."""
 
     scorer: Scorer
+    """Computes the worth of each pair."""
     amount: Amount = Amount()
+    """Number of pairs that stay per head, on average."""
     allocator: Allocator = Allocator()
+    """Shares the number out among heads and layers."""
     schedule: Schedule = Schedule()
+    """When the eviction runs."""
     recent: float = 0.0
+    """Share of the kept pairs that are the newest; scorer and allocator get the older pairs only."""
     rewrite: Rewrite | None = None
+    """Computes new tensors for the kept pairs."""
     prepare: PassHook | None = None
+    """Reads all layers of the pass before scores are computed."""
     compress: Compress | None = None
+    """`compress` of a user's press; it replaces every field but `schedule`."""
     hook: LayerHook | None = None
+    """`forward_hook` of a user's press, called after every pass."""
     inside: tuple[Eviction, ...] = ()
+    """Evictions that run when `hook` calls the `forward_hook` of its base class."""
     reads_hidden_states: bool = False
+    """The scorer reads hidden states."""
     fixed: bool = False
+    """The choice does not follow scores, so no wrapper can change it."""
     watches: tuple[Wanted, ...] = ()
+    """Observers that `rewrite` reads."""
     among: Spans | None = None
+    """Evicts from the pairs of these spans only, once per span; `amount` counts pairs of the span."""
     refit: Refit | None = None
+    """Least-squares fit of the kept pairs, after everything else."""
     beside: int = 0
+    """Pairs per head, part of `amount`, that `prepare` reads behind the prompt (`ReadBehind`) for rows that lose pairs."""
     closes_gaps: bool = False
-    """Whether kept keys move up to consecutive positions."""
+    """Kept keys move up to consecutive positions."""
 
     def __post_init__(self) -> None:
         schedule = self.schedule
         if self.beside and self.rewrite is not None:
             raise TypeError(
-                "pairs that were read behind a prompt stand at no position of it, so nothing can rewrite keys or values beside "
-                "them: take restorekv out of key_rerotation and of presses that merge"
+                "the pairs that restorekv reads behind a prompt have no position in it, so keys and values of the prompt "
+                "cannot be rewritten: take restorekv out of key_rerotation and of presses that merge"
             )
         if self.refit is not None and not (schedule.prompt and schedule.every is schedule.chunk is None):
             raise TypeError(
                 "values are refitted once, after a whole prompt: not while tokens are generated (h2o, decoding) and not after "
-                "parts of a prompt (bounded); prefill_decoding takes a press that refits, for the prompt"
+                "chunks of a prompt (bounded); use prefill_decoding, with the press that refits as the one for the prompt"
             )
 
     @property
     def rewrites(self) -> bool:
-        """Whether kept pairs are changed or weighed."""
+        """Whether kept pairs get new keys, values or log-weights."""
         return self.rewrite is not None or self.weighs or self.refit is not None
 
     @property
     def weighs(self) -> bool:
-        """Whether kept pairs get logit weights."""
+        """Whether kept pairs get log-weights."""
         return self.scorer.weighs or (self.refit is not None and self.refit.weights is not None)
 
     def rewritten(self, view: View, mask: Tensor, chosen: Scored) -> Rewritten | None:
-        """Return what takes the place of the marked pairs of a view, of which `chosen` are those that there was a choice of."""
-        found = None if self.rewrite is None else self.rewrite(view, mask)
+        """Return new tensors for the marked pairs of a view, None for none; `chosen` are the pairs that could be evicted."""
+        new = None if self.rewrite is None else self.rewrite(view, mask)
         weight = chosen.log_weight
         if weight is None:
-            return found
+            return new
         total = chosen.put(weight, weight.new_zeros(view.shape)) + view.side.get(LOG_WEIGHT, 0.0)
-        return _joined(Rewritten(log_weight=total.to(weight.dtype)), found)
+        return _joined(Rewritten(log_weight=total.to(weight.dtype)), new)
 
     @property
     def hidden_states(self) -> Wanted:
-        """The observer of hidden states, where they are read."""
+        """The observer that stores hidden states."""
         return Wanted(HiddenStates, self.schedule.hidden_states, self.schedule.prompt)
 
     def acts_in(self, phase: Phase) -> bool:
@@ -221,11 +233,11 @@ class Eviction:
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        """What has to be watched."""
+        """Observers that the eviction reads."""
         refitted = () if self.refit is None else (self.refit.queries,)
         hidden = (self.hidden_states,) if self.reads_hidden_states else ()
-        behind = (BEHIND,) if self.beside else ()
-        return (*self.scorer.wants, *self.watches, *refitted, *hidden, *behind)
+        appended = (BEHIND,) if self.beside else ()
+        return (*self.scorer.wants, *self.watches, *refitted, *hidden, *appended)
 
     @property
     def is_identity(self) -> bool:
@@ -239,7 +251,7 @@ class Eviction:
         )
 
     def rewriting(self, rewrite: Rewrite) -> Eviction:
-        """Return the eviction that rewrites pairs in one more way; of two that rewrite the same, the later one counts."""
+        """Return the eviction with one more rewrite; where two rewrites set the same tensor, the later one wins."""
         earlier = self.rewrite
         return replace(
             self, rewrite=rewrite if earlier is None else lambda *pairs: _joined(earlier(*pairs), rewrite(*pairs))
@@ -247,7 +259,7 @@ class Eviction:
 
 
 def _joined(first: Rewritten | None, second: Rewritten | None) -> Rewritten | None:
-    """Return what either rewrites."""
+    """Merge two results of rewriting; `second` wins where both set a tensor."""
     if first is None or second is None:
         return first or second
     return replace(first, **{name: new for name, new in vars(second).items() if new is not None})
@@ -255,70 +267,74 @@ def _joined(first: Rewritten | None, second: Rewritten | None) -> Rewritten | No
 
 @dataclass(frozen=True)
 class Recipe:
-    """A press as data: evictions in order, one codec for what stays, one selector for what is read, one pattern for prompts.
-
-    `codec`, `selector` and `pattern` give those of an attention layer, None for none. `observers` are watched at all times.
-    `offloads` says that pairs are kept in host memory or in files. Pairs in `protected` spans are taken by no eviction; amounts
-    count them. With `dropping`, layers behind some are handed only a part of the tokens of a first prompt.
-    """
+    """A press as data: evictions in order, one codec for kept pairs, one selector for reading, one pattern for prompts."""
 
     evictions: tuple[Eviction, ...] = ()
+    """Evictions, in the order in which they run."""
     codec: Callable[[int], Codec | None] | None = None
+    """Maps an attention layer to its codec, None for none."""
     selector: Callable[[int], Selector | None] | None = None
+    """Maps an attention layer to its selector, None for none."""
     pattern: Callable[[int], Pattern | None] | None = None
+    """Maps an attention layer to its pattern, None for none."""
     observers: tuple[Wanted, ...] = ()
+    """Observers that run in every phase."""
     hooks: tuple[PassHook, ...] = ()
+    """Callbacks that run on all layers at the end of a pass."""
     offloads: bool = False
+    """Pairs are stored in host memory or in files."""
     protected: tuple[Spans, ...] = ()
+    """Spans whose pairs no eviction removes; amounts include these pairs."""
     dropping: Dropping | None = None
+    """Layers from some depth on get only a part of the tokens of a first prompt."""
 
     def __post_init__(self) -> None:
-        own = [step for step in self.evictions if step.compress is not None or step.hook is not None]
-        if self.protected and own:
+        overriding = [step for step in self.evictions if step.compress is not None or step.hook is not None]
+        if self.protected and overriding:
             raise TypeError(
-                "spans cannot be protected from a press with its own `compress` or `forward_hook`, which chooses among all "
-                "pairs by itself; override `score` instead"
+                "spans cannot be protected from a press with its own `compress` or `forward_hook`, which may evict any pair; "
+                "override `score` instead"
             )
-        wanted = (*self.observers, *(wanted for step in self.evictions for wanted in step.wants))
-        sums = sorted({one.kind.__name__ for one in wanted if getattr(one.kind, "sums_attention", False)})
+        observers = (*self.observers, *(item for step in self.evictions for item in step.wants))
+        sums = sorted({item.kind.__name__ for item in observers if getattr(item.kind, "sums_attention", False)})
         if self.pattern is not None and sums:
             raise ValueError(
-                f"{', '.join(sums)} cannot watch a prompt that is read by a pattern: it sums the attention over all pairs, of "
-                "which a pattern computes a part; put the pattern beside a press that scores by a few queries, or by keys and "
-                "values, such as snapkv, tova, expected_attention or knorm"
+                f"{', '.join(sums)} cannot watch a prompt that is read by a pattern: it sums attention over all pairs, and a "
+                "pattern computes only some of them; combine the pattern with a press that scores by a few queries, or by keys "
+                "and values, such as snapkv, tova, expected_attention or knorm"
             )
 
     @property
     def spans(self) -> tuple[Spans, ...]:
-        """All spans that have to be found."""
-        among = (step.among for step in self.evictions if step.among is not None)
-        return (*self.protected, *among, *(() if self.dropping is None else (self.dropping.rule,)))
+        """All span rules of the recipe."""
+        evicted = (step.among for step in self.evictions if step.among is not None)
+        return (*self.protected, *evicted, *(() if self.dropping is None else (self.dropping.rule,)))
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether spans have to be found in token ids."""
+        """Whether any span rule reads token ids."""
         return any(rule.reads_tokens for rule in self.spans)
 
     @property
     def is_identity(self) -> bool:
         """Whether nothing is changed."""
-        other = (self.codec, self.selector, self.pattern, self.dropping)
-        return other == (None,) * 4 and not self.hooks and all(eviction.is_identity for eviction in self.evictions)
+        extras = (self.codec, self.selector, self.pattern, self.dropping)
+        return extras == (None,) * 4 and not self.hooks and all(eviction.is_identity for eviction in self.evictions)
 
     def acting(self, phase: Phase) -> tuple[Eviction, ...]:
         """Return the evictions that act in a phase."""
         return tuple(eviction for eviction in self.evictions if eviction.acts_in(phase))
 
     def watched(self, phase: Phase) -> tuple[Wanted, ...]:
-        """Return what has to be watched in a phase, each wish once."""
+        """Return the observers of a phase, without duplicates."""
         evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
-        wants = [wanted for eviction in evictions for wanted in eviction.wants]
+        wants = [item for eviction in evictions for item in eviction.wants]
         tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
         return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 
     @property
     def chunk(self) -> int | None:
-        """How many tokens of a prompt are read at most before something is evicted; None for all of them."""
+        """Most tokens of a prompt read before an eviction; None for the whole prompt."""
         chunks = [step.schedule.chunk for step in self.acting("prefill") if step.schedule.chunk is not None]
         return min(chunks, default=None)
 
@@ -339,7 +355,11 @@ class Recipe:
         return min(tokens, self.kept(tokens) + self.chunk)
 
     def check_length(self, tokens: int) -> None:
-        """Refuse a prompt for which a size is too small, that ranges of tokens do not lie in, or that loses every pair."""
+        """Refuse a prompt of `tokens` tokens that the recipe does not suit.
+
+        Raises:
+            ValueError: a size is too small for the prompt, a range of tokens lies outside of it, or all its pairs would go.
+        """
         for rule in self.spans:
             rule.check(tokens)
         for eviction in self.acting("prefill"):
@@ -347,29 +367,29 @@ class Recipe:
             kept = eviction.amount.of(tokens)
             if eviction.beside and kept <= eviction.beside and kept < tokens:
                 raise ValueError(
-                    f"{kept} of {tokens} pairs per head are to stay, all of which would be the {eviction.beside} that are read "
-                    f"behind the prompt: keep at least {eviction.beside + 1}, by a smaller compression_ratio"
+                    f"{kept} of {tokens} pairs per head would stay, none of them from the prompt: {eviction.beside} are read "
+                    f"behind it; keep at least {eviction.beside + 1} by a smaller compression_ratio"
                 )
             tokens = kept
 
     def codec_at(self, layer: int) -> Codec | None:
-        """Return how a layer stores sealed pairs; a selector without codec seals them densely so that it can index them."""
+        """Return the codec of a layer; a selector without a codec gets a dense one, so that it can index sealed pairs."""
         codec = None if self.codec is None else self.codec(layer)
         selector = self.selector_at(layer)
         return codec if codec is not None or selector is None else selector.sealing
 
     def selector_at(self, layer: int) -> Selector | None:
-        """Return how a layer chooses what is read; None reads everything."""
+        """Return the selector of a layer; None reads all pairs."""
         return None if self.selector is None else self.selector(layer)
 
     @property
     def ragged(self) -> bool:
-        """Whether heads of a layer may end up with different numbers of pairs."""
+        """Whether heads of a layer may keep different numbers of pairs."""
         return any(eviction.allocator.ragged for eviction in self.evictions)
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether one reading of a prompt can serve this press and others."""
+        """Whether one prefill can be shared by this press and others."""
         if self.pattern is not None or self.chunk is not None or self.dropping is not None:
             return False
         prepared = [eviction.prepare for eviction in self.acting("prefill")]

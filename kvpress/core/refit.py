@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, and logit weights, solved for: what stays after an eviction answers queries as all pairs did."""
+"""Refit of values and log-weights: kept pairs give queries nearly the output that all pairs gave."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
 
 AHEAD = 32
-"""How many positions behind the newest token the queries of a prompt are turned to, one after another."""
+"""Queries of a prompt are rotated to this many positions after the newest token, in turn."""
 REPEATED = 2048
-"""Tokens that are read again at a time."""
+"""Most tokens of a repeated prompt in one pass."""
 CodecAt = Callable[[int], Codec | None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What `queries [M, D]` of one kv head got from all pairs: `out [M, Dv]`, and `lse [M]` without learned sinks.
-
-    `sinks [M]` are the logits of these, None where there are none.
-    """
+    """Attention of sampled queries of one KV head over all pairs, before the eviction."""
 
     queries: Tensor
+    """Queries `[M, D]`."""
     out: Tensor
+    """Outputs `[M, Dv]`."""
     lse: Tensor
+    """Log-sum-exp `[M]`, without learned sinks."""
     sinks: Tensor | None
+    """Logits of learned sinks `[M]`; None without sinks."""
 
 
-def asked(view: View, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield, for every stream of a view, the queries `[M, D]` of its group that were sampled, and their sinks `[M]`.
+def asked(view: View, observed: Wanted) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the sampled queries `[M, D]` of the GQA group of every stream of a view, and their sinks `[M]`.
 
-    Those of a prompt are turned to the positions that come next.
+    Queries of a prompt are rotated to the positions that follow it.
     """
-    call, observer = view.call, view.observer(wanted)
+    call, observer = view.call, view.observer(observed)
     queries = view.query_heads(observer.queries)
     if not observer.repeated and call.layer.rotates:
         future = call.next_positions(view.rows, view.seen, AHEAD)
@@ -55,147 +56,147 @@ def asked(view: View, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor | None]]:
     grouped = queries.unflatten(1, (view.shape[1], -1))
     start, stop, _ = view.heads.indices(call.store.heads)
     sinks = None if call.sinks is None else call.sinks.float().view(call.store.heads, -1)[start:stop]
-    for place, row in enumerate(view.rows):
+    for index, row in enumerate(view.rows):
         real = observer.order[row].isfinite()
         for head in range(view.shape[1]):
-            own = grouped[place, head][:, real]
-            each = None if sinks is None else sinks[head].to(own.device).repeat_interleave(own.shape[1])
-            yield own.flatten(0, 1), each
+            sampled = grouped[index, head][:, real]
+            logits = None if sinks is None else sinks[head].to(sampled.device).repeat_interleave(sampled.shape[1])
+            yield sampled.flatten(0, 1), logits
 
 
-def targets(view: View, wanted: Wanted) -> list[Target]:
-    """Return what every stream of a view gives the sampled queries while all pairs are there."""
+def targets(view: View, observed: Wanted) -> list[Target]:
+    """Return the attention of the sampled queries over all pairs, for every stream of a view."""
     weight = view.side.get(LOG_WEIGHT)
     keys, values = view.keys.flatten(0, 1), view.values.flatten(0, 1)
-    found = []
-    for n, (queries, sinks) in enumerate(asked(view, wanted)):
-        own = None if weight is None else weight.flatten(0, 1)[n : n + 1]
+    outputs = []
+    for n, (queries, sinks) in enumerate(asked(view, observed)):
+        log_weight = None if weight is None else weight.flatten(0, 1)[n : n + 1]
         pairs = keys[n : n + 1].float(), values[n : n + 1].float()
-        out, lse = attend(queries[None], *pairs, view.call.logits, log_weight=own)
-        found.append(Target(queries, _beside_sinks(out[0], lse[0], sinks), lse[0], sinks))
-    return found
+        out, lse = attend(queries[None], *pairs, view.call.logits, log_weight=log_weight)
+        outputs.append(Target(queries, _scaled_by_sinks(out[0], lse[0], sinks), lse[0], sinks))
+    return outputs
 
 
-def refit(call: LayerCall, wanted: Refit, found: dict[int, Target], codec: CodecAt) -> None:
-    """Solve for the values of the pairs that stay in some streams, so that they give what was `found` when all were there.
+def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: CodecAt) -> None:
+    """Replace the values of kept pairs, stream by stream, so that outputs come closest to `goals`.
 
-    Keys are those that will be read: where the layer has a codec, what it makes of them. Pairs of earlier turns keep their
-    values and weights, whatever stores them.
+    Keys are those that later steps read: decoded ones where the layer has a codec. Pairs of earlier turns keep their values
+    and log-weights.
     """
     store, keys = call.store, kept_keys(call, codec)
-    if wanted.weights is not None:
-        weights = {n: fitted_weights(call, wanted.weights, target, keys(n), n) for n, target in found.items()}
+    if settings.weights is not None:
+        weights = {n: fitted_weights(call, settings.weights, target, keys(n), n) for n, target in goals.items()}
         store.weigh({n: weight.half() for n, weight in weights.items()})
     dense = store.dense
     if dense is None:
         return
     values = dense.values.clone()
-    for n, target in found.items():
-        end, fresh = dense.layout.rows(n).stop, fitted_values(call, wanted.ridge, target, keys(n), n)
-        values[end - len(fresh) : end] = fresh.to(values.dtype)
+    for n, target in goals.items():
+        end, fitted = dense.layout.rows(n).stop, fitted_values(call, settings.ridge, target, keys(n), n)
+        values[end - len(fitted) : end] = fitted.to(values.dtype)
     store.replace_dense(values=values)
 
 
 def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
-    """Return what reads the keys `[t, D]` of a stream that has been cut, as they will be once the codec has sealed them.
+    """Return a function that reads the kept keys `[t, D]` of a stream as they are after the codec has sealed them.
 
-    A copy of the layer is sealed for it: it shares what is sealed already, and lives as long as what is returned.
+    With a codec, the function holds a copy of the layer that is sealed for it; sealed segments are shared, not copied.
     """
-    own = codec(call.layer.index)
+    layer_codec = codec(call.layer.index)
     store = call.store
-    if own is not None:
-        bare = copy.copy(store)
-        bare.observers = {}
-        store = copy.deepcopy(bare)
-        store.observers = call.store.observers  # which a codec may read
-        store.settle(own, replace(call.sealing, shared=dict(call.tokens.shared)), turn=True)
-    return lambda n: torch.cat([part.read(part.layout.rows(n))[0] for part in store.sealed]).float()
+    if layer_codec is not None:
+        without_observers = copy.copy(store)
+        without_observers.observers = {}
+        store = copy.deepcopy(without_observers)
+        store.observers = call.store.observers  # codecs may read them
+        store.settle(layer_codec, replace(call.sealing, shared=dict(call.tokens.shared)), turn=True)
+    return lambda n: torch.cat([segment.read(segment.layout.rows(n))[0] for segment in store.sealed]).float()
 
 
-def fitted_weights(call: LayerCall, how: Weights, target: Target, keys: Tensor, stream: int) -> Tensor:
-    """Return logit weights `[t]` with which a stream has the mass that it had, for every query relative to its own."""
+def fitted_weights(call: LayerCall, settings: Weights, target: Target, keys: Tensor, stream: int) -> Tensor:
+    """Return log-weights `[t]` with which the kept pairs of a stream get the attention mass of all pairs, for every query."""
     kept = Design(target.queries, keys, call.logits, target.lse, _stored_weights(call.store, stream))
-    fresh = _open(call, stream)
-    design = kept.part(slice(len(keys) - fresh, None))
-    ones = torch.ones(len(keys), 1, dtype=torch.float32 if how.ridge else torch.float64, device=keys.device)
-    low, high = (torch.tensor(edge, dtype=ones.dtype).exp().to(keys.device) for edge in (-how.down, how.up))
-    factor = ones[len(keys) - fresh :]
-    wanted = 1 - kept.apply(ones) + design.apply(factor)
-    factor = (factor + design.solve(wanted - design.apply(factor), how.ridge)).clamp(low, high)
-    step = 1 / max(design.norm(), 1e-30) ** 2 if how.steps else 0.0
-    for _ in range(how.steps):
-        factor = (factor - step * design.back(design.apply(factor) - wanted)).clamp(low, high)
+    count = _count_of_turn(call, stream)
+    design = kept.part(slice(len(keys) - count, None))
+    ones = torch.ones(len(keys), 1, dtype=torch.float32 if settings.ridge else torch.float64, device=keys.device)
+    low, high = (torch.tensor(edge, dtype=ones.dtype).exp().to(keys.device) for edge in (-settings.down, settings.up))
+    factor = ones[len(keys) - count :]
+    goal = 1 - kept.apply(ones) + design.apply(factor)
+    factor = (factor + design.solve(goal - design.apply(factor), settings.ridge)).clamp(low, high)
+    step = 1 / max(design.norm(), 1e-30) ** 2 if settings.steps else 0.0
+    for _ in range(settings.steps):
+        factor = (factor - step * design.back(design.apply(factor) - goal)).clamp(low, high)
     weights = torch.zeros(len(keys), device=keys.device) if kept.log_weight is None else kept.log_weight.clone()
-    weights[len(keys) - fresh :] += factor[:, 0].log()
+    weights[len(keys) - count :] += factor[:, 0].log()
     return weights
 
 
 def fitted_values(call: LayerCall, ridge: float, target: Target, keys: Tensor, stream: int) -> Tensor:
-    """Return values `[m, Dv]` for the pairs of a stream that are of this turn, given those of the others."""
+    """Return new values `[m, Dv]` for the pairs of this turn in a stream; pairs of earlier turns keep theirs."""
     weight = _stored_weights(call.store, stream)
-    values = torch.cat([part.read(part.layout.rows(stream))[1] for part in call.store.sealed]).float()
-    own = None if weight is None else weight[None]
-    out, lse = attend(target.queries[None], keys[None], values[None], call.logits, log_weight=own)
-    left = target.out - _beside_sinks(out[0], lse[0], target.sinks)
-    whole = lse[0] if target.sinks is None else torch.logaddexp(lse[0], target.sinks)
-    fresh = slice(len(keys) - _open(call, stream), None)
-    design = Design(target.queries, keys, call.logits, whole, weight).part(fresh)
-    return values[fresh] + design.solve(left if ridge else left.double(), ridge).float()
+    values = torch.cat([segment.read(segment.layout.rows(stream))[1] for segment in call.store.sealed]).float()
+    log_weight = None if weight is None else weight[None]
+    out, lse = attend(target.queries[None], keys[None], values[None], call.logits, log_weight=log_weight)
+    residual = target.out - _scaled_by_sinks(out[0], lse[0], target.sinks)
+    total_lse = lse[0] if target.sinks is None else torch.logaddexp(lse[0], target.sinks)
+    newest = slice(len(keys) - _count_of_turn(call, stream), None)
+    design = Design(target.queries, keys, call.logits, total_lse, weight).part(newest)
+    return values[newest] + design.solve(residual if ridge else residual.double(), ridge).float()
 
 
-def _open(call: LayerCall, stream: int) -> int:
-    """How many of the pairs that a stream keeps are of this prompt or turn: its newest ones, all of them dense."""
+def _count_of_turn(call: LayerCall, stream: int) -> int:
+    """Return how many kept pairs of a stream are from this prompt or turn; they are its newest, and all dense."""
     dense = call.store.dense
     if dense is None or not call.tokens.prompt_start:
         return 0 if dense is None else dense.layout.lengths[stream]
     return int((dense.slots()[dense.layout.rows(stream)] >= call.tokens.prompt_start).sum())
 
 
-def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the output `[M, Dv]` of all pairs once learned sinks have taken their share."""
+def _scaled_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the output `[M, Dv]` scaled down by the share of the attention that learned sinks take."""
     return out if sinks is None else out * torch.sigmoid(lse - sinks)[:, None]
 
 
 def _stored_weights(store: KVStore, stream: int) -> Tensor | None:
-    """Logit weights of the sealed pairs of a stream, float32 [t]; None where no part has any."""
-    if all(part.log_weight is None for part in store.sealed):
+    """Return the log-weights of the sealed pairs of a stream, float32 [t]; None if no segment has any."""
+    if all(segment.log_weight is None for segment in store.sealed):
         return None
     parts = []
-    for part in store.sealed:
-        rows = part.layout.rows(stream)
-        none = torch.zeros(rows.stop - rows.start, device=part.device)
-        parts.append(none if part.log_weight is None else part.log_weight[rows].float())
+    for segment in store.sealed:
+        rows = segment.layout.rows(stream)
+        zeros = torch.zeros(rows.stop - rows.start, device=segment.device)
+        parts.append(zeros if segment.log_weight is None else segment.log_weight[rows].float())
     return torch.cat(parts)
 
 
-def refitting(step: Eviction, how: Refit) -> Eviction:
-    """Return an eviction that refits what stays; where its queries are those of a `repeated` prompt, it is read again first."""
-    if not how.repeated:
-        return replace(step, refit=how)
+def refitting(step: Eviction, settings: Refit) -> Eviction:
+    """Return an eviction that also refits kept pairs; with `repeated`, it reads the prompt a second time first."""
+    if not settings.repeated:
+        return replace(step, refit=settings)
     earlier = step.prepare
 
     def act(done: Pass) -> None:
         if earlier is not None:
             earlier.act(done)
-        read_again(how.queries, done)
+        read_again(settings.queries, done)
 
     check = (lambda: None) if earlier is None else earlier.check
-    return replace(step, refit=how, prepare=PassHook(act, ("prefill",), reads=True, check=check))
+    return replace(step, refit=settings, prepare=PassHook(act, ("prefill",), reads=True, check=check))
 
 
-def read_again(wanted: Wanted, done: Pass) -> None:
-    """Read the prompt a second time behind itself, and leave a sample of the queries that it then asks with the observers."""
+def read_again(observed: Wanted, done: Pass) -> None:
+    """Read the prompt a second time behind itself; the observers sample the queries of the second reading."""
     rows = done.rows()
     for start in range(0, max(len(row.tokens) for row in rows), REPEATED):
         texts = [row.tokens[start : start + REPEATED] for row in rows]
         longest = max(map(len, texts))
         ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=done.position.device)
         lengths = torch.tensor([len(text) for text in texts])
-        place = torch.arange(longest).expand(len(rows), -1)
-        place = torch.where(place < lengths[:, None], place + start, -1)
+        columns = torch.arange(longest).expand(len(rows), -1)
+        columns = torch.where(columns < lengths[:, None], columns + start, -1)
 
-        def watch(call: LayerCall, place: Tensor = place) -> None:
-            observer: SampledQueries = call.store.observers[wanted]
-            observer.add(call, place)
+        def watch(call: LayerCall, columns: Tensor = columns) -> None:
+            observer: SampledQueries = call.store.observers[observed]
+            observer.add(call, columns)
 
         done.read(ids, watch)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names under which presses are found, and what is known of each besides its class.
+"""Registry of presses by name, with role, paper, examples and refusals.
 
-A method is found because its file is there: every module of `kvpress.presses`, `kvpress.quant` and `kvpress.sparse` is
-looked through. Other packages add theirs by an entry point of the group `kvpress.presses` that names a module.
+A press registers itself when its module is imported: `load` imports every module of `kvpress.presses`, `kvpress.quant` and
+`kvpress.sparse`. Other packages add presses by an entry point of the group `kvpress.presses` that names a module.
 """
 
 from __future__ import annotations
@@ -23,47 +23,54 @@ PressT = TypeVar("PressT", bound="type[Any]")
 PACKAGES = ("kvpress.presses", "kvpress.quant", "kvpress.sparse")
 ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select", "prefill")
 GROUP = "kvpress.presses"
-"""The group of entry points by which other packages add presses."""
+"""Group of entry points by which other packages add presses."""
 EVERY_SUITE = "every suite"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A spec that is refused, when it is parsed, when it meets a model or in a later turn, and why."""
+    """A spec that raises an error when it is parsed, when it gets a model, or in a later turn."""
 
     spec: str
+    """Refused spec."""
     why: str
+    """Reason, for the docs."""
 
 
 @dataclass(frozen=True)
 class Exemption:
-    """A suite of all evicting presses that one does not take part in, and what tests it instead.
-
-    Of `EVERY_SUITE` the whole press is left out. `settings` are those that alone are exempt.
-    """
+    """A test suite of all evicting presses that skips a press."""
 
     suite: str
+    """Name of the suite; `EVERY_SUITE` for all of them."""
     why: str
+    """Reason, and the tests that take the place of the suite."""
     settings: str = ""
+    """Settings that are exempt; empty for all."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered press: its public name, class, role and the paper it follows.
-
-    `example` is a spec that parses everywhere, `cases` are specs for prompts of a few dozen tokens, which the suites of all
-    presses run over. `needs` is what has to be made for a model before the press suits it.
-    """
+    """A registered press."""
 
     name: str
+    """Public name, used in specs."""
     press: type[Any]
+    """Class of the press."""
     role: Role
+    """Kind of compression, by which lists are sorted."""
     paper: str
+    """Paper that the press implements; empty for none."""
     example: str
+    """Spec that parses without any file."""
     cases: tuple[str, ...] = ()
+    """Specs for prompts of a few dozen tokens, which the test suites of all presses run."""
     needs: str = ""
+    """File or folder that must be made for a model before the press can run."""
     refuses: tuple[Refusal, ...] = ()
+    """Specs that the press refuses."""
     exempt: tuple[Exemption, ...] = ()
+    """Test suites that skip the press."""
 
     @property
     def summary(self) -> str:
@@ -85,12 +92,18 @@ def register(
     refuses: tuple[Refusal, ...] = (),
     exempt: tuple[Exemption, ...] = (),
 ) -> Callable[[PressT], PressT]:
-    """Class decorator: make a press available as `get_press(name)` and in `kvpress list`."""
+    """Return a class decorator that makes a press available as `get_press(name)` and in `kvpress list`.
+
+    Raises:
+        ValueError: another class has the name already.
+    """
 
     def decorate(press: PressT) -> PressT:
         key = normalise(name)
         if key in _entries and _entries[key].press is not press:
-            raise ValueError(f"a press named {name!r} exists already: {_entries[key].press.__name__}")
+            raise ValueError(
+                f"a press named {name!r} exists already: {_entries[key].press.__name__}; choose another name"
+            )
         _entries[key] = Entry(name, press, role, paper, example or name, cases, needs, refuses, exempt)
         return press
 
@@ -104,12 +117,12 @@ def normalise(name: str) -> str:
 
 
 def entries() -> list[Entry]:
-    """All registered presses, by role and name."""
+    """Return all registered presses, sorted by role and name."""
     return sorted(_all().values(), key=lambda entry: (ORDER.index(entry.role), entry.name))
 
 
 def registered() -> bool:
-    """Whether any press is registered so far, without looking for more."""
+    """Whether any press is registered so far; imports nothing."""
     return bool(_entries)
 
 
@@ -130,19 +143,23 @@ def load(package: str) -> None:
 
 @functools.cache
 def load_installed() -> None:
-    """Import the modules that installed packages name as theirs, once; one that fails costs a warning and its presses."""
+    """Import the modules that installed packages name in entry points, once; a failed import gives a warning."""
     for point in entry_points(group=GROUP):
         try:
             point.load()
         except Exception as error:
             warnings.warn(
-                f"the presses of {point.value!r} ({GROUP}, entry point {point.name!r}) are missing: {error}",
+                f"cannot import the presses of {point.value!r} ({GROUP}, entry point {point.name!r}): {error}",
                 stacklevel=2,
             )
 
 
 def class_named(name: str, package: str = "kvpress") -> type[Any]:
-    """Return the press class of that name, as an attribute of a package; an unknown one is an AttributeError."""
+    """Return the press class called `name`, for attribute access on a package.
+
+    Raises:
+        AttributeError: no registered class of this library has the name.
+    """
     if name[:1].isupper():
         for entry in entries():
             for base in entry.press.__mro__:
@@ -152,17 +169,25 @@ def class_named(name: str, package: str = "kvpress") -> type[Any]:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a name, or of a class name; an unknown one is a `KeyError` that names the nearest."""
-    known, key = _all(), normalise(name)
-    entry = known.get(key) or next((e for e in known.values() if normalise(e.press.__name__) == key), None)
+    """Return the entry of a public name or class name.
+
+    Raises:
+        UnknownNameError: no press has the name; the message suggests the nearest one.
+    """
+    presses, key = _all(), normalise(name)
+    entry = presses.get(key) or next((e for e in presses.values() if normalise(e.press.__name__) == key), None)
     if entry is None:
-        close = nearest(name, {entry.name for entry in known.values()})
+        close = nearest(name, {entry.name for entry in presses.values()})
         raise UnknownNameError(f"unknown press {name!r}{close}; `kvpress list` shows all")
     return entry
 
 
 def name_of(press: type[Any]) -> str:
-    """Return the public name of a press class."""
+    """Return the public name of a press class.
+
+    Raises:
+        KeyError: the class is not registered.
+    """
     for entry in _all().values():
         if entry.press is press:
             return entry.name
@@ -170,26 +195,26 @@ def name_of(press: type[Any]) -> str:
 
 
 NEAR = 0.75
-"""Similarity from which on a name is offered for another; `nonsense` and `none` have 0.67."""
+"""Least similarity of a suggested name; that of `nonsense` and `none` is 0.67."""
 
 
 class UnknownNameError(KeyError):
-    """A `KeyError` that prints its message as it is, without quotes."""
+    """`KeyError` that prints its message without quotes."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean ...?` for the closest known name, or nothing."""
-    folded = {normalise(candidate): candidate for candidate in known}
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return `: did you mean ...?` for the closest of `names`, or an empty text if none is close."""
+    folded = {normalise(candidate): candidate for candidate in names}
     key = normalise(name)
-    near = difflib.get_close_matches(key, folded, n=1, cutoff=NEAR) or [
-        one for one in folded if _one_letter_off(key, one)
+    close = difflib.get_close_matches(key, folded, n=1, cutoff=NEAR) or [
+        candidate for candidate in folded if _one_letter_off(key, candidate)
     ]
-    return f": did you mean {folded[near[0]]}?" if near else ""
+    return f": did you mean {folded[close[0]]}?" if close else ""
 
 
-def _one_letter_off(name: str, other: str) -> bool:
-    """Whether two names differ in a single letter, which in a short name is a large part of it."""
-    return len(name) == len(other) > 2 and sum(a != b for a, b in zip(name, other, strict=True)) == 1
+def _one_letter_off(name: str, candidate: str) -> bool:
+    """Whether two names differ in one letter; in short names that is too much for `NEAR`."""
+    return len(name) == len(candidate) > 2 and sum(a != b for a, b in zip(name, candidate, strict=True)) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pairs are worth, and which of them a head keeps."""
+"""Scores of pairs, and the choice of the pairs that a head keeps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvpress.observe.view import View
 
 
 def top(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Mark the `count` largest scores of the last axis, which hold no NaN; of equal ones the newest.
+    """Return the mask of the `count` largest scores of the last axis; of equal scores, the newest pair wins.
 
-    As a tensor, `count` has the shape of `scores` without the last axis.
+    `scores` must hold no NaN. A tensor `count` has the shape of `scores` without the last axis.
     """
     length = scores.shape[-1]
     order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
@@ -26,17 +26,17 @@ def top(scores: Tensor, count: int | Tensor) -> Tensor:
 
 
 def class_name(scorer: Any) -> str:
-    """Return the name of the class that a user knows: that of the press where `scorer` calls its `score`."""
+    """Return the class name for messages: that of the press if `scorer` calls the `score` of a press."""
     return type(getattr(scorer, "press", scorer)).__name__
 
 
 def check_scores(scores: Any, scorer: Any, view: View) -> None:
-    """Refuse scores of another shape than `[b, h, n]`, and NaN among them. Infinite scores are allowed.
+    """Check that scores are a tensor `[b, h, n]` without NaN; infinite scores are allowed.
 
     Raises:
         TypeError: `scores` is not a tensor.
-        ValueError: its shape is another than that of the pairs of the view.
-        FloatingPointError: it holds NaN; the message names the layer, the row, the head and the first such position.
+        ValueError: the shape is not that of the pairs of the view.
+        FloatingPointError: a score is NaN; the message names the layer, the row, the head and the first such position.
     """
     name = class_name(scorer)
     if not isinstance(scores, Tensor):
@@ -50,15 +50,15 @@ def check_scores(scores: Any, scorer: Any, view: View) -> None:
 
 
 def check_numbers(scores: Tensor, name: str, view: View) -> None:
-    """Refuse NaN in an array `[b, h, n]` of a view.
+    """Check that an array `[b, h, n]` of a view holds no NaN.
 
     Raises:
-        FloatingPointError: the message names the layer, the row, the head and the first position.
+        FloatingPointError: a number is NaN; the message names the layer, the row, the head and the first position.
     """
-    bad = scores.isnan()
-    if not bool(bad.any()):
+    is_nan = scores.isnan()
+    if not bool(is_nan.any()):
         return
-    row, head, slot = bad.nonzero()[0].tolist()
+    row, head, slot = is_nan.nonzero()[0].tolist()
     first = view.heads.indices(view.call.store.heads)[0]
     raise FloatingPointError(
         f"NaN in {name}, layer {view.layer}, row {view.rows[row]}, head {first + head}, position "
@@ -67,48 +67,48 @@ def check_numbers(scores: Tensor, name: str, view: View) -> None:
 
 
 class Scorer(Protocol):
-    """What is each pair worth?"""
+    """Computes the worth of each pair, and chooses the pairs that stay."""
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         """Observers that the scores are read from."""
 
     def scores(self, view: View) -> Tensor:
-        """Return the worth of every pair of a view, `[b, h, n]`; the largest are kept, infinite ones first."""
+        """Return the worth of every pair of a view, `[b, h, n]`; the pairs with the largest are kept, +inf first."""
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
         """Mark `counts` pairs of every head, a number or `[b, h]`, as a mask `[b, h, n]`."""
 
     def without_values(self) -> Scorer:
-        """Return the scorer that leaves the size of values out, for wrappers that weigh them themselves."""
+        """Return the scorer without the factor for the norm of values, for wrappers that multiply by it themselves."""
 
     @property
     def ranks(self) -> bool:
-        """Whether scores only order the pairs of a head, so that they can be neither weighed nor compared between heads."""
+        """Whether scores only order the pairs of a head; they can be neither weighted nor compared between heads."""
 
     @property
     def weighs(self) -> bool:
-        """Whether `choose` gives the pairs that stay logit weights."""
+        """Whether `choose` gives kept pairs log-weights."""
 
 
 @dataclass
 class Scored:
-    """A view, and what its pairs are worth, worked out when first asked for.
-
-    A scorer that weighs leaves the `log_weight [b, h, n]` here that its choice adds to those of the pairs. An allocator that
-    also decides how pairs are stored leaves their bits, `width [b, h, n]`, for the codec (`WIDTH`). Where the view shows some
-    pairs of another one, `among`, they are worth what they are there.
-    """
+    """A view with the scores of its pairs, computed at first use."""
 
     view: View
+    """Pairs that can be evicted."""
     scorer: Scorer
+    """Computes the scores."""
     log_weight: Tensor | None = None
+    """Log-weights `[b, h, n]` that the choice adds to those of the pairs; set by scorers that weigh."""
     among: View | None = None
+    """Larger view that `view` takes its pairs from; scores are computed over all of its pairs. None for `view` itself."""
     width: Tensor | None = None
+    """Bits per value of each pair, `[b, h, n]`, for the codec (`WIDTH`); set by allocators that choose them."""
 
     @property
     def whole(self) -> View:
-        """All pairs of the heads: what allocators measure."""
+        """View of all pairs of the heads, for allocators that measure them."""
         return self.view if self.among is None else self.among
 
     @cached_property
@@ -119,10 +119,11 @@ class Scored:
         return scores.float() if self.among is None else scores.float().gather(2, self._index)
 
     def choose(self, counts: int | Tensor) -> Tensor:
-        """Return the scorer's mask `[b, h, n]` of `counts` pairs of every head, a number or `[b, h]`.
+        """Return the mask `[b, h, n]` of the `counts` pairs (a number, or `[b, h]`) that the scorer keeps in every head.
 
         Raises:
-            TypeError, ValueError: the scorer's `choose` returned anything but a mask of that shape.
+            TypeError: the scorer returned no boolean tensor.
+            ValueError: the mask has another shape.
         """
         mask = self.scorer.choose(self, counts)
         name, shape = class_name(self.scorer), tuple(self.view.shape)
@@ -133,12 +134,15 @@ class Scored:
             raise ValueError(f"{name}.choose must return a mask of shape {shape}, got {tuple(mask.shape)}")
         return mask
 
-    def put(self, array: Tensor, whole: Tensor) -> Tensor:
-        """Set those of `whole [b, h, m]` that the view shows, the oldest ones or some `among` all, to `array [b, h, n]`."""
+    def put(self, array: Tensor, target: Tensor) -> Tensor:
+        """Write `array [b, h, n]`, a number for each pair of `view`, into `target [b, h, m]`, which covers all pairs.
+
+        The pairs of `view` are the oldest n, or those that its index takes from `among`.
+        """
         if self.among is None:
-            whole[..., : self.view.length] = array
-            return whole
-        return whole.scatter_(2, self._index, array)
+            target[..., : self.view.length] = array
+            return target
+        return target.scatter_(2, self._index, array)
 
     @property
     def _index(self) -> Tensor:
@@ -147,7 +151,7 @@ class Scored:
 
 
 class ByScore:
-    """A scorer whose best pairs are kept; scorers derive from it and give `scores`."""
+    """Base of scorers that keep the pairs with the largest scores; subclasses implement `scores`."""
 
     ranks: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
@@ -158,9 +162,9 @@ class ByScore:
         return ()
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        """Mark the pairs with the largest scores."""
+        """Return the mask of the pairs with the largest scores."""
         return top(scored.scores, counts)
 
     def without_values(self) -> Any:
-        """Return the scorer that leaves the size of values out: this one, where it does so anyway."""
+        """Return the scorer without the factor for the norm of values; itself if it has none."""
         return self

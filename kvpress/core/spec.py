@@ -10,7 +10,8 @@ A bare value fills the first argument that is not itself a press: the ratio of a
 parentheses fill the arguments that are presses: `adakv(snapkv:0.5)`, `prefill_decoding(snapkv:0.5; decoding(knorm))`,
 `prefill_decoding(decoding_press=h2o:0.5)`.
 
-A path is that of a YAML file that says `press: spec`, or holds what `press_to_dict` returns; its other keys are notes.
+A path names a YAML file with the key `press` and a spec as its value, or with the data that `press_to_dict` returns; other
+keys are ignored.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import Entry, entries, find, name_of, nearest
 
 FILE, ENDINGS = "@", (".yaml", ".yml")
-"""What a path begins with, and what it ends with where nothing stands before it."""
+"""Prefix of a path, and file name endings of a path without the prefix."""
 MOST_NESTED = 32
-"""Parentheses of a spec inside one another; no wrapper needs more than a few."""
+"""Deepest nesting of parentheses in a spec; real specs need a few levels."""
 
 
 def get_press(spec: str | BasePress) -> BasePress:
     """Build a press from a spec such as `"adakv(expected_attention:0.6,epsilon=0.02) + kivi:bits=2 + quest:budget=1024"`.
 
-    A press is returned as it is.
-    `"best/press.yaml"` or `"@best/press.yaml"` reads it from a file, as `kvpress tune` writes it. Names ignore case, dashes and
-    underscores. Unknown names are a `KeyError`, unknown or wrong arguments and files without a press a `ValueError` or
-    `TypeError`; they name the nearest valid one.
+    A press is returned unchanged. `"best/press.yaml"` or `"@best/press.yaml"` reads a file such as `kvpress tune` writes. Names
+    ignore case, dashes and underscores.
+
+    Raises:
+        KeyError: no press has the name; the message suggests the nearest one.
+        ValueError, TypeError: an argument is unknown or not allowed, or a file holds no press.
     """
     if isinstance(spec, BasePress):
         return spec
@@ -58,7 +61,7 @@ def get_press(spec: str | BasePress) -> BasePress:
 
 
 def spelled_out(spec: str) -> str:
-    """Return a spec with what files of presses hold in their place; as it is if it names none."""
+    """Return a spec with the paths of files replaced by the presses in them; unchanged if it has no path."""
     return to_spec(get_press(spec)) if FILE in spec or spec.strip().endswith(ENDINGS) else spec
 
 
@@ -66,7 +69,7 @@ def _read_file(path: str) -> BasePress:
     """Build the press that a file holds.
 
     Raises:
-        ValueError: there is no such file, or it holds no press.
+        ValueError: the file cannot be read, or holds no press.
     """
     import yaml
 
@@ -74,13 +77,13 @@ def _read_file(path: str) -> BasePress:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read a press from {path}: {error}") from error
-    held = data.get("press", data) if isinstance(data, dict) else data
-    if isinstance(held, str) and FILE not in held and not held.strip().endswith(ENDINGS):
-        return get_press(held)
-    if isinstance(held, dict) and "name" in held:
-        return press_from_dict(held)
+    content = data.get("press", data) if isinstance(data, dict) else data
+    if isinstance(content, str) and FILE not in content and not content.strip().endswith(ENDINGS):
+        return get_press(content)
+    if isinstance(content, dict) and "name" in content:
+        return press_from_dict(content)
     raise ValueError(
-        f"{path} holds no press: expected a line such as `press: snapkv:0.5 + kivi:bits=4`, got {held!r:.80}"
+        f"{path} holds no press: expected a line such as `press: snapkv:0.5 + kivi:bits=4`, got {content!r:.80}"
     )
 
 
@@ -98,7 +101,7 @@ def list_presses() -> list[Entry]:
 def to_spec(press: BasePress) -> str:
     """Return the shortest spec that builds an equal press."""
     if isinstance(press, ComposedPress):
-        return " + ".join(to_spec(part) for part in press.presses)
+        return " + ".join(to_spec(item) for item in press.presses)
     inner, arguments = [], []
     skipped = False
     for item in dataclasses.fields(press):
@@ -126,11 +129,11 @@ def parts_of(press: BasePress) -> Iterator[BasePress]:
 
 
 def own_code(press: BasePress) -> str:
-    """Return a digest of the modules that define parts of a press outside of this library; empty where there are none.
+    """Return a digest of the source of all modules outside of this library that define a press or its parts; empty for none.
 
-    Such parts have no version: a result that is kept is of the code that made it.
+    User code has no version, so stored results are matched by the digest of the code that made them.
     """
-    kinds = {type(part) for part in parts_of(press)}
+    kinds = {type(item) for item in parts_of(press)}
     modules = sorted({kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "kvpress"})
     if not modules:
         return ""
@@ -140,39 +143,43 @@ def own_code(press: BasePress) -> str:
 def _source_of(module: str) -> str:
     try:
         return inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):  # typed into a shell
+    except (KeyError, OSError, TypeError):  # code of an interactive session has no file
         return module
 
 
 def press_to_dict(press: BasePress) -> dict[str, Any]:
-    """Return a press as plain data for YAML or JSON: its name, and what differs from the defaults."""
+    """Return a press as plain data for YAML or JSON: its name, and the arguments that differ from the defaults."""
     data: dict[str, Any] = {"name": name_of(type(press))}
     for item in dataclasses.fields(press):
         value = getattr(press, item.name)
         if isinstance(value, BasePress):
             data[item.name] = press_to_dict(value)
         elif isinstance(press, ComposedPress):
-            data[item.name] = [press_to_dict(part) for part in value]
+            data[item.name] = [press_to_dict(item) for item in value]
         elif item.compare and value != _default(item):
             data[item.name] = list(value) if isinstance(value, tuple) else value
     return data
 
 
 def press_from_dict(data: dict[str, Any]) -> BasePress:
-    """Build a press from what `press_to_dict` returned."""
+    """Build a press from data that `press_to_dict` returned.
+
+    Raises:
+        KeyError, ValueError, TypeError: as `get_press`.
+    """
     depth, level = 0, [data]
-    while level := [part for held in level for part in _parts(held)]:
+    while level := [inner for outer in level for inner in _inner_dicts(outer)]:
         depth += 1
         if depth > MOST_NESTED:
             raise _too_deep(depth, str(data.get("name"))[:60])
     return _from_dict(data)
 
 
-def _parts(data: Any) -> list[Any]:
-    """Return the dictionaries right inside another one or its lists."""
+def _inner_dicts(data: Any) -> list[Any]:
+    """Return the dictionaries one level inside a dictionary, those in its lists included."""
     values = data.values() if isinstance(data, dict) else ()
     return [
-        part for value in values for part in (value if isinstance(value, list) else [value]) if isinstance(part, dict)
+        item for value in values for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)
     ]
 
 
@@ -199,40 +206,40 @@ def _parse_term(term: str, spec: str) -> BasePress:
     if match is None:
         raise ValueError(f"expected the name of a press at {term!r} in {spec!r}")
     entry = find(match.group())
-    rest = term[match.end() :].strip()
-    given: list[Any] = []
+    tail = term[match.end() :].strip()
+    positional: list[Any] = []
     named: dict[str, Any] = {}
-    if rest.startswith("("):
-        close = _closing(rest, spec)
-        for part in _split(rest[1:close], ";"):
-            _add(given, named, re.match(r"\s*(\w+)\s*=(.*)", part, re.DOTALL), part, get_press, spec)
-        rest = rest[close + 1 :].strip()
-    if rest:
-        if not rest.startswith(":"):
-            raise ValueError(f"expected ':' before the arguments of {match.group()!r}, got {rest!r} in {spec!r}")
-        presses, arguments = len(named), _split(rest[1:], ",")
+    if tail.startswith("("):
+        close = _closing(tail, spec)
+        for inner in _split(tail[1:close], ";"):
+            _add(positional, named, re.match(r"\s*(\w+)\s*=(.*)", inner, re.DOTALL), inner, get_press, spec)
+        tail = tail[close + 1 :].strip()
+    if tail:
+        if not tail.startswith(":"):
+            raise ValueError(f"expected ':' before the arguments of {match.group()!r}, got {tail!r} in {spec!r}")
+        presses, arguments = len(named), _split(tail[1:], ",")
         for argument in arguments:
             if not argument.strip():
                 raise ValueError(f"an argument of {match.group()!r} is empty in {spec!r}")
             if "=" not in argument and len(named) > presses:
                 raise ValueError(f"a bare value must come before named arguments: {argument.strip()!r} in {spec!r}")
-            _add(given, named, re.match(r"([^=]*)=(.*)", argument, re.DOTALL), argument, _value, spec)
-    return _build(entry, given, named, spec)
+            _add(positional, named, re.match(r"([^=]*)=(.*)", argument, re.DOTALL), argument, _value, spec)
+    return _build(entry, positional, named, spec)
 
 
 def _add(
-    given: list[Any],
+    positional: list[Any],
     named: dict[str, Any],
     match: re.Match[str] | None,
     text: str,
     read: Callable[[str], Any],
     spec: str,
 ) -> None:
-    """Read `name = value` into `named`, or a bare value into `given`."""
+    """Read `name = value` into `named`, or a bare value into `positional`."""
     if match is None:
-        given.append(read(text.strip()))
+        positional.append(read(text.strip()))
         return
-    name, value = (part.strip() for part in match.groups())
+    name, value = (text.strip() for text in match.groups())
     if name in named:
         raise _twice(name, spec)
     named[name] = read(value)
@@ -242,17 +249,17 @@ def _twice(name: str, spec: str) -> ValueError:
     return ValueError(f"{name} is given twice in {spec!r}")
 
 
-def _build(entry: Entry, given: list[Any], named: dict[str, Any], spec: str) -> BasePress:
+def _build(entry: Entry, positional: list[Any], named: dict[str, Any], spec: str) -> BasePress:
     items = [item for item in dataclasses.fields(entry.press) if item.init]
-    known = [item.name for item in items]
+    names = [item.name for item in items]
     for name in named:
-        if name not in known:
-            allowed = ", ".join(known) or "none"
-            raise ValueError(f"{entry.name} has no argument {name!r}{nearest(name, known)}; it takes: {allowed}")
+        if name not in names:
+            allowed = ", ".join(names) or "none"
+            raise ValueError(f"{entry.name} has no argument {name!r}{nearest(name, names)}; it takes: {allowed}")
     presses = (item.name for item in items if _holds_press(item))
     plain = (item.name for item in items if not _holds_press(item) and not item.kw_only)
     free = {True: presses, False: plain}
-    for value in given:
+    for value in positional:
         name = next(free[isinstance(value, BasePress)], "")
         if not name:
             raise ValueError(f"{entry.name} takes no further argument, got {value!r} in {spec!r}")
@@ -314,5 +321,5 @@ def _closing(text: str, spec: str) -> int:
 
 
 def _depths(text: str) -> list[int]:
-    """How many parentheses are open after each character."""
+    """Return the number of open parentheses after each character."""
     return list(accumulate((char == "(") - (char == ")") for char in text))

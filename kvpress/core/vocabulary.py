@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of token ids, and how a chat template begins the turns of a role: what spans are found by."""
+"""Texts of token ids, and the headers that a chat template writes before turns of a role; span rules match them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FIRST, SECOND, THIRD = ("\x01first\x01", "\x01second\x01", "\x01third\x01")
-"""What turns say when a chat template is asked how it frames them."""
+"""Contents of turns in the conversations that probe a chat template."""
 
 
 class Vocabulary:
-    """The text of every token id of a tokenizer, special tokens and leading spaces included."""
+    """Maps token ids of a tokenizer to texts, special tokens and leading spaces included."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -24,12 +24,16 @@ class Vocabulary:
 
     def _read(self, token: int) -> str:
         text: str = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Decoders of SentencePiece leave out the space before a first word.
+        # SentencePiece decoders drop the space before the first word.
         spaced = str(self.tokenizer.convert_ids_to_tokens(token)).startswith("▁") and not text.startswith(" ")
         return f" {text}" if spaced else text
 
     def check(self, text: str) -> None:
-        """Refuse a text that the tokenizer cannot write, so that it would never be found."""
+        """Check that the tokenizer can write a text.
+
+        Raises:
+            ValueError: decoded tokens of the text differ from it, so a span rule would never match.
+        """
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         written = "".join(map(self, ids))
         if text not in written:
@@ -37,7 +41,7 @@ class Vocabulary:
 
 
 def headers_of(tokenizer: Any) -> dict[str, str]:
-    """Return the text that begins a turn of every role that a chat template has turns of its own for.
+    """Return the header of a turn for each role that has its own turns in the chat template.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -53,29 +57,29 @@ def headers_of(tokenizer: Any) -> dict[str, str]:
     talk = _render(tokenizer, user, assistant, {"role": "user", "content": THIRD})
     tool = _render(tokenizer, user, assistant, {"role": "tool", "content": THIRD})
     system = _render(tokenizer, {"role": "system", "content": SECOND}, user).partition(SECOND)[0]
-    found = {
+    candidates = {
         "user": _between(talk, SECOND, THIRD, after_assistant),
         "assistant": _between(talk, FIRST, SECOND, after_user),
         "tool": _between(tool, SECOND, THIRD, after_assistant),
         "system": _header(system.removeprefix(getattr(tokenizer, "bos_token", None) or "")),
     }
-    headers = {role: text for role, text in found.items() if text}
-    # A template that writes a turn into that of the user has no turn of its own for it.
+    headers = {role: text for role, text in candidates.items() if text}
+    # Some templates write tool or system messages into turns of the user; those roles have no header of their own.
     return {role: text for role, text in headers.items() if role == "user" or text != headers.get("user")}
 
 
 def _render(tokenizer: Any, *messages: dict[str, str]) -> str:
-    """Return a conversation as the template writes it; nothing where it refuses."""
+    """Return the text that the template gives a conversation; empty if it raises."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except Exception:  # a template raises what it likes; a role without a header is refused by name
+    except Exception:  # templates raise any exception; the caller refuses roles without a header
         return ""
 
 
 def _between(text: str, first: str, second: str, closing: str) -> str:
-    """Return the header between two contents, behind what closes the turn of the first one."""
-    found = text.partition(first)[2].partition(second)[0]
-    return _header(found.removeprefix(closing)) if second in text else ""
+    """Return the header between two contents, without the text `closing` that ends the turn of the first."""
+    between = text.partition(first)[2].partition(second)[0]
+    return _header(between.removeprefix(closing)) if second in text else ""
 
 
 def _header(text: str) -> str:
