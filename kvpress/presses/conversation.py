@@ -23,7 +23,8 @@ from kvpress.core.registry import Exemption, Refusal, register
             "conversation(snapkv:0.5):budget=1024", "the budget says how much stays, so a ratio would have no effect"
         ),
         Refusal(
-            "conversation(kvzip):budget=1024", "it scores by reading a prompt again, which generated tokens are not"
+            "conversation(kvzip):budget=1024",
+            "it scores by reading a prompt again, and generated tokens are not read again",
         ),
         Refusal("conversation(kivi):budget=1024", "a codec has no scores; compose it: conversation(snapkv) + kivi"),
     ),

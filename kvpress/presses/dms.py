@@ -31,7 +31,8 @@ from kvpress.presses.decoding import check_scores_generated
     refuses=(
         Refusal("dms(knorm)", "neither a threshold nor a ratio or budget says what goes"),
         Refusal(
-            "dms(kvcompose:0.5):decoding=true", "it scores by reading a prompt again, which generated tokens are not"
+            "dms(kvcompose:0.5):decoding=true",
+            "it scores by reading a prompt again, and generated tokens are not read again",
         ),
         Refusal("adakv(dms(knorm:0.5))", "both would choose the pairs to keep"),
         Refusal(

@@ -29,7 +29,7 @@ from kvpress.presses.chunk import InChunks
     refuses=(
         Refusal("finch:0.5", "neither a delimiter nor a window says which tokens are the question"),
         Refusal(
-            "decoding(finch:window_size=8)", "it scores by the question of a prompt, which generated tokens are not"
+            "decoding(finch:window_size=8)", "it scores by the question of a prompt, and generated tokens have none"
         ),
     ),
     exempt=(
