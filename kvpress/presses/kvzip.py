@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention while the model repeats its prompt."""
+"""Scores from the attention of a model that repeats its prompt."""
 
 from __future__ import annotations
 
