@@ -81,11 +81,11 @@ class DropSpansPress(Wrapping):
             raise TypeError(f"DropSpansPress cannot cut spans by {name}, which scores by reading a whole prompt again")
         if step.schedule.target is not None or step.among is not None:
             raise TypeError(
-                f"DropSpansPress says itself when spans are cut, so {name} cannot: give the press inside it"
+                f"DropSpansPress sets the time of an eviction, so the schedule of {name} would have no effect: pass its inner press"
             )
         if step.is_identity:
             raise ValueError(
-                f"{name} keeps everything that lies between the tags: give it a ratio or budget, or leave it out to drop all"
+                f"{name} keeps all pairs between the tags: set its ratio or budget, or leave it out to drop whole spans"
             )
         return self._closing(step, model)
 
