@@ -81,7 +81,7 @@ class DropSpansPress(Wrapping):
             raise TypeError(f"DropSpansPress cannot cut spans by {name}, which scores by reading a whole prompt again")
         if step.schedule.target is not None or step.among is not None:
             raise TypeError(
-                f"DropSpansPress sets the time of an eviction, so the schedule of {name} would have no effect: pass its inner press"
+                f"DropSpansPress evicts at the end of a span, so {name} cannot set the time: pass its inner press"
             )
         if step.is_identity:
             raise ValueError(

@@ -32,8 +32,9 @@ BLOCK = 4096
 """Number of tokens whose gates are computed at a time."""
 EPSILON = 1e-6
 NEEDED = (
-    f"FastKVzipPress needs gates that were learned for the model. The hub's {HUB} has gates of some models; for others, train "
-    f"them with `kvpress calibrate --method {METHOD} --model ... --data ... --out gates.safetensors` and pass that file as gates="
+    f"FastKVzipPress needs gates that were learned for the model. The hub's {HUB} has gates of some models; for "
+    f"others, train them with `kvpress calibrate --method {METHOD} --model ... --data ... --out gates.safetensors` and pass "
+    "that file as gates="
 )
 
 

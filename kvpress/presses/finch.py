@@ -124,8 +124,8 @@ class FinchPress(ScorerPress):
         capacity = view.target - view.target * (view.length * (chunks - 1) // chunks) // view.length
         if width > capacity:
             raise ValueError(
-                f"chunk_length={self.chunk_length} leaves {capacity} pairs of the last chunk, fewer than the {width} tokens of the "
-                "question: use longer chunks or a smaller compression_ratio"
+                f"chunk_length={self.chunk_length} leaves {capacity} pairs of the last chunk, fewer than the {width} tokens "
+                "of the question: use longer chunks or a smaller compression_ratio"
             )
 
     def _scores(self, view: View) -> Tensor:
