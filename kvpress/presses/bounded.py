@@ -33,7 +33,7 @@ class BoundedPress(WrapperPress):
     layers when the prompt is read in chunks. The budget is that of the whole prompt from the first chunk on. The first chunk
     of a prompt is shorter if the length is not a multiple of `chunk`; padding and `prefill_chunk_size` do not matter. A prompt
     that fits in one chunk gives the result of the inner press. For longer prompts results differ, because later chunks attend
-    to the kept pairs of earlier ones. A call of the decoder without its language model head is not split.
+    to the kept pairs of earlier ones. A direct call of the decoder (`model.model`) is not split.
 
     Paper: Xiao et al., StreamingLLM, 2023, arXiv:2309.17453, and Park et al., KeyDiff, 2025, arXiv:2504.15364, read prompts in
     such chunks.

@@ -33,9 +33,9 @@ class CAKEPress(SnapKVPress):
         budget - w  ~ (-sum_{h, i, t} a log a) ** (1 / tau1) * (sum_{h, t} var_i a) ** (1 / tau2)      of a layer
         score[h, t] = mean over the group of avg_pool(mean_i a + gamma * var_i a)
 
-    Layers with more dispersed and more variable attention get more pairs; larger `tau1` and `tau2` even this out. Pairs above
-    the length of a layer go to other layers, and the total is met exactly. `gamma` is the weight of the variance in scores,
-    `window_size` is w.
+    Layers with more dispersed and more variable attention get more pairs. Larger `tau1` and `tau2` make the budgets of layers
+    more equal. Pairs above the length of a layer go to other layers, and the total is met exactly. `gamma` is the weight of the
+    variance in scores. `window_size` is w, the number of newest tokens whose queries are used.
 
     Paper: Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, 2025, arXiv:2503.12491.
     Differs from the paper: pairs are evicted once all layers have been read, not in a cascade, which needs less memory while

@@ -44,9 +44,10 @@ class CriticalKVPress(WrapperPress):
         1. the share `first_stage_ratio` of the budget goes to the best scores;
         2. the remaining budget goes to the best (score + epsilon) * w.
 
-    W_o[g] are the columns of the output projection that read query head g. Negative scores are first shifted so that the
-    smallest of a head is 0. `epsilon` ranks pairs of score 0 by w. Scorers that weigh values themselves, such as
-    `ExpectedAttentionPress`, give their scores without that weight.
+    `first_stage_ratio` is the share of the budget that goes to the best scores without weights. W_o[g] are the columns of the
+    output projection that read query head g. Negative scores are first shifted so that the smallest of a head is 0. With
+    `epsilon` above 0, pairs of score 0 are ranked by w. Scorers that weigh values themselves, such as `ExpectedAttentionPress`,
+    return their scores without that weight.
 
     Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
     arXiv:2502.03805.

@@ -34,7 +34,7 @@ class CURPress(ScorerPress):
         kv_product: a b      kv_avg: (a + b) / 2      key: a      value: b
 
     A window is `local_window_size` consecutive pairs of a head; without `use_local_approximation`, it is all pairs of the
-    head. `leverage_type` selects the formula. Scores are divided by their sum over the head. The first `num_sinks` tokens
+    head. `leverage_type` selects one of the four formulas. Scores are divided by their sum over the head. The first `num_sinks` tokens
     always stay. `use_random_leverage` first projects keys and values onto 20 random directions, the same in every layer and
     call.
 

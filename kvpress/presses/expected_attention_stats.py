@@ -48,8 +48,8 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
 
         score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
-    z follows from mu `[Hq, D]` and S `[Hq, D, D]` of each layer, which come from a calibration of this model: `stats_folder` is
-    the file that `kvpress calibrate --method expected_attention` writes, or a folder that holds
+    z is computed from mu `[Hq, D]` and S `[Hq, D, D]` of each layer, which come from a calibration of this model.
+    `stats_folder` is the file that `kvpress calibrate --method expected_attention` writes, or a folder with
     `expected-attention.safetensors`; None is the file of the bundled reference model. No queries are recorded while the prompt
     is read. `sample_seq_len`, `num_samples` and `dataset_name` are arguments of NVIDIA kvpress, where the press computes the
     statistics; here the command computes them, so values other than the defaults raise ValueError.

@@ -49,10 +49,10 @@ LEAD = 8
 class KVzipPress(BudgetPress):
     """Keep the pairs that the model reads when it repeats its prompt; heads and layers compete.
 
-    After the prompt, the model reads the prompt a second time in chunks of `chunk_size` tokens. Each pass holds an instruction
-    (`repeat_prompt`) and one chunk, and its pairs are removed again. The instruction of a later chunk is "Repeat the part of
-    the previous context exactly, starting with" and the last 8 tokens before the chunk. The queries i of a pass attend to the
-    sinks, the chunk c in the cache, and the pass itself:
+    After the prompt, the model reads the prompt a second time in chunks of `chunk_size` tokens. `repeat_prompt` is the
+    instruction before each chunk; for later chunks it becomes "Repeat the part of the previous context exactly, starting with"
+    and the last 8 tokens before the chunk. The pairs of instruction and chunk are removed again. The queries i of a pass attend
+    to the sinks, the chunk c in the cache, and the pass itself:
 
         score[b, h, t] = max over i and the GQA group of softmax(q_i . k)[t],   t in c
 
