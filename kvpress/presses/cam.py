@@ -35,8 +35,8 @@ class CAMPress(DecodingPress):
         v[j] += x[i] v[i] / m                   for an evicted pair i and the next m kept pairs j after it
         x[i] ~ Bernoulli(min(1, A[i] / mean of A over these j)),    A[t] = sum of the attention on t so far
 
-    `merge_budget` is m, the number of kept pairs that a value is merged into; near the end there are fewer. Random numbers depend on the layer and the length only, so they are
-    the same for all rows and in every run.
+    `merge_budget` is m, the number of kept pairs that a value is merged into; near the end there are fewer. Random numbers
+    depend on the layer and the length only, so they are the same for all rows and in every run.
 
     Paper: Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, PMLR 235.
     Differs from the paper: as in NVIDIA kvpress, all pairs evicted after an interval are merged together and A is a sum over

@@ -34,9 +34,9 @@ class CURPress(ScorerPress):
         kv_product: a b      kv_avg: (a + b) / 2      key: a      value: b
 
     A window is `local_window_size` consecutive pairs of a head; without `use_local_approximation`, it is all pairs of the
-    head. `leverage_type` selects one of the four formulas. Scores are divided by their sum over the head. The first `num_sinks` tokens
-    always stay. `use_random_leverage` first projects keys and values onto 20 random directions, the same in every layer and
-    call.
+    head. `leverage_type` selects one of the four formulas. Scores are divided by their sum over the head. The first
+    `num_sinks` tokens always stay. `use_random_leverage` first projects keys and values onto 20 random directions, the same
+    in every layer and call.
 
     Paper: Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, 2025, arXiv:2509.15038.
     Differs from the paper: as in NVIDIA kvpress, norms within a window replace leverages by singular vectors.

@@ -39,10 +39,11 @@ class FastVPress(BasePress):
         a[j] = mean over heads of the attention of the last token on image token j in layer `layer`
         later layers read all text and the (1 - ratio) n of n image tokens with the largest a[j]
 
-    Layers up to number `layer`, counted from 0, read and store all tokens. Later layers neither compute nor store the dropped tokens,
-    the share `compression_ratio` of the image tokens; the others keep their positions. Text and the newest token are never
-    dropped. Image tokens are recognised by their input ids, or set by `tokens`, ranges of positions such as `4:260`. The press
-    acts on the first prompt of a cache, which must be read in one pass. Spans protected by `ProtectPress` stay.
+    Layers up to number `layer`, counted from 0, read and store all tokens. Later layers neither compute nor store the
+    dropped tokens, the share `compression_ratio` of the image tokens; the others keep their positions. Text and the newest
+    token are never dropped. Image tokens are recognised by their input ids, or set by `tokens`, ranges of positions such as
+    `4:260`. The press acts on the first prompt of a cache, which must be read in one pass. Spans protected by
+    `ProtectPress` stay.
 
     Paper: Chen et al., An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large
     Vision-Language Models, 2024, arXiv:2403.06764 (FastV).

@@ -45,12 +45,12 @@ class HeadKVPress(SnapKVPress):
 
         budget[l, h] = w + (m - w) * (1 - 1 / beta + L * H * p[l, h] / beta),   p = s ** power, divided by its sum
 
-    m is the mean budget; the share 1 / `beta` of it follows the scores s of all L * H heads. `window_size` is w, the number of
-    newest tokens that every head keeps. Pairs above the length of a head go to other heads. `power` above 1 favours the heads with the largest scores. `table` is the
-    file of scores, or a folder with it: a `.json` of the authors' form, `{"layer-head": [numbers]}`, of which the means are
-    used, or a `.tsv` with a line per layer. None is `head_scores.json` in the folder of the model, or else
-    `full_attention_heads.tsv` there, the table of `duo_attention`. A table has a column per KV head, or per query head; the
-    scores of the query heads of a GQA group are added. `kernel_size` is as in SnapKV.
+    m is the mean budget; the share 1 / `beta` of it follows the scores s of all L * H heads. `window_size` is w, the number
+    of newest tokens that every head keeps. Pairs above the length of a head go to other heads. `power` above 1 favours the
+    heads with the largest scores. `table` is the file of scores, or a folder with it: a `.json` of the authors' form,
+    `{"layer-head": [numbers]}`, of which the means are used, or a `.tsv` with a line per layer. None is `head_scores.json`
+    in the folder of the model, or else `full_attention_heads.tsv` there, the table of `duo_attention`. A table has a column
+    per KV head, or per query head; the scores of the query heads of a GQA group are added. `kernel_size` is as in SnapKV.
 
     Paper: Fu et al., Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning,
     2024, arXiv:2410.19258.
