@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head-wise budgets from any scorer."""
+"""Head budgets from the scores of any press."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvpress.core.scoring import Scored, top
 )
 @dataclass
 class AdaKVPress(WrapperPress):
-    """Let the heads of a layer compete: keep the best pairs of all heads together, so that heads differ in length.
+    """Keep the best pairs of all heads of a layer together, so that heads differ in length.
 
-    Each head is sure of `alpha_safeguard` of the mean budget. Storage is ragged, so memory falls by what is evicted.
+    Each head keeps at least the share `alpha_safeguard` of the mean budget. Storage is ragged, so evicted pairs free memory.
 
     Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, 2024, arXiv:2407.11550.
     Differs from the paper: the safeguard keeps each head's best pairs before the competition, as in NVIDIA kvpress; the
@@ -48,36 +48,38 @@ class AdaKVPress(WrapperPress):
 
 @dataclass(frozen=True)
 class Competition(Allocator):
-    """Shares out what the `inner` allocator gives all heads: their best pairs together stay.
+    """Allocator that adds up the budgets of all heads from `inner`, and keeps the best pairs of all heads together.
 
-    Each head is sure of the share `safeguard` of what the inner allocator gives it. Where that has shared out among layers,
-    the heads of each layer compete for its part.
+    If `inner` shares pairs out among layers, the heads of each layer compete for the budget of that layer only.
     """
 
     inner: Allocator = field(default_factory=Allocator)
+    """Allocator of the budgets before the competition."""
     safeguard: float = 0.0
+    """Share of its inner budget that each head keeps in any case."""
 
     ragged = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        given = self.inner.counts(scored, mean)
+        budgets = self.inner.counts(scored, mean)
         if self.inner.scope == "layer":
-            return self._compete(scored, given)
-        layers = groupby(zip(scored, given, strict=True), key=lambda pair: pair[0].view.layer)
-        return [count for _, part in layers for count in self._compete(*zip(*part, strict=True))]
+            return self._compete(scored, budgets)
+        layers = groupby(zip(scored, budgets, strict=True), key=lambda item: item[0].view.layer)
+        return [count for _, layer in layers for count in self._compete(*zip(*layer, strict=True))]
 
     def within_layers(self) -> Allocator:
         return replace(self, scope="layer", inner=self.inner.within_layers())
 
-    def _compete(self, scored: Sequence[Scored], given: Sequence[int | Tensor]) -> list[int | Tensor]:
+    def _compete(self, scored: Sequence[Scored], budgets: Sequence[int | Tensor]) -> list[int | Tensor]:
+        """Return the number of pairs of each head, `[b, h]` for each item of `scored`, in one competition."""
         scores = []
-        for each, count in zip(scored, given, strict=True):
-            sure = int(count * self.safeguard) if isinstance(count, int) else (count * self.safeguard).long()
-            scores.append(each.scores.masked_fill(top(each.scores, sure), torch.inf))
+        for item, count in zip(scored, budgets, strict=True):
+            minimum = int(count * self.safeguard) if isinstance(count, int) else (count * self.safeguard).long()
+            scores.append(item.scores.masked_fill(top(item.scores, minimum), torch.inf))
         flat = torch.cat([score.flatten(1) for score in scores], dim=1)
-        mask = top(flat, _total(given, scores))
-        split = mask.split([score[0].numel() for score in scores], dim=1)
-        return [part.view(score.shape).sum(dim=2) for part, score in zip(split, scores, strict=True)]
+        mask = top(flat, _total(budgets, scores))
+        masks = mask.split([score[0].numel() for score in scores], dim=1)
+        return [kept.view(score.shape).sum(dim=2) for kept, score in zip(masks, scores, strict=True)]
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         return self.inner.keeps_all(lengths, mean)
@@ -87,7 +89,7 @@ class Competition(Allocator):
 
 
 def _total(counts: Sequence[int | Tensor], scores: Sequence[Tensor]) -> int | Tensor:
-    """Pairs of all heads together: a number, or one for each row."""
+    """Return the number of pairs of all heads together: an integer, or `[b]` with one for each row."""
     if all(isinstance(count, int) for count in counts):
         return sum(int(count) * score.shape[1] for count, score in zip(counts, scores, strict=True))
     rows = torch.zeros(scores[0].shape[0], dtype=torch.int64, device=scores[0].device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the base classes of presses were first; they live in `kvpress.core.press`."""
+"""Base classes of presses, re-exported from `kvpress.core.press`."""
 
 from kvpress.core.press import BasePress, BudgetPress, ScorerPress, WrapperPress
 

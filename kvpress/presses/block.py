@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring in blocks, each against what was kept so far."""
+"""Eviction block by block, with the pairs kept so far."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from kvpress.observe.view import View
     refuses=(
         Refusal("block(adakv(snapkv:0.5))", "it keeps equally many pairs in every head, and the inner press does not"),
         Refusal(
-            "block(kvcompose:0.5)", "all pairs of all layers are compared, and there are scores of a block at a time"
+            "block(kvcompose:0.5)", "it compares all pairs of all layers, and a block has scores of its own pairs only"
         ),
     ),
 )
 @dataclass
 class BlockPress(WrapperPress):
-    """Go through the pairs in blocks: add a block to those kept so far, and let another press cut both down again.
+    """Evict block by block: add a block to the pairs kept so far, and keep the best of both by another press.
 
         S = the first `kept` pairs;   for each block of `block_size` others:   S = keep(S + block)
 
-    `block_size` is how many pairs come at a time. The working set never exceeds `kept + block_size` pairs per head, which
+    `block_size` is the number of pairs of a block. At most `kept + block_size` pairs per head are scored at a time, which
     bounds the memory of a scorer.
 
     Paper: the block-wise eviction of KeyDiff, Park et al., 2025, arXiv:2504.15364.
-    Differs from the paper: the prompt is read with full attention before the first block is evicted from.
+    Differs from the paper: the whole prompt is read with full attention before the first eviction.
     """
 
     press: BasePress
@@ -54,23 +54,24 @@ class BlockPress(WrapperPress):
 
 @dataclass(frozen=True)
 class InBlocks(ScorerAround):
-    """Lets the inner scorer choose among what was kept so far and one block after the other."""
+    """Scorer that chooses among the pairs kept so far and the next block, one block after another."""
 
     block_size: int
+    """Number of pairs of a block."""
 
     ranks: ClassVar[bool] = True
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
         assert isinstance(counts, int)  # noqa: S101 - heads that differ are refused
         view, kept = scored.view, counts
-        every = torch.arange(view.length, device=view.positions.device).expand(*view.shape[:2], -1)
-        index = every[..., :kept]
+        ranks = torch.arange(view.length, device=view.positions.device).expand(*view.shape[:2], -1)
+        index = ranks[..., :kept]
         for start in range(kept, view.length, self.block_size):
-            index = torch.cat([index, every[..., start : start + self.block_size]], dim=2)
+            index = torch.cat([index, ranks[..., start : start + self.block_size]], dim=2)
             mask = Scored(view.pairs(index), self.inner).choose(kept)
-            # The marked ones in order, without asking the device how many they are.
+            # A stable sort moves marked pairs to the front; `nonzero` would wait for the device.
             index = index.gather(2, (~mask).int().argsort(dim=2, stable=True)[..., :kept])
-        return torch.zeros_like(every, dtype=torch.bool).scatter(2, index, True)
+        return torch.zeros_like(ranks, dtype=torch.bool).scatter(2, index, True)
 
     def scores(self, view: View) -> Tensor:
         raise NotImplementedError("pairs are compared block by block, so there are no scores of all of them")

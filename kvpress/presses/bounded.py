@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded reading: compress a prompt while it is read."""
+"""Prefill in bounded memory: compress a prompt while it is read."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvpress.core.registry import Refusal, register
     example="bounded(keydiff:0.9):chunk=2048",
     refuses=(
         Refusal("bounded(kvzip:0.5)", "it scores by reading the whole prompt a second time"),
-        Refusal("bounded(cake:0.5)", "it shares pairs out among all layers, once all of the prompt is read"),
+        Refusal("bounded(cake:0.5)", "it shares a budget among all layers after the whole prompt"),
         Refusal("bounded(decoding(snapkv))", "it does not evict from prompts"),
     ),
 )
 @dataclass
 class BoundedPress(WrapperPress):
-    """Read a prompt in chunks of at most `chunk` tokens, and let another press evict after each of them.
+    """Read a prompt in chunks of at most `chunk` tokens, and evict by another press after each chunk.
 
-        for each chunk:   read it with attention to what is kept;   keep the budget's best pairs of both
+        for each chunk:   read it with attention to the kept pairs;   keep the best pairs of both, as many as the budget
 
-    So no layer ever holds more than the budget and one chunk, where other presses hold a whole prompt in one layer at least,
-    and in all layers while it comes in chunks. The budget is that of the whole prompt from the first chunk on. Prompts are
-    split into whole chunks at their end and a shorter first one, whatever the padding and `prefill_chunk_size`; one that fits
-    in a chunk is compressed as by the inner press. Later chunks attend to what was kept of earlier ones, so results differ
-    from those of the inner press otherwise. A decoder that is called without its model is not split.
+    No layer stores more than the budget and one chunk. Other presses store a whole prompt in at least one layer, and in all
+    layers when the prompt is read in chunks. The budget is that of the whole prompt from the first chunk on. The first chunk
+    of a prompt is shorter if the length is not a multiple of `chunk`; padding and `prefill_chunk_size` do not matter. A prompt
+    that fits in one chunk gives the result of the inner press. For longer prompts results differ, because later chunks attend
+    to the kept pairs of earlier ones. A direct call of the decoder (`model.model`) is not split.
 
-    Paper: Xiao et al., StreamingLLM, 2023, arXiv:2309.17453, and Park et al., KeyDiff, 2025, arXiv:2504.15364, read in such
-    chunks.
-    Differs from the paper: any scorer that can judge a part of a prompt by what was read so far.
+    Paper: Xiao et al., StreamingLLM, 2023, arXiv:2309.17453, and Park et al., KeyDiff, 2025, arXiv:2504.15364, read prompts in
+    such chunks.
+    Differs from the paper: any scorer may be used that needs only the part of a prompt read so far.
     """
 
     chunk: Count = 2048
@@ -46,8 +46,8 @@ class BoundedPress(WrapperPress):
         name = type(self.press).__name__
         reasons = {
             "it does not evict from prompts": not step.schedule.prompt,
-            "it scores by looking at a whole prompt again": step.prepare is not None,
-            "it shares pairs out among all layers, once all of the prompt is read": step.allocator.scope == "cache",
+            "it scores by reading a whole prompt again": step.prepare is not None,
+            "it shares a budget among all layers after the whole prompt": step.allocator.scope == "cache",
             "its `score` reads hidden states of the whole prompt": step.reads_hidden_states,
         }
         for reason, holds in reasons.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicted values live on in the pairs that follow them."""
+"""Merging of evicted values into the kept pairs that follow them."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ MASS = Wanted(AttentionMass)
     "schedule",
     example="cam(knorm):compression_interval=128,target_size=1024",
     refuses=(
-        Refusal("cam(knorm) + kivi:bits=4", "pairs that are rewritten while tokens are generated must not be sealed"),
+        Refusal("cam(knorm) + kivi:bits=4", "it changes pairs while tokens are generated, which a codec has sealed"),
     ),
 )
 @dataclass
 class CAMPress(DecodingPress):
-    """`DecodingPress` that merges the values it evicts into the next pairs of their head that stay.
+    """Evict as `DecodingPress`, and merge evicted values into the next kept pairs of their head.
 
-        v[j] += x[i] v[i] / m                   for evicted i and the next m kept pairs j behind it
-        x[i] ~ Bernoulli(min(1, A[i] / mean of A over these j)),    A[t] = attention that t has received so far
+        v[j] += x[i] v[i] / m                   for an evicted pair i and the next m kept pairs j after it
+        x[i] ~ Bernoulli(min(1, A[i] / mean of A over these j)),    A[t] = sum of the attention on t so far
 
-    `merge_budget` is m, of which there are fewer at the end. The numbers that decide are drawn anew for every layer and
-    length, the same for all rows and in every run.
+    `merge_budget` is m, the number of kept pairs that a value is merged into; near the end there are fewer. Random numbers
+    depend on the layer and the length only, so they are the same for all rows and in every run.
 
     Paper: Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, PMLR 235.
-    Differs from the paper: as in NVIDIA kvpress, everything that leaves after an interval is merged at once and A is a sum
-    over queries, where the authors' code merges one token at a time by the newest query alone; unlike there, the sum begins
-    with the prompt, heads choose on their own, and the first time all that the prompt has too much is merged.
+    Differs from the paper: as in NVIDIA kvpress, all pairs evicted after an interval are merged together and A is a sum over
+    queries, where the authors' code merges one token at a time by the newest query alone. Unlike in NVIDIA kvpress, the sum
+    begins with the prompt, each head chooses its own pairs, and the first eviction also merges the surplus of the prompt.
     """
 
     merge_budget: Count = 32
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        found = super().recipe(model)
-        return replace(found, observers=(*found.observers, MASS))
+        recipe = super().recipe(model)
+        return replace(recipe, observers=(*recipe.observers, MASS))
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         return super().wrap(step, model).rewriting(partial(merge_values, size=self.merge_budget))
 
 
 def merge_values(view: View, mask: Tensor, size: int) -> Rewritten:
-    """Merge values that are not marked into the next `size` marked ones of their head, as far as there are."""
+    """Merge values outside `mask [b, h, n]` into the next `size` values of their head inside it, fewer near the end."""
     rank = mask.long().cumsum(dim=2)
 
     def up_to(sums: Tensor, kept: Tensor) -> Tensor:
-        """Running `sums [b, h, n, D]` as they are at each head's kept pairs `[b, h, n]`, which are counted from 1."""
+        """Return the running `sums [b, h, n, D]` at the kept pairs of number `kept [b, h, n]` in their head, from 1."""
         at_kept = (rank * mask)[..., None].expand_as(sums)
         by_rank = sums.new_zeros(*mask.shape[:2], view.length + 1, sums.shape[3])
         by_rank.scatter_(2, at_kept, sums * mask[..., None])
@@ -67,8 +67,8 @@ def merge_values(view: View, mask: Tensor, size: int) -> Rewritten:
 
     mass = view.recorded(MASS).double()
     running = (mass * mask).cumsum(dim=2)[..., None]
-    into = (rank[..., -1:] - rank).clamp_max(size)
-    around = (up_to(running, rank + into) - running)[..., 0]
-    merged = (view.numbers() < mass * into / around) & ~mask
-    given = (view.values.float() * (merged / into.clamp_min(1))[..., None]).cumsum(dim=2)
-    return Rewritten(values=view.values + given - up_to(given, (rank - size).clamp_min(0)))
+    num_targets = (rank[..., -1:] - rank).clamp_max(size)
+    target_mass = (up_to(running, rank + num_targets) - running)[..., 0]
+    merged = (view.numbers() < mass * num_targets / target_mass) & ~mask
+    shares = (view.values.float() * (merged / num_targets.clamp_min(1))[..., None]).cumsum(dim=2)
+    return Rewritten(values=view.values + shares - up_to(shares, (rank - size).clamp_min(0)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that open a direction of their own, among those that future queries look at."""
+"""Scores by the capacity that a value adds to the output, weighted by expected queries."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvpress.presses.expected_attention import mean_rotation
 )
 @dataclass
 class CapPress(ScorerPress):
-    """Score a pair by the capacity that its value adds to the output of the head, weighted by how well its key is met.
+    """Score a pair by the capacity that its value adds to the output, weighted by its key's similarity to future queries.
 
         w[t]     = exp(tau cos(k_t, R mu) - maximum over t)
         A        = I + sum over t of (w[t] + epsilon) v_t v_t^T
         score[t] = mean over the query heads of the group of w[t] v_t^T A^-1 v_t
 
     mu is the mean of a query head's queries before rotation, without those of the first `n_sink` tokens, and R the mean
-    rotation of the next `n_future_positions` positions. A value that many others can replace adds little. The first `n_sink`
-    tokens always stay and are no part of A. `tau` says how sharply keys are told apart, `epsilon` how much of any value is
-    part of A.
+    rotation of the next `n_future_positions` positions. A value that is nearly a combination of others adds little. The first
+    `n_sink` tokens always stay and are not part of A. A larger `tau` separates keys more sharply; `epsilon` is the least
+    weight of a value in A.
 
     Paper: CAPKV, 2026, arXiv:2604.25975.
     Differs from the paper: as in NVIDIA kvpress, keys and queries are compared by their cosine and rotated to future
-    positions; queries are those that attention really used, and futures start at the true next position.
+    positions; queries are recorded in the attention, and future positions start at the true next one.
     """
 
     tau: NotNegative = 5.0
@@ -66,8 +66,8 @@ class CapPress(ScorerPress):
 
     def _capacity(self, keys: Tensor, values: Tensor, query: Tensor, sinks: Tensor) -> Tensor:
         """Return the scores `[b, n]` of one query head: `keys [b, n, D]`, `values [b, n, Dv]`, `query [b, D]`."""
-        met = self.tau * cosine_similarity(keys, query[:, None], dim=-1).masked_fill(sinks, -torch.inf)
-        weights = torch.exp(met - met.amax(dim=1, keepdim=True)).nan_to_num(0.0)
+        logits = self.tau * cosine_similarity(keys, query[:, None], dim=-1).masked_fill(sinks, -torch.inf)
+        weights = torch.exp(logits - logits.amax(dim=1, keepdim=True)).nan_to_num(0.0)
         scaled = values * ((weights + self.epsilon) * ~sinks).sqrt()[..., None]
         eye = torch.eye(values.shape[2], dtype=torch.float64, device=values.device)
         factor = torch.linalg.cholesky(eye + (scaled.transpose(1, 2) @ scaled).double())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same share of every stretch of the prompt."""
+"""Eviction of the same share of every chunk."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kvpress.observe.view import View
 )
 @dataclass
 class ChunkPress(WrapperPress):
-    """Let another press choose within each chunk of stored pairs on its own.
+    """Evict the same share of every chunk of stored pairs, by the scores of another press.
 
-    The n pairs of a head are cut into as few chunks of equal size as `chunk_length` allows. Of `kept` in all, the chunk from
-    a to b keeps floor(kept * b / n) - floor(kept * a / n): every chunk the same share, up to rounding, and the total
-    exactly. Scores that compare pairs with each other compare those of the chunk.
+    The n pairs of a head are split into the smallest number of equal chunks of at most `chunk_length`. Of `kept` pairs in
+    total, the chunk from a to b keeps floor(kept * b / n) - floor(kept * a / n): the same share of each chunk up to rounding,
+    and the exact total. Scores that depend on other pairs depend on those of the same chunk only.
 
     Paper: after Corallo & Papotti, FINCH: Prompt-guided Key-Value Cache Compression, 2024, arXiv:2408.00167.
-    Differs from the paper: the prompt is read at once; FINCH reads a chunk after the other on what it kept of those before.
+    Differs from the paper: the prompt is read in one pass; FINCH reads chunk after chunk, each with the pairs kept so far.
     """
 
     press: BasePress
@@ -51,9 +51,10 @@ class ChunkPress(WrapperPress):
 
 @dataclass(frozen=True)
 class InChunks(ScorerAround):
-    """Lets the inner scorer choose the same share of every chunk."""
+    """Scorer that keeps the same share of every chunk, by the inner scores."""
 
     chunk_length: int
+    """Largest number of pairs of a chunk."""
 
     ranks: ClassVar[bool] = True
 

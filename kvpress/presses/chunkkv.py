@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole chunks instead of single tokens."""
+"""Eviction of chunks of tokens instead of single tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvpress.observe.view import View
 )
 @dataclass
 class ChunkKVPress(WrapperPress):
-    """Keep the chunks of `chunk_length` tokens that another press scores best, so that phrases stay whole.
+    """Keep the chunks of `chunk_length` tokens with the best mean score of another press, so that phrases are not split.
 
         score[c] = mean over the pairs of chunk c, in all heads, of score[h, t]
 
-    Chunks are those of the row's own tokens and the same in every head. The budget is met exactly: of the last chunk that
-    fits only in part, the pairs with the best mean score over the heads stay. A chunk with a protected pair, such as a
-    sink, comes first.
+    Chunks count the tokens of a row without padding, and are the same in every head. The budget is met exactly: if the last
+    chunk does not fit, its pairs with the best mean score over the heads stay. Chunks with a protected pair, such as a sink,
+    come first.
 
     Paper: Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference, 2025,
     arXiv:2502.00299.
@@ -51,29 +51,30 @@ class ChunkKVPress(WrapperPress):
 
 @dataclass(frozen=True)
 class WholeChunks(ScorerAround):
-    """Ranks pairs by their chunk, and within it by their mean inner score over the heads of a view."""
+    """Scorer that ranks pairs by their chunk, and within a chunk by their mean inner score over the heads of a view."""
 
     chunk_length: int
+    """Number of tokens of a chunk."""
 
     ranks: ClassVar[bool] = True
 
     def scores(self, view: View) -> Tensor:
         memo = view.memo
         if "scores" not in memo:
-            memo["scores"] = {id(part): Scored(part, self.inner).scores for part in view.group or [view]}
+            memo["scores"] = {id(member): Scored(member, self.inner).scores for member in view.group or [view]}
             memo["order"] = self._order(view.group or [view], list(memo["scores"].values()))
         score = memo["scores"][id(view)]
         chunk = memo["order"].gather(1, self._chunks(view)).view(score.shape)
         within = ranks(_worst_if_opposed(score.mean(1, keepdim=True)))
-        # Places among all pairs, which float32 holds exactly.
+        # Ranks instead of scores, since float32 represents them exactly.
         return ranks((chunk * view.length + within).double()).float()
 
     def _chunks(self, view: View) -> Tensor:
-        """Chunk of every pair, `[b, h * n]`."""
+        """Return the index of each pair's chunk, `[b, h * n]`."""
         return view.positions.flatten(1) // self.chunk_length
 
     def _order(self, group: list[View], scores: list[Tensor]) -> Tensor:
-        """Rank of every chunk `[b, chunks]`, the best one last."""
+        """Return the rank of each chunk, `[b, chunks]`, highest for the best."""
         rows, chunks = len(group[0].rows), -(-group[0].seen // self.chunk_length)
         total = torch.zeros(rows, chunks, dtype=torch.float64, device=scores[0].device)
         count = torch.zeros_like(total)
@@ -81,14 +82,14 @@ class WholeChunks(ScorerAround):
             chunk = self._chunks(view)
             total.scatter_add_(1, chunk, score.flatten(1).double())
             count.scatter_add_(1, chunk, torch.ones_like(chunk, dtype=count.dtype))
-        return ranks(_worst_if_opposed(total / count))  # of chunks without pairs, too
+        return ranks(_worst_if_opposed(total / count))  # a chunk without pairs is 0 / 0 and ranks lowest
 
 
 def _worst_if_opposed(means: Tensor) -> Tensor:
-    """Return means in which -inf stands where scores of both infinities, or none, were averaged."""
+    """Return `means` with -inf in place of NaN, the mean of both infinities or of no score."""
     return means.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """Rank of each score of the last axis, the smallest first, of equal ones the oldest."""
+    """Return the rank of each score along the last axis, 0 for the smallest; among equal scores the oldest ranks lower."""
     return scores.argsort(dim=-1, stable=True).argsort(dim=-1)

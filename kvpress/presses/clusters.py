@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that stand for several: means of their members, with the logarithm of their number as logit weight."""
+"""Clusters of pairs, each replaced by their mean with the logarithm of their number as log-weight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvpress.observe.view import LOG_WEIGHT, View
 
 
 def pooled(view: View, owner: Tensor, shares: Tensor | None = None, keys: bool = False) -> Rewritten:
-    """Pool the pairs of a view into those that own them, by `owner [b, h, n]`; n is nobody, for what is lost.
+    """Replace the values of pairs, and their keys with `keys`, by weighted means over the pairs that they own.
 
-    A pair counts as often as it already stands for pairs. Its value, and its key where `keys` are pooled too, counts `shares`
-    `[b, h, n]` times, once by default. What owns only itself stays as it is.
+    `owner [b, h, n]` is the rank of the pair that each pair is pooled into; rank n drops the pair. `shares [b, h, n]` multiply
+    the weights of pairs in the mean, 1 by default. A pair with a log-weight counts as the number of pairs that it stands for. A
+    pair that owns only itself is not changed.
     """
     number = view.side[LOG_WEIGHT].double().exp() if LOG_WEIGHT in view.side else torch.ones_like(owner).double()
     shares = number if shares is None else number * shares
@@ -26,9 +27,9 @@ def pooled(view: View, owner: Tensor, shares: Tensor | None = None, keys: bool =
         index = owner[..., None].expand_as(vectors)
         total = torch.zeros(*vectors.shape[:2], view.length + 1, vectors.shape[3], device=vectors.device)
         total.scatter_add_(2, index, vectors.float() * shares[..., None].float())
-        found = total[:, :, :-1] / summed(shares).float()[..., None].clamp_min(torch.finfo(torch.float32).tiny)
-        return torch.where(alone[..., None], vectors.float(), found)
+        means = total[:, :, :-1] / summed(shares).float()[..., None].clamp_min(torch.finfo(torch.float32).tiny)
+        return torch.where(is_single[..., None], vectors.float(), means)
 
-    alone = summed(torch.ones_like(number)) == 1
+    is_single = summed(torch.ones_like(number)) == 1
     weight = summed(number).clamp_min(1e-30).log()
     return Rewritten(mean(view.keys) if keys else None, mean(view.values), weight.half())

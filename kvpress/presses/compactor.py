@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leverage and attention within chunks, blended."""
+"""Sum of key leverage and attention within chunks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class CompactorPress(ScorerPress):
         score = blending * z(leverage) + z(chunk attention),   z(x) = (x - mean) / std over the pairs of a row
 
     The terms are those of `LeverageScorePress`, with its `sketch_dimension`, and `NonCausalAttnPress`, with its `chunk_size`
-    and `scale`. `blending` defaults to the fraction of the tokens read that is removed: the harder a cache is cut, the more
-    leverage counts. The first `sink_size_start` and last `sink_size_end` tokens are always kept; both terms are those of the
-    tokens between them, and chunks begin there.
+    and `scale`. `blending` defaults to the ratio of tokens removed, so leverage counts more at high compression. The first
+    `sink_size_start` and last `sink_size_end` tokens are always kept. Both terms are computed over the tokens between them, and
+    the first chunk begins after the first ones.
 
     Paper: Chari & Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
     2025, arXiv:2507.08143.
-    Differs from the paper: the ratio is given, not calibrated per context; pairs of earlier turns count as average in the
-    attention term; the last tokens take part in the attention of their chunk.
+    Differs from the paper: the ratio is a setting, not calibrated per context; pairs of earlier turns get the average of the
+    attention term; the queries of the last tokens count in the attention of their chunk.
     """
 
     sink_size_start: Size = 8
@@ -70,7 +70,7 @@ class CompactorPress(ScorerPress):
         """Return the sum of both terms, the attention with or without the norm of the values."""
         weight = 1 - view.target / view.seen if self.blending is None else self.blending
         sinks, newest = view.positions < self.sink_size_start, view.positions >= view.seen - self.sink_size_end
-        # What every head holds of either end: an earlier eviction may have left them different parts.
+        # Heads may differ in the tokens they store at both ends after an eviction, so only common columns are cut off.
         start, stop = int(sinks.sum(dim=2).min()), view.length - int(newest.sum(dim=2).min())
         if start >= stop:
             return torch.full(view.shape, torch.inf, device=view.positions.device)
@@ -83,7 +83,7 @@ class CompactorPress(ScorerPress):
 
 @dataclass(frozen=True)
 class PlainCompactor(ByScore):
-    """The scores of `press` without the norm of the values."""
+    """Scorer with the scores of `press`, without the norm of the values."""
 
     press: CompactorPress
 
@@ -97,6 +97,6 @@ class PlainCompactor(ByScore):
 
 
 def standardised(scores: Tensor) -> Tensor:
-    """Subtract the mean of each row of `scores [b, h, n]` and divide by its standard deviation."""
+    """Return `scores [b, h, n]` less the mean of each row, divided by the standard deviation of the row."""
     centred = scores - scores.mean(dim=(1, 2), keepdim=True)
     return centred / centred.square().mean(dim=(1, 2), keepdim=True).sqrt().clamp_min(torch.finfo(scores.dtype).tiny)

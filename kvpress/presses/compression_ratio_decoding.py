@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A share of all tokens seen, kept while tokens are generated."""
+"""Compression while tokens are generated, to a share of all tokens seen."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvpress.presses.decoding import DecodingPress
 class CompressionRatioDecodingPress(DecodingPress):
     """Keep the share `1 - target_compression_ratio` of the tokens seen, every `compression_interval` generated tokens.
 
-    Tokens of the prompt count too, so that the cache grows with the text, more slowly. It is `DecodingPress` with a
-    `target_ratio`, under the names of NVIDIA kvpress. `base_press` is any scorer, head-wise ones included; the prompt is
-    cut once generated tokens fill an interval. A press that reads hidden states gets the newest
+    Tokens of the prompt count too, so the cache grows with the text, but more slowly. The press is `DecodingPress` with a
+    `target_ratio`, under the names of NVIDIA kvpress. `base_press` is any scorer, also one with head budgets. The prompt is
+    cut at the end of the first interval of generated tokens. A press that reads hidden states gets the newest
     `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.
@@ -40,10 +40,10 @@ class CompressionRatioDecodingPress(DecodingPress):
         super().validate()
         if self.target_size != 1 or self.target_ratio is not None:
             raise ValueError(
-                f"target_compression_ratio says how many pairs stay, so target_size={self.target_size} and "
-                f"target_ratio={self.target_ratio} would have no effect; DecodingPress takes these"
+                f"target_compression_ratio sets the number of pairs, so target_size={self.target_size} and "
+                f"target_ratio={self.target_ratio} would have no effect; use DecodingPress for these"
             )
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        found = super().wrap(step, model)
-        return replace(found, schedule=replace(found.schedule, target=Amount(self.target_compression_ratio)))
+        wrapped = super().wrap(step, model)
+        return replace(wrapped, schedule=replace(wrapped.schedule, target=Amount(self.target_compression_ratio)))

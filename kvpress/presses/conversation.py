@@ -20,10 +20,11 @@ from kvpress.core.registry import Exemption, Refusal, register
     exempt=(Exemption("fuzz", "its schedule is that of `prefill_decoding` with one budget, which is drawn"),),
     refuses=(
         Refusal(
-            "conversation(snapkv:0.5):budget=1024", "the budget says how much stays, so a ratio would have no effect"
+            "conversation(snapkv:0.5):budget=1024", "its budget sets the number of pairs; a ratio would have no effect"
         ),
         Refusal(
-            "conversation(kvzip):budget=1024", "it scores by reading a prompt again, which generated tokens are not"
+            "conversation(kvzip):budget=1024",
+            "it scores by reading a prompt again, and generated tokens are not read again",
         ),
         Refusal("conversation(kivi):budget=1024", "a codec has no scores; compose it: conversation(snapkv) + kivi"),
     ),
@@ -32,10 +33,9 @@ from kvpress.core.registry import Exemption, Refusal, register
 class ConversationPress(Wrapping):
     """Cut the cache down to `budget` pairs per head after every turn, and every `interval` tokens of an answer.
 
-    Everything read so far competes, so that memory does not grow with the number of turns: a layer never holds more than
-    `budget` and the longest turn or `interval` tokens, whichever is more; around `BoundedPress`, turns are read in chunks.
-    `press` is any scorer without a ratio or budget of its own. What must stay whatever its score, such as the system prompt,
-    is what `ProtectPress` names.
+    All stored pairs compete, so memory does not grow with the number of turns: a layer never holds more than `budget` pairs
+    and the longest turn, or `interval` tokens if that is more. Around `BoundedPress`, turns are read in chunks. `press` is any
+    scorer without a ratio or budget of its own. Use `ProtectPress` for tokens that must always stay, such as the system prompt.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.
@@ -53,13 +53,13 @@ class ConversationPress(Wrapping):
         name = type(self.press).__name__
         if step.prepare is not None:
             raise TypeError(
-                f"{name} scores by reading a prompt again, which generated tokens are not; ConversationPress needs a press "
-                "that scores pairs, such as SnapKVPress"
+                f"{name} scores by reading a prompt again, and generated tokens are not read again; ConversationPress needs a "
+                "press that scores pairs, such as SnapKVPress"
             )
         if not step.amount.keeps_all or step.schedule.target is not None:
             raise ValueError(
-                f"ConversationPress keeps budget={self.budget} pairs, so what {name} says of how many stay would have no "
-                f"effect: leave out its ratio or budget"
+                f"ConversationPress keeps budget={self.budget} pairs, so the ratio, budget or target of {name} would have no "
+                f"effect: leave it out"
             )
         budget = Amount(budget=self.budget)
         schedule = Schedule(True, self.interval, budget, step.schedule.hidden_states, step.schedule.chunk)

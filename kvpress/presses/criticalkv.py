@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair would add to the output of the layer, not only how much attention it gets."""
+"""Scores weighted by the norm that each value has in the output of the layer."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _TWO_CHOICES = "both would choose the pairs to keep"
 )
 @dataclass
 class CriticalKVPress(WrapperPress):
-    """Weigh the scores of another press by how far each value reaches through the output projection.
+    """Multiply the scores of another press by the norm of each value after the output projection.
 
         w[b, h, t] = mean over the query heads g of h of ||W_o[g] v[b, h, t]||_1
-        1. the `first_stage_ratio` of the budget goes to the best scores;
-        2. the rest to the best (score + epsilon) * w.
+        1. the share `first_stage_ratio` of the budget goes to the best scores;
+        2. the remaining budget goes to the best (score + epsilon) * w.
 
-    `first_stage_ratio` is the share of the budget that the scores alone decide about. W_o[g] are the columns of the output
-    projection that read query head g. Scores that may be negative are first shifted so that the smallest of a head is 0.
-    `epsilon` lets pairs without any score be told apart by their reach. Scorers that weigh values themselves, such as
-    `ExpectedAttentionPress`, are asked for their scores without it.
+    `first_stage_ratio` is the share of the budget that goes to the best scores without weights. W_o[g] are the columns of the
+    output projection that read query head g. Negative scores are first shifted so that the smallest of a head is 0. With
+    `epsilon` above 0, pairs of score 0 are ranked by w. Scorers that weigh values themselves, such as `ExpectedAttentionPress`,
+    return their scores without that weight.
 
     Paper: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, 2025,
     arXiv:2502.03805.
@@ -80,7 +80,7 @@ class CriticalKVPress(WrapperPress):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Return scores `[B, H, n]` whose best pairs are those that both stages choose; see `BasePress.compress`."""
+        """Return scores `[B, H, n]`, highest for the pairs that both stages choose; see `BasePress.compress`."""
         del attentions
         (step,) = self.inner.recipe().evictions
         view, stages = view_by_hand(self, module, hidden_states, keys, values, kwargs), self._stages(step)
@@ -89,7 +89,7 @@ class CriticalKVPress(WrapperPress):
     @staticmethod
     @helper
     def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
-        """Return how far `values [B, H, n, Dv]` of all kv heads reach through the output projection, `[B, H, n]`."""
+        """Return the norms `[B, H, n]` of `values [B, H, n, Dv]`, of all KV heads, after the output projection."""
         return output_norms(values, module, values.shape[1])
 
 
@@ -106,7 +106,7 @@ ScorerPress.register(CriticalKVPress)
 )
 @dataclass
 class CriticalAdaKVPress(AdaKVPress):
-    """AdaKV's head budgets, spent by the two stages of `CriticalKVPress`.
+    """Choose pairs by the two stages of `CriticalKVPress`, with the head budgets of `AdaKVPress`.
 
     `alpha_safeguard` is that of `AdaKVPress`; `epsilon` and `first_stage_ratio` are those of `CriticalKVPress`.
 
@@ -126,11 +126,14 @@ class CriticalAdaKVPress(AdaKVPress):
 
 @dataclass(frozen=True)
 class TwoStages(ScorerAround):
-    """Gives the share `first` of the budget to the best inner scores, and the rest to the best weighted ones."""
+    """Scorer of the two stages: first the best inner scores, then the best inner scores times the norms of values."""
 
     epsilon: float
+    """Number added to scores of the second stage."""
     first: float
+    """Share of the budget that goes to the first stage."""
     norms: Callable[[Tensor, nn.Module], Tensor] | None = None
+    """A user's override of `CriticalKVPress.vwl1norm`; None for the norms of this module."""
 
     ranks = True
 
@@ -138,50 +141,50 @@ class TwoStages(ScorerAround):
         return top(self.weighed(scored, counts), counts)
 
     def weighed(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        """Return scores `[b, h, n]` whose `counts` best pairs are chosen, infinite for those of the first stage."""
+        """Return the scores `[b, h, n]` of the second stage, infinite for the pairs that the first stage chose."""
         scores = scored.scores
         finite = scores.isfinite()
-        least = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
+        lowest = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
         view, heads = scored.view, scored.view.call.store.heads
         if self.norms is None:
             groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
             norms = output_norms(view.values, view.call.layer.module, heads, view.heads, groups)
         else:
             norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.layer.module)[:, view.heads]
-        weighted = torch.where(finite, (scores - least + self.epsilon) * norms, scores)
+        weighted = torch.where(finite, (scores - lowest + self.epsilon) * norms, scores)
         check_numbers(weighted, "scores times the norms of value outputs", view)
-        at_once = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
-        return weighted.masked_fill(top(scores, at_once), torch.inf)
+        first_counts = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
+        return weighted.masked_fill(top(scores, first_counts), torch.inf)
 
 
 def output_norms(
     values: Tensor, module: nn.Module, kv_heads: int, shown: slice = slice(None), groups: int | None = None
 ) -> Tensor:
-    """L1 norm of `values [b, h, n, Dv]` after the output projection, mean over the query heads of their group: `[b, h, n]`.
+    """Return L1 norms of `values [b, h, n, Dv]` after the output projection, mean over each GQA group: `[b, h, n]`.
 
-    The values are those of the `shown` ones of `kv_heads` heads, each of which `groups` query heads read, None for as many as
-    the projection has.
+    The module has `kv_heads` KV heads, and the values are those of the heads `shown`. `groups` is the expected number of query
+    heads per KV head; None takes the number from the projection. Raises NotImplementedError if the projection does not fit.
     """
     batch, heads, length, dim = values.shape
     weight = output_weight(module)
     if weight is None or weight.shape[1] % (kv_heads * dim):
         raise no_output(module)
-    found = weight.shape[1] // (kv_heads * dim)
-    if groups is not None and groups != found:
+    actual = weight.shape[1] // (kv_heads * dim)
+    if groups is not None and groups != actual:
         raise no_output(module)
-    by_head, groups = weight.detach().view(-1, kv_heads, found, dim)[:, shown], found
+    by_head, groups = weight.detach().view(-1, kv_heads, actual, dim)[:, shown], actual
     norms = torch.empty(batch, heads, length, device=values.device)
     block = max(1, attention.BLOCK_BYTES // (4 * batch * by_head.shape[0] * groups))
     for head in range(heads):
-        reach = by_head[:, head].flatten(0, 1).T
+        projection = by_head[:, head].flatten(0, 1).T
         for start in range(0, length, block):
-            part = values[:, head, start : start + block].to(reach.dtype) @ reach
-            norms[:, head, start : start + block] = part.float().abs().sum(dim=2) / groups
+            outputs = values[:, head, start : start + block].to(projection.dtype) @ projection
+            norms[:, head, start : start + block] = outputs.float().abs().sum(dim=2) / groups
     return norms
 
 
 def output_weight(module: nn.Module) -> Tensor | None:
-    """Weight `[hidden, Hq * Dv]` of the projection behind an attention, None where it has none that can be read."""
+    """Return the weight `[hidden, Hq * Dv]` of an attention's output projection; None if there is no dense one."""
     for name in OUTPUTS:
         weight = getattr(getattr(module, name, None), "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
@@ -193,12 +196,12 @@ def no_output(module: nn.Module) -> NotImplementedError:
     """Return the error for an attention without a readable output projection."""
     return NotImplementedError(
         f"{type(module).__name__} has no dense output projection of one column per query channel under any of the names "
-        f"{', '.join(OUTPUTS)}, which CriticalKV weighs values by"
+        f"{', '.join(OUTPUTS)}; CriticalKV needs one to weigh values"
     )
 
 
 def check_outputs(model: ModelFacts | None) -> None:
-    """Refuse models whose attention has no output projection that can be read."""
+    """Raise NotImplementedError for models whose attention has no dense output projection."""
     for layer in () if model is None else model.layers:
         if layer.module is not None and output_weight(layer.module) is None:
             raise no_output(layer.module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of large keys and values, compared with their neighbours."""
+"""Scores by the norms of keys and values, relative to a local window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpress.core.registry import register
 from kvpress.observe.view import View
 
 SKETCH = 20
-"""Columns of the random projection."""
+"""Number of columns of the random projection."""
 
 
 @register(
@@ -28,18 +28,18 @@ SKETCH = 20
 )
 @dataclass
 class CURPress(ScorerPress):
-    """Score a pair by the squared norms of its key and value, which stand for their leverages in a CUR decomposition.
+    """Score a pair by the squared norms of its key and value, an estimate of their leverages in a CUR decomposition.
 
         a[t] = ||k[t]||^2 / sum of ||k||^2 over the window of t,   b[t] the same of values
         kv_product: a b      kv_avg: (a + b) / 2      key: a      value: b
 
-    Windows are consecutive stretches of `local_window_size` pairs of a head; without `use_local_approximation`, all pairs of
-    the head are one. `leverage_type` says which of the two count, and how. Scores are divided by their sum over the head. The
-    first `num_sinks` tokens always stay. `use_random_leverage` projects keys and values onto 20 random directions first, the
-    same ones in every layer and call.
+    A window is `local_window_size` consecutive pairs of a head; without `use_local_approximation`, it is all pairs of the
+    head. `leverage_type` selects one of the four formulas. Scores are divided by their sum over the head. The first
+    `num_sinks` tokens always stay. `use_random_leverage` first projects keys and values onto 20 random directions, the same
+    in every layer and call.
 
     Paper: Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, 2025, arXiv:2509.15038.
-    Differs from the paper: as in NVIDIA kvpress, norms within a window take the place of leverages by singular vectors.
+    Differs from the paper: as in NVIDIA kvpress, norms within a window replace leverages by singular vectors.
     """
 
     num_sinks: Size = 4
@@ -54,18 +54,18 @@ class CURPress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite for sinks."""
-        both = self.leverage_type in ("kv_avg", "kv_product")
-        keys = self._leverage(view.keys) if both or self.leverage_type == "key" else None
-        values = self._leverage(view.values) if both or self.leverage_type == "value" else None
+        is_combined = self.leverage_type in ("kv_avg", "kv_product")
+        keys = self._leverage(view.keys) if is_combined or self.leverage_type == "key" else None
+        values = self._leverage(view.values) if is_combined or self.leverage_type == "value" else None
         if keys is None or values is None:
-            (scores,) = (part for part in (keys, values) if part is not None)
+            (scores,) = (leverage for leverage in (keys, values) if leverage is not None)
         else:
             scores = keys * values if self.leverage_type == "kv_product" else (keys + values) / 2
         scores = scores / _positive(scores.sum(dim=-1, keepdim=True))
         return scores.masked_fill(view.positions < self.num_sinks, torch.inf)
 
     def _leverage(self, vectors: Tensor) -> Tensor:
-        """Return the share `[b, h, n]` that vectors `[b, h, n, D]` have of the squared norms of their window."""
+        """Return the squared norm of `vectors [b, h, n, D]` as a share of the sum over their window, `[b, h, n]`."""
         if self.use_random_leverage:
             normal = torch.randn(vectors.shape[-1], SKETCH, generator=torch.Generator().manual_seed(0))
             vectors = vectors.float() @ (normal / SKETCH**0.5).to(vectors.device)

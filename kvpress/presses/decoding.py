@@ -18,10 +18,10 @@ from kvpress.core.registry import Refusal, register
 
 
 def check_scores_generated(press: Wrapping, step: Eviction) -> None:
-    """Raise TypeError where a press would judge generated tokens by scores that only a prompt has."""
+    """Raise TypeError for a press that scores by reading a prompt again, since generated tokens are not read again."""
     if step.prepare is not None:
         raise TypeError(
-            f"{type(press.inner).__name__} scores by reading a prompt again, which generated tokens are not; "
+            f"{type(press.inner).__name__} scores by reading a prompt again, and generated tokens are not read again; "
             f"{type(press).__name__} needs a press that scores pairs, such as SnapKVPress"
         )
 
@@ -32,7 +32,7 @@ def check_scores_generated(press: Wrapping, step: Eviction) -> None:
     example="decoding(snapkv):compression_interval=128,target_size=1024",
     refuses=(
         Refusal("decoding(kivi)", "a codec has no scores; it acts on generated tokens anyway"),
-        Refusal("decoding(kvzip:0.5)", "it scores by reading a prompt again, which generated tokens are not"),
+        Refusal("decoding(kvzip:0.5)", "it scores by reading a prompt again, and generated tokens are not read again"),
         Refusal("decoding(duo_attention:0.5,on_the_fly_scoring=true)", "it evicts while tokens are generated anyway"),
     ),
 )
@@ -40,8 +40,8 @@ def check_scores_generated(press: Wrapping, step: Eviction) -> None:
 class DecodingPress(Wrapping):
     """Cut the cache down to `target_size` pairs per head every `compression_interval` generated tokens.
 
-    `base_press` may be any scorer, head-wise ones included; how much it keeps by itself does not matter here. `target_ratio`
-    sets the target as a fraction of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
+    `base_press` is any scorer, also one with head budgets; its own ratio or budget has no effect. `target_ratio` sets the
+    target as a compression ratio of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
     `PrefillDecodingPress`. A later turn counts as one token, and is cut at once if it alone is as long as the target. A press
     that reads hidden states gets the newest `hidden_states_buffer_size` of them.
 
@@ -63,8 +63,8 @@ class DecodingPress(Wrapping):
         check_scores_generated(self, step)
         if step.amount.ratios:
             raise TypeError(
-                f"DecodingPress needs a press that scores pairs and leaves it to the target how many stay; the ratios of "
-                f"{type(self.base_press).__name__} would have no effect"
+                f"DecodingPress sets the number of pairs by its target, so the ratios of {type(self.base_press).__name__} "
+                f"would have no effect; use a press that scores pairs, such as SnapKVPress"
             )
         target = Amount(budget=self.target_size) if self.target_ratio is None else Amount(self.target_ratio)
         schedule = Schedule(False, self.compression_interval, target, self.hidden_states_buffer_size)
@@ -75,7 +75,7 @@ class DecodingPress(Wrapping):
 
     @helper
     def reset(self) -> None:
-        """Do nothing: the state of a request lives in its cache. An override is called when a block is left."""
+        """Do nothing, because a cache holds its own state; an override is called at the end of a session."""
 
 
 @register(
@@ -91,8 +91,8 @@ class DecodingPress(Wrapping):
 class PrefillDecodingPress(BasePress):
     """Compress the prompt with one press and generated tokens with another.
 
-    `prefilling_press` is one that evicts, `decoding_press` one that evicts while tokens are generated, such as
-    `DecodingPress` or `H2OPress`. Either may be left out.
+    `prefilling_press` evicts pairs of the prompt; `decoding_press` evicts while tokens are generated, such as `DecodingPress`
+    or `H2OPress`. Each of them may be None.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.
@@ -114,20 +114,23 @@ class PrefillDecodingPress(BasePress):
                 press.post_init_from_model(model)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        parts = [self._part(self.prefilling_press, "prompt", model), self._part(self.decoding_press, "decoding", model)]
-        evictions = tuple(step for part in parts for step in part.evictions)
-        hooks = tuple(hook for part in parts for hook in part.hooks)
-        observers = parts[0].observers + parts[1].observers
-        return Recipe(evictions, observers=observers, hooks=hooks, protected=protected_by(parts))
+        recipes = [
+            self._phase(self.prefilling_press, "prompt", model),
+            self._phase(self.decoding_press, "decoding", model),
+        ]
+        evictions = tuple(step for recipe in recipes for step in recipe.evictions)
+        hooks = tuple(hook for recipe in recipes for hook in recipe.hooks)
+        observers = recipes[0].observers + recipes[1].observers
+        return Recipe(evictions, observers=observers, hooks=hooks, protected=protected_by(recipes))
 
-    def _part(self, press: BasePress | None, phase: str, model: ModelFacts | None) -> Recipe:
-        """Return what a press does in one phase."""
+    def _phase(self, press: BasePress | None, phase: str, model: ModelFacts | None) -> Recipe:
+        """Return the recipe of a press, with its evictions limited to one phase, "prompt" or "decoding"."""
         if press is None:
             return Recipe()
         recipe, name = press.recipe(model), type(press).__name__
         if recipe.codec is not None or recipe.selector is not None:
             raise ValueError(
-                f"{name} stores or chooses pairs at all times, not in one phase; compose it with the rest: "
+                f"{name} has a codec or selector, which act in both phases; compose it instead: "
                 f"PrefillDecodingPress(...) + {name}(...)"
             )
         if phase == "prompt":
@@ -135,11 +138,11 @@ class PrefillDecodingPress(BasePress):
                 replace(e, schedule=replace(e.schedule, every=None)) for e in recipe.evictions if e.schedule.prompt
             ]
         else:
-            acting = [e for e in recipe.evictions if e.schedule.every is not None]
-            if not acting:
+            steps = [e for e in recipe.evictions if e.schedule.every is not None]
+            if not steps:
                 raise ValueError(
                     f"decoding_press must act while tokens are generated, got {name}; wrap it: DecodingPress({name}(...))"
                 )
-            steps = [replace(step, schedule=replace(step.schedule, prompt=False)) for step in acting]
-        steps += [step for step in recipe.evictions if step.among is not None]  # in whatever phase their spans close
+            steps = [replace(step, schedule=replace(step.schedule, prompt=False)) for step in steps]
+        steps += [step for step in recipe.evictions if step.among is not None]  # spans are evicted in both phases
         return replace(recipe, evictions=tuple(steps))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs below a threshold go, once they have left a window; how many that are follows from the text."""
+"""Eviction below a score threshold, after a window of the newest tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from kvpress.presses.decoding import check_scores_generated
     example="dms(keydiff:0.5):sliding_window_size=32",
     cases=("dms(keydiff):threshold=-0.1,sliding_window_size=6", "dms(snapkv:0.5,window_size=4):sliding_window_size=6"),
     refuses=(
-        Refusal("dms(knorm)", "neither a threshold nor a ratio or budget says what goes"),
+        Refusal("dms(knorm)", "it needs a threshold, or an inner press with a ratio or budget"),
         Refusal(
-            "dms(kvcompose:0.5):decoding=true", "it scores by reading a prompt again, which generated tokens are not"
+            "dms(kvcompose:0.5):decoding=true",
+            "it scores by reading a prompt again, and generated tokens are not read again",
         ),
         Refusal("adakv(dms(knorm:0.5))", "both would choose the pairs to keep"),
         Refusal(
-            "decoding(dms(keydiff):threshold=0)", "the threshold says how many stay; `decoding=true` evicts of them"
+            "decoding(dms(keydiff):threshold=0)", "the threshold sets the number of pairs; use `decoding=true` instead"
         ),
     ),
     exempt=(
@@ -44,20 +45,20 @@ from kvpress.presses.decoding import check_scores_generated
 )
 @dataclass
 class DMSPress(WrapperPress):
-    """Evict the pairs that another press scores below `threshold`, once they have left the window of the newest tokens.
+    """Evict pairs outside the window of the newest tokens that another press scores below `threshold`.
 
         pair t of a head stays   if score[t] >= threshold   or   t is one of the newest sliding_window_size tokens
 
-    How much stays depends on the text, and differs between heads, layers and rows; `compression_ratio` says what it was.
-    Thresholds want scores that mean the same in all texts, such as those of `kvzap`. Without a `threshold`, the ratio or
-    budget of the inner press says how many pairs stay, and the heads of a layer compete for them; with one, the inner ratio or
-    budget is not used, and a RuntimeWarning names it. `sliding_window_size` is the number of newest tokens that always stay,
-    0 for none. With `decoding`, pairs are judged again every `interval` generated tokens: 1 evicts as soon as a pair leaves the
-    window, more cost less time.
+    The number of pairs that stay depends on the text, and differs between heads, layers and rows; `compression_ratio` is the
+    measured ratio. A threshold needs scores that are comparable between texts, such as those of `kvzap`. Without a `threshold`,
+    the ratio or budget of the inner press sets the number of pairs, and the heads of a layer compete for them. With a
+    `threshold`, the inner ratio or budget is not used, and a RuntimeWarning names the press. The newest `sliding_window_size`
+    tokens always stay, 0 for none. With `decoding`, pairs are compared again every `interval` generated tokens: 1 evicts a pair
+    as soon as it leaves the window, and higher values take less time.
 
     Paper: Lancucki et al., Inference-Time Hyper-Scaling with KV Cache Compression, 2025, arXiv:2506.05345.
-    Differs from the paper: nothing is trained, any scorer judges; the prompt is read with full attention. Unlike in NVIDIA
-    kvpress, what is evicted is freed.
+    Differs from the paper: nothing is trained, and any scorer may be used; the prompt is read with full attention. Unlike in
+    NVIDIA kvpress, evicted pairs are freed.
     """
 
     press: BasePress
@@ -67,27 +68,27 @@ class DMSPress(WrapperPress):
     interval: Count = field(default=1, kw_only=True)
 
     def validate(self) -> None:
-        given = self.threshold
-        if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float))):
-            raise TypeError(f"threshold must be a finite number or None, got {given!r} of type {type(given).__name__}")
-        if given is not None and not math.isfinite(given):
-            raise ValueError(f"threshold must be a finite number or None, got {given}")
+        value = self.threshold
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"threshold must be a finite number or None, got {value!r} of type {type(value).__name__}")
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"threshold must be a finite number or None, got {value}")
         super().validate()
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
         if self.decoding:
             check_scores_generated(self, step)
-        name, told = type(self.press).__name__, not step.amount.keeps_all
-        if self.threshold is not None and told and model is not None:
+        name, has_amount = type(self.press).__name__, not step.amount.keeps_all
+        if self.threshold is not None and has_amount and model is not None:
             warnings.warn(
                 f"threshold={self.threshold} decides what DMSPress evicts; the ratio or budget of {name} is not used",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self.threshold is None and not told and model is not None and step.schedule.prompt:
+        if self.threshold is None and not has_amount and model is not None and step.schedule.prompt:
             raise ValueError(
-                f"nothing says what DMSPress evicts: give threshold=, or {name} a compression_ratio or budget"
+                f"DMSPress would evict nothing: set threshold=, or a compression_ratio or budget of {name}"
             )
         allocator = Competition(step.allocator, scope=step.allocator.scope)
         return replace(
@@ -101,33 +102,35 @@ class DMSPress(WrapperPress):
 
     @property
     def compression_ratio(self) -> float:
-        """Fraction of pairs that the inner press removes; with a threshold, the one that the last cache has lost."""
+        """Ratio of the inner press; with a threshold, the measured ratio of the last cache."""
         return super().compression_ratio if self.threshold is None else removed(self)
 
     @compression_ratio.setter
     def compression_ratio(self, value: float) -> None:
         if self.threshold is not None:
             raise AttributeError(
-                f"compression_ratio cannot be set to {value}: threshold={self.threshold} says what is evicted; set threshold"
+                f"compression_ratio cannot be set to {value}, because threshold={self.threshold} decides; set threshold instead"
             )
         self.press.compression_ratio = value  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class BeforeWindow(ScorerAround):
-    """The scores of another scorer, infinite for the newest `window` tokens and the first `sinks`."""
+    """Scorer with the scores of another one, infinite for the newest tokens and the sinks."""
 
     window: int
+    """Number of newest tokens."""
     sinks: int = 0
+    """Number of sinks."""
 
     def scores(self, view: View) -> Tensor:
-        safe = (view.positions >= view.seen - self.window) | (view.positions < self.sinks)
-        return super().scores(view).masked_fill(safe, inf)
+        protected = (view.positions >= view.seen - self.window) | (view.positions < self.sinks)
+        return super().scores(view).masked_fill(protected, inf)
 
 
 @dataclass(frozen=True)
 class AboveThreshold(Allocator):
-    """Leaves every head its pairs with a score of at least `threshold`."""
+    """Allocator that keeps the pairs with a score of at least `threshold`."""
 
     threshold: float
 
@@ -136,4 +139,4 @@ class AboveThreshold(Allocator):
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         del mean
-        return [(each.scores >= self.threshold).sum(dim=2) for each in scored]
+        return [(item.scores >= self.threshold).sum(dim=2) for item in scored]

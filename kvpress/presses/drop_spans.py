@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between tags goes once it is closed: thoughts, tool outputs."""
+"""Eviction of the tokens between two tags, such as thoughts or tool outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpress.presses.protect import between, vocabulary_of
 
 @dataclass(frozen=True)
 class NoneBetter(ByScore):
-    """Prefers no pair to another."""
+    """Scorer with equal scores for all pairs."""
 
     def scores(self, view: View) -> Tensor:
         """Return zeros."""
@@ -37,21 +37,21 @@ class NoneBetter(ByScore):
         Refusal("drop_spans:<think>,<think>", "an opening and a closing tag must differ"),
         Refusal("drop_spans(kvzip:0.5)", "it scores by reading a whole prompt again"),
         Refusal("drop_spans(snapkv)", "it would keep everything between the tags"),
-        Refusal("decoding(drop_spans)", "it says itself when it acts"),
+        Refusal("decoding(drop_spans)", "it has its own schedule, the end of a span"),
         Refusal("drop_spans(kivi)", "a codec stores all pairs; compose it: drop_spans + kivi"),
     ),
 )
 @dataclass
 class DropSpansPress(Wrapping):
-    """Evict what lies between two tags, such as a thought, in the pass that reads the closing one.
+    """Evict the span between two tags, such as a thought, in the pass that reads the closing tag.
 
-    `opening` and `closing` are the tags, which stay themselves; so do the positions of all other tokens. With a `press`, any
-    scorer, what lies between them is cut down by its ratio or budget instead, spans that close in one pass together. Each span
-    is cut once, in prompts and while tokens are generated. An opening tag inside a span is a part of it, a closing one outside
-    is text, and a span that never closes stays. Tags are found in the ids of all tokens by the `tokenizer`, that beside the
-    model where none is given. Spans that `ProtectPress` names stay.
+    `opening` and `closing` are the tags. The tags stay, and all other tokens keep their positions. With a `press`, any scorer,
+    spans are compressed by its ratio or budget instead; spans that close in one pass are compressed together. Each span is
+    compressed once, in prompts and while tokens are generated. An opening tag inside a span belongs to the span, a closing tag
+    outside a span is text, and a span without a closing tag stays. `tokenizer` encodes the tags, which are matched with the ids
+    of all tokens; without it, the tokenizer in the model's folder does. Spans protected by `ProtectPress` stay.
 
-    Paper: none; a rule about which pairs go.
+    Paper: none; a rule for choosing pairs.
     Differs from the paper: nothing.
     """
 
@@ -81,20 +81,20 @@ class DropSpansPress(Wrapping):
             raise TypeError(f"DropSpansPress cannot cut spans by {name}, which scores by reading a whole prompt again")
         if step.schedule.target is not None or step.among is not None:
             raise TypeError(
-                f"DropSpansPress says itself when spans are cut, so {name} cannot: give the press inside it"
+                f"DropSpansPress evicts at the end of a span, so {name} cannot set the time: pass its inner press"
             )
         if step.is_identity:
             raise ValueError(
-                f"{name} keeps everything that lies between the tags: give it a ratio or budget, or leave it out to drop all"
+                f"{name} keeps all pairs between the tags: set its ratio or budget, or leave it out to drop whole spans"
             )
         return self._closing(step, model)
 
     def _closing(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         vocabulary = vocabulary_of(self.tokenizer, model, "drop_spans")
-        among = between(self.opening, self.closing, vocabulary, whole=False, closed=True)
+        spans = between(self.opening, self.closing, vocabulary, whole=False, closed=True)
         schedule = Schedule(False, hidden_states=step.schedule.hidden_states, closing=True)
         amount = replace(step.amount, protected=0)
-        return replace(step, amount=amount, schedule=schedule, among=among, recent=0.0, fixed=True)
+        return replace(step, amount=amount, schedule=schedule, among=spans, recent=0.0, fixed=True)
 
     def post_init_from_model(self, model: Any) -> None:
         if self.press is not None:

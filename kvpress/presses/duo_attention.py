@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retrieval heads keep everything, streaming heads sinks and a recent window."""
+"""Full context for retrieval heads, sinks and a recent window for streaming heads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from kvpress.presses.head_table import HeadTable, lowest, read_head_table
 from kvpress.presses.streaming_heads import NO_COMMON_BUDGET, TABLE, StreamingHeadsPress
 
 SHARE = 1 / 8
-"""Of the first `SPARSE_FROM` queries of a prompt, those whose attention is measured; later ones grow rarer as 1 / position."""
+"""Share of the queries whose attention is measured, at positions below `SPARSE_FROM`."""
 SPARSE_FROM = 512
+"""Position from which the share falls as 1 / position."""
 
 
 @register(
@@ -33,20 +34,20 @@ SPARSE_FROM = 512
     "Xiao et al., 2024, arXiv:2410.10819",
     example="duo_attention:0.5,on_the_fly_scoring=true",
     needs=f"{TABLE}, or `on_the_fly_scoring=True`",
-    refuses=(Refusal("duo_attention:0.5", "nothing says which heads stream"),),
+    refuses=(Refusal("duo_attention:0.5", "it needs a table, or `on_the_fly_scoring`"),),
     exempt=(Exemption(EVERY_SUITE, NO_COMMON_BUDGET),),
 )
 @dataclass
 class DuoAttentionPress(StreamingHeadsPress):
-    """Let the heads that retrieve least keep a window only.
+    """Keep only sinks and a recent window in the heads that retrieve least.
 
-    How much a head retrieves is read from a `table`, which `kvpress calibrate --method duo_attention` learns; that of the
-    bundled reference model ships with it. `on_the_fly_scoring` measures it on the prompt instead, while that is
-    read, by a sample of the queries i that see more than sinks and window, rarer the further they are:
+    A `table` has the retrieval score of each head; `kvpress calibrate --method duo_attention` learns one, and the table of the
+    bundled reference model ships with it. `on_the_fly_scoring` measures the scores on the prompt instead, by a sample of the
+    queries i after the first sink_size + recent_size tokens, which is sparser at later positions:
 
         score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size
 
-    The first prompt decides; later turns and generated tokens keep to it. Otherwise as `StreamingHeadsPress`.
+    The first prompt sets the streaming heads for later turns and generated tokens. Otherwise as `StreamingHeadsPress`.
 
     Paper: Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, 2024,
     arXiv:2410.10819.
@@ -62,7 +63,7 @@ class DuoAttentionPress(StreamingHeadsPress):
     def validate(self) -> None:
         super().validate()
         if self.on_the_fly_scoring and self.table is not None:
-            raise ValueError(f"give either table or on_the_fly_scoring, got both: table={self.table!r}")
+            raise ValueError(f"set either table or on_the_fly_scoring, got both: table={self.table!r}")
 
     @property
     def measures(self) -> bool:
@@ -84,9 +85,9 @@ class DuoAttentionPress(StreamingHeadsPress):
         return PassHook(self._decide, ("prefill",)) if self.on_the_fly_scoring else None
 
     def post_init_from_model(self, model: nn.Module) -> None:
-        ask = None if self.on_the_fly_scoring else override_of(self, "load_attention_pattern")
-        if ask is not None:
-            sink_size, recent_size, values = ask(model)
+        load_pattern = None if self.on_the_fly_scoring else override_of(self, "load_attention_pattern")
+        if load_pattern is not None:
+            sink_size, recent_size, values = load_pattern(model)
             self.__dict__["_pattern"] = HeadTable(
                 "load_attention_pattern", torch.as_tensor(values, dtype=torch.float64), sink_size, recent_size
             )
@@ -97,36 +98,36 @@ class DuoAttentionPress(StreamingHeadsPress):
     @staticmethod
     @helper
     def load_attention_pattern(model: Any) -> tuple[int | None, int | None, Tensor]:
-        """Return sinks, recent tokens, None where they are not known, and values `[L, H]` of the table in a model's folder."""
+        """Return the sink size, recent size (None if unknown) and values `[L, H]` of the table in a model's folder."""
         table = read_head_table(str(Path(model.config.name_or_path) / DuoAttentionPress.beside))
         return table.sink_size, table.recent_size, table.values
 
     def streaming(self, table: HeadTable | None, view: View) -> Tensor | None:
         if not self.on_the_fly_scoring:
             return super().streaming(table, view)
-        (wanted,) = self.measured
-        return getattr(view.call.store.observers.get(wanted), "streaming", None)
+        (observer,) = self.measured
+        return getattr(view.call.store.observers.get(observer), "streaming", None)
 
-    def _decide(self, done: Pass) -> None:
-        (wanted,) = self.measured
-        undecided = [each for call in done.calls if (each := call.store.observers[wanted]).streaming is None]
-        if undecided:
-            scores = torch.stack([each.means() for each in undecided], dim=1)
-            chosen = torch.stack([lowest(row, self.head_compression_ratio) for row in scores], dim=1)
-            for each, streaming in zip(undecided, chosen, strict=True):
-                each.decide(streaming)
+    def _decide(self, prefill: Pass) -> None:
+        (key,) = self.measured
+        observers = [obs for call in prefill.calls if (obs := call.store.observers[key]).streaming is None]
+        if observers:
+            scores = torch.stack([observer.means() for observer in observers], dim=1)
+            masks = torch.stack([lowest(row, self.head_compression_ratio) for row in scores], dim=1)
+            for observer, streaming in zip(observers, masks, strict=True):
+                observer.decide(streaming)
 
 
 def in_sample(positions: Tensor) -> Tensor:
-    """Which queries are measured: a few hundred of any prompt, and of two prompts the same as far as both reach."""
+    """Return a mask of the positions whose queries are measured: a few hundred per prompt, the same in all prompts."""
     return hashed(positions) < SHARE * (SPARSE_FROM / positions.clamp_min(SPARSE_FROM))
 
 
 class OutsideMass(Observer):
-    """Attention of a sample of queries beyond sinks and a recent window: `total [B, H]` of `count [B]`, float32.
+    """Observer that sums the attention of sampled queries outside sinks and recent window, `total [B, H]`, float32.
 
-    Which queries are in the sample depends on their positions only. Once `streaming [B, H]` is decided nothing more is
-    measured.
+    `count [B]` is the number of sampled queries; a query's position alone decides if it is sampled. Recording stops once
+    `streaming [B, H]` is set.
     """
 
     held = ("total", "count", "streaming")
@@ -138,13 +139,13 @@ class OutsideMass(Observer):
         self.streaming: Tensor | None = None
 
     def means(self) -> Tensor:
-        """Return the mean `[B, H]` on the host; 0 where no query reached far enough."""
+        """Return the mean `[B, H]` on the host; 0 for rows without a sampled query."""
         assert self.total is not None  # noqa: S101 - a prompt has been read
         assert self.count is not None  # noqa: S101
         return (self.total / self.count.clamp_min(1)[:, None]).cpu()
 
     def decide(self, streaming: Tensor) -> None:
-        """Settle which heads stream, `[B, H]`."""
+        """Store the mask `[B, H]` of streaming heads and drop the sums."""
         self.total, self.count, self.streaming = None, None, streaming.clone()
 
     def observe(self, call: LayerCall) -> None:
@@ -162,31 +163,31 @@ class OutsideMass(Observer):
         else:
             groups = [slice(row, row + 1) for row in range(store.batch)]
             real = call.tokens.mask.to(device)
-        at = real.cumsum(dim=1) - 1
+        positions = real.cumsum(dim=1) - 1
         for row, rows in enumerate(groups):
-            queries = at[row, -new:]
+            queries = positions[row, -new:]
             sampled = real[row, -new:] & (queries >= self.sink_size + self.recent_size) & in_sample(queries)
             if bool(sampled.any()):
-                self._add(call, rows, sampled.nonzero().flatten(), at[row], real[row])
+                self._add(call, rows, sampled.nonzero().flatten(), positions[row], real[row])
 
-    def _add(self, call: LayerCall, rows: slice, sample: Tensor, at: Tensor, real: Tensor) -> None:
-        """Measure the queries `sample` of this pass, in rows whose tokens lie at the positions `at [seen]`."""
+    def _add(self, call: LayerCall, rows: slice, sample: Tensor, positions: Tensor, real: Tensor) -> None:
+        """Add the attention of the queries `sample` of this pass; `positions [seen]` and mask `real [seen]` are the rows'."""
         window, new = call.store.window, call.queries.shape[2]
         keys = window.filled_keys[rows]
         batch, heads, length, _ = keys.shape
-        of_key, real = at[window.first :], real[window.first :]
+        key_positions, real = positions[window.first :], real[window.first :]
         block = max(1, attention.BLOCK_BYTES // (4 * batch * call.queries.shape[1] * max(1, length)))
-        for part in sample.split(block):
-            queries = call.queries[rows][:, :, part].reshape(batch, heads, -1, call.queries.shape[3])
-            scores = call.logits(queries, keys).view(batch, heads, -1, len(part), length)
-            of_query = at[part - new][:, None]
-            scores = scores.masked_fill(~(real & (of_key <= of_query)), -torch.inf)
-            lse = call.lse_of(rows, part, scores)
-            outside = (of_key >= self.sink_size) & (of_key <= of_query - self.recent_size)
+        for index in sample.split(block):
+            queries = call.queries[rows][:, :, index].reshape(batch, heads, -1, call.queries.shape[3])
+            scores = call.logits(queries, keys).view(batch, heads, -1, len(index), length)
+            query_positions = positions[index - new][:, None]
+            scores = scores.masked_fill(~(real & (key_positions <= query_positions)), -torch.inf)
+            lse = call.lse_of(rows, index, scores)
+            outside = (key_positions >= self.sink_size) & (key_positions <= query_positions - self.recent_size)
             weights = torch.exp(scores - lse[..., None]) * outside
             self.total[rows] += weights.sum(dim=(3, 4)).mean(dim=2)  # type: ignore[index]
         self.count[rows] += len(sample)  # type: ignore[index]
 
     def to(self, device: torch.device | str) -> None:
-        """What was decided stays on the host."""
+        """Move the sums to a device; `streaming` stays on the host."""
         self.total, self.count = (None if tensor is None else tensor.to(device) for tensor in (self.total, self.count))

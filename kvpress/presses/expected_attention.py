@@ -39,14 +39,15 @@ class ExpectedAttentionPress(ScorerPress):
         score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
     The first `n_sink` tokens are left out of the statistics and always kept. `use_covariance=False` leaves out S', and
-    `use_vnorm=False` the norm of the value. `epsilon` lets that norm decide among pairs of hardly any expected attention. Its
-    default is that of NVIDIA kvpress, but the paper uses 0.02 for all but needle tests, and so should you: at half of the
-    pairs, the tasks of `kvpress demo` are answered at 75% with it and at 38% without.
+    `use_vnorm=False` leaves out the norm of the value. With `epsilon` above 0, pairs of almost no expected attention are
+    ranked by that norm. The default is that of NVIDIA kvpress; the paper uses 0.02 except for needle tests, which is better
+    here too: at half of the pairs, `kvpress demo` answers 75% of its tasks with 0.02 and 38% with 0.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution, 2025, arXiv:2510.00636.
-    Differs from the paper: queries are those that attention really used, turned back, so query norms, biases and every
-    rotary layout are exact; futures start at the true next position, after evictions too. A logit soft cap is ignored.
+    Differs from the paper: statistics are those of the queries in the attention, with the rotary embedding undone, so query
+    norms, biases and every rotary layout are exact; future positions start at the true next one, after evictions too. A logit
+    soft cap is ignored.
     """
 
     n_future_positions: Count = 512
@@ -72,8 +73,8 @@ class ExpectedAttentionPress(ScorerPress):
         groups = view.groups
         scores = torch.empty(view.shape, device=mean.device)
         for h in range(view.shape[1]):
-            part = slice(h * groups, (h + 1) * groups)
-            logits = self._logits(view, h, mean[:, part], covariance[:, part])
+            group = slice(h * groups, (h + 1) * groups)
+            logits = self._logits(view, h, mean[:, group], covariance[:, group])
             sinks = view.positions[:, h, None] < self.n_sink
             weights = torch.softmax(logits.masked_fill_(sinks, -torch.inf), dim=-1).nan_to_num(0.0)
             scores[:, h] = weights.mean(dim=1) + self.epsilon
@@ -88,17 +89,17 @@ class ExpectedAttentionPress(ScorerPress):
 
     def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """Return `(mu' [b, hq, D], S' [b, hq, D, D])` of the rotated future queries."""
-        ask = override_of(self, "get_query_statistics")
-        if ask is not None:
+        user_statistics = override_of(self, "get_query_statistics")
+        if user_statistics is not None:
             module, hidden, *_ = score_arguments(view)
-            mean, covariance = ask(module, hidden)
+            mean, covariance = user_statistics(module, hidden)
             mean = of_heads(view, mean)
             return mean, mean[..., None] if covariance is None else of_heads(view, covariance)
         mean, covariance = self.statistics(view)
-        turn = override_of(self, "apply_avg_rope")
-        if turn is not None:
-            turned: tuple[Tensor, Tensor] = turn(view.call.layer.module, mean, covariance, view.seen)
-            return turned
+        user_rotation = override_of(self, "apply_avg_rope")
+        if user_rotation is not None:
+            rotated: tuple[Tensor, Tensor] = user_rotation(view.call.layer.module, mean, covariance, view.seen)
+            return rotated
         future = view.call.next_positions(view.rows, view.seen, self.n_future_positions)
         return averaged(view.call, mean, covariance, future)
 
@@ -106,30 +107,30 @@ class ExpectedAttentionPress(ScorerPress):
     def get_query_statistics(self, module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the future queries of a prompt; see `apply_avg_rope`.
 
-        `hidden_states [B, n, hidden]` are the input of the module. Without `use_covariance` there is no covariance.
+        `hidden_states [B, n, hidden]` are the input of the module. The covariance is None without `use_covariance`.
         """
-        watched = Wanted(QueryStats, self.n_sink)
-        view = host().view_by_hand((watched,), module, hidden_states, None, None, {})
-        mean, covariance = view.observer(watched).moments(view.rows)
+        observer = Wanted(QueryStats, self.n_sink)
+        view = host().view_by_hand((observer,), module, hidden_states, None, None, {})
+        mean, covariance = view.observer(observer).moments(view.rows)
         return self.apply_avg_rope(module, mean, covariance if self.use_covariance else None, view.seen)
 
     @helper
     def apply_avg_rope(
         self, module: nn.Module, mu: Tensor, cov: Tensor | None, q_len: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a mean `[..., Hq, D]` and a covariance `[..., Hq, D, D]` turned by the mean rotation of the future positions.
+        """Return a mean `[..., Hq, D]` and a covariance `[..., Hq, D, D]` rotated by the mean rotation of the future positions.
 
-        These are the `n_future_positions` behind the first `q_len`.
+        The future positions are the `n_future_positions` after the first `q_len`.
         """
         mean = mu.reshape(-1, *mu.shape[-2:])
         view = host().view_by_hand((), module, None, mean[:, :1, None], mean[:, :1, None], {})
         future = torch.arange(q_len, q_len + self.n_future_positions, device=mu.device).expand(len(mean), -1)
-        spread = mean[..., None] if cov is None else cov.reshape(*mean.shape, -1)
-        turned, around = averaged(view.call, mean, spread, future)
-        return turned.view_as(mu), None if cov is None else around.view_as(cov)
+        covariance = mean[..., None] if cov is None else cov.reshape(*mean.shape, -1)
+        mean, covariance = averaged(view.call, mean, covariance, future)
+        return mean.view_as(mu), None if cov is None else covariance.view_as(cov)
 
     def _logits(self, view: View, head: int, mean: Tensor, covariance: Tensor) -> Tensor:
-        """Return `z [b, G, n]` for one kv head, in blocks of keys."""
+        """Return `z [b, G, n]` for one KV head, computed in blocks of keys."""
         keys, scale = view.keys[:, head, None], view.call.logits.scale
         block = max(1, attention.BLOCK_BYTES // (4 * mean.numel()))
         parts = []
@@ -147,15 +148,15 @@ def averaged(call: LayerCall, mean: Tensor, covariance: Tensor, future: Tensor) 
     if not call.layer.rotates:
         return mean, covariance
     rotate = mean_rotation(call, future)
-    turned = rotate(covariance).transpose(-1, -2)
-    return rotate(mean[:, :, None])[:, :, 0], rotate(turned)
+    transposed = rotate(covariance).transpose(-1, -2)
+    return rotate(mean[:, :, None])[:, :, 0], rotate(transposed)
 
 
 def mean_rotation(call: LayerCall, future: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what applies the mean rotation of the positions `future [b, n]` to the rows of `[b, hq, rows, D]`."""
+    """Return a function that applies the mean rotation of the positions `future [b, n]` to vectors `[b, hq, rows, D]`."""
     if not call.layer.rotates:
         return lambda vectors: vectors
-    cos, sin = (part.float().mean(dim=1, keepdim=True) for part in call.angles(future))
+    cos, sin = (angles.float().mean(dim=1, keepdim=True) for angles in call.angles(future))
 
     def rotate(vectors: Tensor) -> Tensor:
         ones = (vectors.shape[0], vectors.shape[2], -1)

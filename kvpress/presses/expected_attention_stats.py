@@ -21,7 +21,7 @@ METHOD = "expected_attention"
 FILE = "expected-attention.safetensors"
 COMMAND = f"kvpress calibrate --method {METHOD} --model ... --data ... --out {FILE}"
 SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset_name": "--data"}
-"""Arguments about making statistics, and the options of the command that stand for them."""
+"""Arguments of NVIDIA kvpress for computing statistics, each with the option of the command that replaces it."""
 
 
 @register(
@@ -44,15 +44,15 @@ SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset
 )
 @dataclass
 class ExpectedAttentionStatsPress(ExpectedAttentionPress):
-    """Expected attention with mean and covariance of queries that were measured on other texts.
+    """Score as `ExpectedAttentionPress`, with mean and covariance of queries measured on other texts.
 
-        score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||, as in ExpectedAttentionPress,
+        score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
-    with mu and S of each layer `[Hq, D]` and `[Hq, D, D]` from a calibration of this model: `stats_folder` is the file that
-    `kvpress calibrate --method expected_attention` writes, or a folder that holds `expected-attention.safetensors`; None
-    is the one that ships with the bundled reference model. Nothing is watched while the prompt is read.
-    `sample_seq_len`, `num_samples` and `dataset_name` are arguments of NVIDIA kvpress, where the press itself makes the
-    statistics; here the command does, so other values than the defaults are refused.
+    z is computed from mu `[Hq, D]` and S `[Hq, D, D]` of each layer, which come from a calibration of this model.
+    `stats_folder` is the file that `kvpress calibrate --method expected_attention` writes, or a folder with
+    `expected-attention.safetensors`; None is the file of the bundled reference model. No queries are recorded while the prompt
+    is read. `sample_seq_len`, `num_samples` and `dataset_name` are arguments of NVIDIA kvpress, where the press computes the
+    statistics; here the command computes them, so values other than the defaults raise ValueError.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution, 2025, arXiv:2510.00636.
@@ -67,30 +67,30 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
     def validate(self) -> None:
         super().validate()
         for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name in SAMPLING and given != field.default:
+            value = getattr(self, field.name)
+            if field.name in SAMPLING and value != field.default:
                 raise ValueError(
-                    f"{field.name}={given!r} is about making statistics, which a press does not do here: use "
-                    f"`{COMMAND}` with {SAMPLING[field.name]}, and give the file as stats_folder"
+                    f"{field.name}={value!r} has no effect, because this press does not compute statistics: run "
+                    f"`{COMMAND}` with {SAMPLING[field.name]}, and pass the file as stats_folder"
                 )
 
     @staticmethod
     def available_stats() -> list[str]:
-        """Return the files that ship with this library, each a value for `stats_folder`: that of the reference model."""
+        """Return the bundled files, each a value for `stats_folder`: there is one, for the reference model."""
         return [str(calibration.shipped(FILE.removesuffix(".safetensors")))]
 
     @property
     def source(self) -> Path:
-        """The calibration file."""
+        """Path of the calibration file."""
         if self.stats_folder is None:
             return calibration.shipped(FILE.removesuffix(".safetensors"))
-        given = Path(self.stats_folder)
-        return given / FILE if given.is_dir() else given
+        path = Path(self.stats_folder)
+        return path / FILE if path.is_dir() else path
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None and model.loaded:
             bundled = "stats_folder=None means the bundled file, which"
-            self.measured().check(METHOD, model, bundled if self.stats_folder is None else self.source, _held)
+            self.measured().check(METHOD, model, bundled if self.stats_folder is None else self.source, _shapes)
         return super().recipe(model)
 
     def measured(self) -> Calibration:
@@ -105,11 +105,12 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
         tensors, rows = self.measured().tensors, view.call.store.batch
 
         def of_layer(name: str) -> Tensor:
-            found = tensors[f"{view.call.layer.index}.{name}"].to(view.keys.device)
-            return view.query_heads(found.expand(rows, *found.shape))
+            tensor = tensors[f"{view.call.layer.index}.{name}"].to(view.keys.device)
+            return view.query_heads(tensor.expand(rows, *tensor.shape))
 
         return of_layer("mean"), of_layer("covariance")
 
 
-def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a calibration stores for a layer."""
     return {"mean": (layer.heads, layer.head_dim), "covariance": (layer.heads, layer.head_dim, layer.head_dim)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate expects KVzip to find: the attention that a token's own small key gets among learned ones."""
+"""KVzip scores predicted by gates: the attention on a token's own small key among learned keys."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from kvpress.presses.learned import check_shape, fetch, name_of, read
 METHOD = "fastkvzip"
 HUB = "Jang-Hyun/Fast-KVzip"
 LONG = 32_000
-"""Tokens from which the window has a fixed size."""
+"""Number of tokens from which the window has a fixed size."""
 BLOCK = 4096
-"""Tokens whose gates are worked out at a time."""
+"""Number of tokens whose gates are computed at a time."""
 EPSILON = 1e-6
 NEEDED = (
-    f"FastKVzipPress needs gates that were learned for the model, which the hub's {HUB} has for some; for others train them "
-    f"with `kvpress calibrate --method {METHOD} --model ... --data ... --out gates.safetensors` and give that file as gates="
+    f"FastKVzipPress needs gates that were learned for the model. The hub's {HUB} has gates of some models; for "
+    f"others, train them with `kvpress calibrate --method {METHOD} --model ... --data ... --out gates.safetensors` and pass "
+    "that file as gates="
 )
 
 
@@ -43,7 +44,7 @@ NEEDED = (
     "Kim et al., 2026, arXiv:2601.17668",
     example="fastkvzip:0.5",
     needs="gates that were learned for the model: published ones, or `kvpress calibrate --method fastkvzip` (`gates`)",
-    refuses=(Refusal("fastkvzip:0.5", "nobody has published gates for the model, and no file is given"),),
+    refuses=(Refusal("fastkvzip:0.5", "no gates are published for the model, and `gates` is not set"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
     ),
@@ -56,15 +57,15 @@ class FastKVzipPress(ScorerPress):
         score = mean over the group of e^l / (e^l + sum over learned keys s of e^(s . q[g] / sqrt(d))),
         l = k . q[g] / sqrt(d) + b[g]
 
-    Nothing is read again: a gate is worked out when its token is read, and held beside the pairs in 4 bytes a head. The first
-    `n_sink` tokens always stay, and so does a window of the newest: the share `window_ratio` of prompts below 32000 tokens,
-    `window_size` tokens of longer ones. With `layerwise`, every layer keeps the same number of pairs. `gates` is the file of
-    a model, a published one or what `kvpress calibrate --method fastkvzip` writes, or a folder or repository with its
-    `<model>/q<group>_dim16_sink16.pt`; None is the authors' repository, and for the bundled reference model the file that
-    ships with it.
+    Gates are computed when a token is read, and stored with its pairs in 4 bytes per head; the prompt is not read again. The
+    first `n_sink` tokens always stay, and so does a window of the newest tokens: the share `window_ratio` of prompts below
+    32000 tokens, `window_size` tokens of longer ones. With `layerwise`, every layer keeps the same number of pairs. `gates` is
+    a published file, a file from `kvpress calibrate --method fastkvzip`, or a folder or repository with
+    `<model>/q<group>_dim16_sink16.pt`; None is the authors' repository, or the bundled file for the reference model.
 
     Paper: Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, 2026, arXiv:2601.17668.
-    Differs from the paper: prompts are cut once they are read, not chunk by chunk; `bounded` cannot, where layers compete.
+    Differs from the paper: pairs are evicted after the whole prompt, not after each chunk; `bounded` evicts after each chunk,
+    but needs `layerwise`.
     """
 
     layerwise: bool = False
@@ -97,72 +98,72 @@ class FastKVzipPress(ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]` in [0, 1], infinite for sinks and window."""
         window = int(view.seen * self.window_ratio) if view.seen < LONG else self.window_size
-        safe = (view.positions < self.n_sink) | (view.positions >= view.seen - window)
-        return view.recorded(*self.wants).masked_fill(safe, torch.inf)
+        protected = (view.positions < self.n_sink) | (view.positions >= view.seen - window)
+        return view.recorded(*self.wants).masked_fill(protected, torch.inf)
 
 
 class OwnShare(Gates):
-    """The gates of `FastKVzipPress`."""
+    """Observer of the gates of `FastKVzipPress`."""
 
     name: ClassVar[str] = "fastkvzip"
 
     def values(self, hidden: Tensor, layer: int) -> Tensor:
-        found = of_layer(self.place, layer, hidden.device)
-        return torch.cat([gates_of(found, part.float()) for part in hidden.split(BLOCK, dim=1)], dim=1)
+        weights = of_layer(self.place, layer, hidden.device)
+        return torch.cat([gates_of(weights, block.float()) for block in hidden.split(BLOCK, dim=1)], dim=1)
 
 
-def gates_of(found: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """Return the gates `[B, n, H]` of hidden states `[B, n, hidden]`."""
-    base = found["k_base"]  # [H, 1, S, d]
+def gates_of(weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    """Return the gates `[B, n, H]` of hidden states `[B, n, hidden]`, with the `weights` of a layer (`of_layer`)."""
+    base = weights["k_base"]  # [H, 1, S, d]
     heads, _, _, size = base.shape
 
     def projected(name: str, bias: Tensor | None = None) -> Tensor:
-        vectors = linear(hidden, found[f"{name}_proj.weight"], bias).unflatten(-1, (heads, -1, size))
-        return rms_norm(vectors, (size,), found[f"{name}_norm.weight"], EPSILON)
+        vectors = linear(hidden, weights[f"{name}_proj.weight"], bias).unflatten(-1, (heads, -1, size))
+        return rms_norm(vectors, (size,), weights[f"{name}_norm.weight"], EPSILON)
 
-    queries, keys = projected("q", found["q_proj.bias"]), projected("k")
-    own = (queries * keys).sum(dim=-1) / size**0.5 + found["b"][:, 0]
-    others = torch.einsum("bnhgd,hsd->bnhgs", queries, base[:, 0]) / size**0.5
-    return torch.sigmoid(own - others.logsumexp(dim=-1)).mean(dim=-1)
+    queries, keys = projected("q", weights["q_proj.bias"]), projected("k")
+    logits = (queries * keys).sum(dim=-1) / size**0.5 + weights["b"][:, 0]
+    learned_logits = torch.einsum("bnhgd,hsd->bnhgs", queries, base[:, 0]) / size**0.5
+    return torch.sigmoid(logits - learned_logits.logsumexp(dim=-1)).mean(dim=-1)
 
 
 def gate_file(place: str, model: ModelFacts, groups: int) -> Path:
-    """Return the file of the gates of a model at a place."""
-    given = Path(place)
+    """Return the gates file of a model; `place` is the file itself, a folder or a repository of the hub."""
+    path = Path(place)
     return (
-        given
-        if given.is_file()
-        else fetch(place, f"{name_of(model, NEEDED).lower()}/q{groups}_dim16_sink16.pt", NEEDED)
+        path if path.is_file() else fetch(place, f"{name_of(model, NEEDED).lower()}/q{groups}_dim16_sink16.pt", NEEDED)
     )
 
 
 def of_layer(place: str, layer: int, device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return the tensors of the gates of one layer, float32, by their names there."""
-    made = read(Path(place), METHOD)
-    start, held = (f"{layer}.", made.tensors) if isinstance(made, Calibration) else (f"module.{layer}.", made)
+    """Return the weights of one layer's gates, float32, by their names without the layer's prefix."""
+    content = read(Path(place), METHOD)
+    prefix, tensors = (
+        (f"{layer}.", content.tensors) if isinstance(content, Calibration) else (f"module.{layer}.", content)
+    )
     return {
-        name.removeprefix(start): tensor.to(device, torch.float32)
-        for name, tensor in held.items()
-        if name.startswith(start)
+        name.removeprefix(prefix): tensor.to(device, torch.float32)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
     }
 
 
 def check(place: str, model: ModelFacts) -> None:
-    """Refuse gates that are not those of a model."""
-    made = read(Path(place), METHOD)
-    if isinstance(made, Calibration):
-        settings = made.provenance["settings"]
-        made.check(METHOD, model, place, lambda layer: shapes(layer, settings["width"], settings["bases"]))
+    """Raise ValueError if the gates do not fit the model."""
+    content = read(Path(place), METHOD)
+    if isinstance(content, Calibration):
+        settings = content.provenance["settings"]
+        content.check(METHOD, model, place, lambda layer: shapes(layer, settings["width"], settings["bases"]))
         return
     for layer in model.growing:
-        found, what = of_layer(place, layer.index), f"the gates of layer {layer.index} of {model.name}"
-        check_shape(found, "k_base", (layer.kv_heads, 1, None, None), place, what)
-        for name, shape in shapes(layer, *found["k_base"].shape[:1:-1]).items():
-            check_shape(found, name, shape, place, what)
+        weights, owner = of_layer(place, layer.index), f"the gates of layer {layer.index} of {model.name}"
+        check_shape(weights, "k_base", (layer.kv_heads, 1, None, None), place, owner)
+        for name, shape in shapes(layer, *weights["k_base"].shape[:1:-1]).items():
+            check_shape(weights, name, shape, place, owner)
 
 
 def shapes(layer: LayerFacts, size: int, bases: int) -> dict[str, tuple[int | None, ...]]:
-    """Return the shapes of the gates of a layer by name, of queries of `size` channels and `bases` learned keys."""
+    """Return the shapes of a layer's gate weights by name, for queries of `size` channels and `bases` learned keys."""
     hidden = input_size(layer)
     return {
         "k_base": (layer.kv_heads, 1, bases, size),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that the end of a prompt does not look at go no further than a first few layers."""
+"""Later layers without the image tokens that get little attention in an early layer."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from kvpress.presses.vision import DROPS, pictures
         Refusal("fastv:0.5,tokens=0:8 4:12", "ranges overlap"),
         Refusal("fastv:1.0", "no image token would be left"),
         Refusal("fastv:0.5,layer=100,tokens=0:4", "there is no such layer"),
-        Refusal("fastv:0.5 + h2o:0.5", "it watches how the prompt is read, of which later layers get a part"),
+        Refusal("fastv:0.5 + h2o:0.5", "it records attention of the prompt, and later layers read only a part of it"),
     ),
 )
 @dataclass
 class FastVPress(BasePress):
-    """Hand the layers after a first few only the image and video tokens that the last token of the prompt looks at most.
+    """Drop image and video tokens with little attention from the last token of the prompt in all but the first layers.
 
-        a[j] = mean over heads of the attention that the last token pays image token j in layer `layer`
-        layers behind it get all text and the (1 - ratio) n of n image tokens with the largest a[j]
+        a[j] = mean over heads of the attention of the last token on image token j in layer `layer`
+        later layers read all text and the (1 - ratio) n of n image tokens with the largest a[j]
 
-    Layers up to `layer`, counted from 0, read and store everything. The others compute and store nothing of the tokens that
-    were dropped, the share `compression_ratio` of those of images; positions stay. Text is never dropped, nor the newest token.
-    Which tokens are images is found in the input ids; `tokens`, ranges of positions such as `4:260`, say it instead. It acts on
-    the first prompt of a cache, which must be read at once. Spans that `ProtectPress` names stay.
+    Layers up to number `layer`, counted from 0, read and store all tokens. Later layers neither compute nor store the
+    dropped tokens, the share `compression_ratio` of the image tokens; the others keep their positions. Text and the newest
+    token are never dropped. Image tokens are recognised by their input ids, or set by `tokens`, ranges of positions such as
+    `4:260`. The press acts on the first prompt of a cache, which must be read in one pass. Spans protected by
+    `ProtectPress` stay.
 
     Paper: Chen et al., An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large
     Vision-Language Models, 2024, arXiv:2403.06764 (FastV).
-    Differs from the paper: after FastV, from memory of its method; every row of a batch chooses for itself, videos count as
-    images, and ranked are the image tokens of all images together.
+    Differs from the paper: written from memory of the method; each row of a batch chooses its own tokens, videos count as
+    images, and the tokens of all images are ranked together.
     """
 
     compression_ratio: Ratio = 0.5
@@ -64,7 +65,7 @@ class FastVPress(BasePress):
         return Recipe(dropping=Dropping(pictures(self, "both", self.tokens, model), (self.layer,), self.keep))
 
     def keep(self, reached: Reached) -> Tensor:
-        """Mark the tokens `[B, m]` that go on."""
+        """Return a mask `[B, m]` of the tokens that later layers read."""
         free = reached.free
         last = reached.attention(torch.tensor([free.shape[1] - 1], device=free.device))[:, 0]
         counts = (free.sum(dim=1) * (1 - self.compression_ratio)).long()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the question behind a prompt, normalised by how much each of its tokens sees."""
+"""Attention of the question at the end of a prompt, normalised by the number of tokens that a query attends to."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvpress.presses.chunk import InChunks
     "Corallo & Papotti, 2024, arXiv:2408.00167",
     example="finch:0.5,window_size=64",
     refuses=(
-        Refusal("finch:0.5", "neither a delimiter nor a window says which tokens are the question"),
+        Refusal("finch:0.5", "it needs a delimiter or a window to find the question"),
         Refusal(
-            "decoding(finch:window_size=8)", "it scores by the question of a prompt, which generated tokens are not"
+            "decoding(finch:window_size=8)", "it scores by the question of a prompt, and generated tokens have none"
         ),
     ),
     exempt=(
@@ -41,19 +41,20 @@ from kvpress.presses.chunk import InChunks
 )
 @dataclass
 class FinchPress(ScorerPress):
-    """Score a pair by the attention of the question, which stands behind a delimiter at the end of the prompt.
+    """Score a pair by the attention of the question, which follows a delimiter at the end of the prompt.
 
         score[h, t] = mean over the question's tokens i and the group of c(i) softmax(q_i . k)[t]
 
-    c(i) is the number of tokens that i sees, 1 without `normalize_scores`. The question always stays, and the delimiter
-    never. With `chunk_length`, each stretch of at most so many pairs keeps the same share. `rerotate_keys` closes the gaps
-    between the positions of what stays. The question is what follows the last token `delimiter_token_id`, which
-    `update_model_and_tokenizer` makes for the text `delimiter_token`; or the newest `window_size` tokens, without a delimiter.
+    c(i) is the number of tokens that i attends to, or 1 without `normalize_scores`. The question always stays, and the
+    delimiter is always evicted. With `chunk_length`, each chunk of at most that many pairs keeps the same share.
+    `rerotate_keys` rotates the kept keys to consecutive positions. The question is the tokens after the last token
+    `delimiter_token_id`, which `update_model_and_tokenizer` adds for the text `delimiter_token`; or, without a delimiter, the
+    newest `window_size` tokens.
 
     Paper: Corallo & Papotti, FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models, 2024,
     arXiv:2408.00167.
-    Differs from the paper: the prompt is read at once, as in NVIDIA kvpress; the question's tokens see the delimiter, where
-    NVIDIA kvpress takes its embedding out of the input. Rows of a batch have questions of their own lengths.
+    Differs from the paper: the prompt is read in one pass, as in NVIDIA kvpress; the question attends to the delimiter, where
+    NVIDIA kvpress removes its embedding from the input. Questions may differ in length between rows of a batch.
     """
 
     chunk_length: Count | None = None
@@ -67,14 +68,14 @@ class FinchPress(ScorerPress):
         super().validate()
         if self.window_size is not None and self.delimiter_token_id is not None:
             raise ValueError(
-                f"give either window_size={self.window_size} or delimiter_token_id={self.delimiter_token_id}: both would say "
-                "which tokens are the question"
+                f"set either window_size={self.window_size} or delimiter_token_id={self.delimiter_token_id}: both would mark "
+                "the question"
             )
 
     def update_model_and_tokenizer(self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>") -> Any:  # noqa: S107
-        """Make a token for the delimiter, with an embedding, and return the tokenizer.
+        """Add a token for the delimiter to tokenizer and model, and return the tokenizer.
 
-        A prompt then is context + delimiter + question.
+        A prompt is then context + delimiter + question.
         """
         if delimiter_token not in tokenizer.get_vocab():
             tokenizer.add_special_tokens({"additional_special_tokens": [delimiter_token]})
@@ -95,50 +96,50 @@ class FinchPress(ScorerPress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None and self.window_size is None and self.delimiter_token_id is None:
             raise ValueError(
-                "FinchPress must know which tokens of a prompt are the question: call update_model_and_tokenizer and put the "
-                "delimiter before it, or give window_size="
+                "FinchPress needs to find the question in the prompt: call update_model_and_tokenizer and put the delimiter "
+                "before the question, or set window_size="
             )
-        found = super().recipe(model)
-        (step,) = found.evictions
+        recipe = super().recipe(model)
+        (step,) = recipe.evictions
         if self.chunk_length is not None:
             step = replace(step, scorer=InChunks(step.scorer, self.chunk_length))
         if self.rerotate_keys:
             step = closing_gaps(step)
-        return replace(found, evictions=(replace(step, fixed=True),))
+        return replace(recipe, evictions=(replace(step, fixed=True),))
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite for the question and minus infinite for the delimiter."""
-        whole = view if view.whole is None else view.whole
-        key = Question, whole.heads.start
-        if key not in whole.memo:
-            whole.memo[key] = self._scores(whole)
-        scores: Tensor = whole.memo[key]
+        full_view = view if view.whole is None else view.whole
+        key = Question, full_view.heads.start
+        if key not in full_view.memo:
+            full_view.memo[key] = self._scores(full_view)
+        scores: Tensor = full_view.memo[key]
         return scores if view.index is None else scores.gather(2, view.index)
 
     def _check_room(self, view: View, width: int) -> None:
-        """Refuse chunks of which the last one cannot keep a question of so many tokens."""
+        """Raise ValueError if the last chunk keeps fewer pairs than the question has tokens, which are `width`."""
         if self.chunk_length is None:
             return
         chunks = -(-view.length // self.chunk_length)
-        room = view.target - view.target * (view.length * (chunks - 1) // chunks) // view.length
-        if width > room:
+        capacity = view.target - view.target * (view.length * (chunks - 1) // chunks) // view.length
+        if width > capacity:
             raise ValueError(
-                f"chunk_length={self.chunk_length} leaves {room} pairs of the last chunk, fewer than the {width} tokens of the "
-                "question: use longer chunks or a smaller compression_ratio"
+                f"chunk_length={self.chunk_length} leaves {capacity} pairs of the last chunk, fewer than the {width} tokens "
+                "of the question: use longer chunks or a smaller compression_ratio"
             )
 
     def _scores(self, view: View) -> Tensor:
-        asked = view.observer(*self.wants)
-        sizes = asked.sizes(view.rows, view.seen)
+        question = view.observer(*self.wants)
+        sizes = question.sizes(view.rows, view.seen)
         width = int(sizes.max())
         self._check_room(view, width)
-        at = torch.arange(view.seen - width, view.seen, device=view.positions.device)
-        counts = (at >= view.seen - sizes[:, None]).float() / sizes[:, None]
+        positions = torch.arange(view.seen - width, view.seen, device=view.positions.device)
+        counts = (positions >= view.seen - sizes[:, None]).float() / sizes[:, None]
         if self.normalize_scores:
-            counts = counts * (at + 1)
+            counts = counts * (positions + 1)
         scores = torch.empty(view.shape, device=view.positions.device)
         for h, head in enumerate(view.per_head()):
-            weights = head.attention(head.query_heads(asked.queries)[:, :, -width:])[:, 0]
+            weights = head.attention(head.query_heads(question.queries)[:, :, -width:])[:, 0]
             scores[:, h] = torch.einsum("bgwn,bw->bn", weights, counts) / weights.shape[1]
         first = (view.seen - sizes)[:, None, None]
         scores.masked_fill_(view.positions >= first, torch.inf)
@@ -148,9 +149,9 @@ class FinchPress(ScorerPress):
 
 
 class Question(Observer):
-    """Queries of the newest prompt behind its last delimiter, `queries [B, Hq, w, D]`; without one, of `window` tokens.
+    """Observer of the question's queries, `queries [B, Hq, w, D]`: after the last delimiter, or the newest `window` tokens.
 
-    `size [B]` says how many tokens of each row follow the delimiter, -1 where there is none.
+    `size [B]` is the number of tokens of each row after the delimiter, -1 without a delimiter.
     """
 
     held = ("queries", "size")
@@ -172,28 +173,28 @@ class Question(Observer):
         self.size = torch.where(self.size >= 0, self.size + new, self.size)
         if self.delimiter is not None:
             if call.tokens.ids is None:
-                raise ValueError("FinchPress looks for its delimiter in token ids: give the prompt as input_ids")
+                raise ValueError("FinchPress searches its delimiter in token ids: pass the prompt as input_ids")
             order = torch.arange(new, device=call.tokens.ids.device)
             last = torch.where(call.tokens.ids == self.delimiter, order, -1).amax(dim=1).to(self.size.device)
             self.size = torch.where(last >= 0, new - 1 - last, self.size)
         kept = int(self.size.max()) if self.window is None else self.window
-        whole = torch.cat([self.queries, call.queries], dim=2)
-        self.queries = whole[:, :, whole.shape[2] - min(max(0, kept), whole.shape[2]) :].clone()
+        queries = torch.cat([self.queries, call.queries], dim=2)
+        self.queries = queries[:, :, queries.shape[2] - min(max(0, kept), queries.shape[2]) :].clone()
 
     def sizes(self, rows: list[int], seen: int) -> Tensor:
-        """Return how many tokens the question of each row has.
+        """Return the number of tokens of each row's question, `[b]`.
 
         Raises:
-            ValueError: there is no delimiter, or nothing behind it.
+            ValueError: there is no delimiter, or no token after it.
         """
         assert self.size is not None  # noqa: S101 - a prompt has been read
         if self.window is not None:
             return torch.full((len(rows),), min(self.window, seen), device=self.size.device)
-        found = self.size[rows]
-        if bool((found < 1).any()):
-            row = rows[int((found < 1).nonzero()[0])]
+        sizes = self.size[rows]
+        if bool((sizes < 1).any()):
+            row = rows[int((sizes < 1).nonzero()[0])]
             raise ValueError(
                 f"row {row} of the prompt has no question: put the delimiter (token {self.delimiter}) between context and "
                 "question"
             )
-        return found
+        return sizes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What small networks say of each token from its hidden state, recorded beside its pairs as it is read."""
+"""Scores that small networks compute from hidden states, recorded with the pairs of each token."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from kvpress.presses.criticalkv import output_weight
 
 
 def input_size(layer: LayerFacts) -> int | None:
-    """Return the size of a layer's hidden states; None where it cannot be told."""
+    """Return the size of a layer's hidden states; None if the layer has no dense output projection."""
     weight = None if layer.module is None else output_weight(layer.module)
     return None if weight is None else int(weight.shape[0])
 
 
 class Gates(Observer, ABC):
-    """Records a number for every pair when its token is read; subclasses say which, by the networks at `place`.
+    """Observer that records one number per pair when its token is read, computed by the networks at the path `place`.
 
-    So scores neither need the hidden states of earlier tokens nor change while tokens are generated.
+    Scores therefore need no hidden states of earlier tokens, and do not change while tokens are generated. Subclasses define
+    `values`.
     """
 
     name: ClassVar[str]
@@ -35,7 +36,7 @@ class Gates(Observer, ABC):
 
     @abstractmethod
     def values(self, hidden: Tensor, layer: int) -> Tensor:
-        """Return what the networks of a layer say of `hidden [B, n, hidden]`: `[B, n, H]`."""
+        """Return the outputs `[B, n, H]` of the networks of a layer for `hidden [B, n, hidden]`."""
 
     def observe(self, call: LayerCall) -> None:
         window, (name,) = call.store.window, self.sides

@@ -37,12 +37,12 @@ from kvpress.observe.view import View
 class H2OPress(ScorerPress):
     """Keep the pairs with the most accumulated attention and the most recent ones, at a constant budget.
 
-        score[b, h, t] = sum over all queries so far of softmax(q_i . k)[t], summed over the group
+        score[b, h, t] = sum over all queries so far of softmax(q_i . k)[t], summed over the GQA group
 
-    After the prompt the budget is fixed; while tokens are generated the sums go on and every `interval` tokens the
-    surplus is evicted. `recent_ratio` of the budget goes to the newest tokens. A plain sum favours old tokens, which more
-    queries saw: `normalize="count"` divides by the number of queries that saw the token, `normalize="decay"` counts a query
-    decay ** (number of later queries), so that sums fade by `decay`, in (0, 1], with every token that is read.
+    The prompt sets the budget. While tokens are generated, the sums continue, and every `interval` tokens the pairs above the
+    budget are evicted. `recent_ratio` of the budget goes to the newest tokens. A plain sum favours old tokens, which more
+    queries attended to: `normalize="count"` divides by the number of these queries, and `normalize="decay"` multiplies the sums
+    by `decay`, in (0, 1], with every token that is read.
 
     Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, 2023, arXiv:2306.14048.
     Differs from the paper: query heads of a group share keys, so their sums are added; the prompt is read with full
@@ -58,7 +58,7 @@ class H2OPress(ScorerPress):
         super().validate()
         if (self.normalize == "decay") != (self.decay is not None):
             raise ValueError(
-                f"decay goes with normalize='decay', and with that only; got normalize={self.normalize!r}, decay={self.decay}"
+                f"decay must be set if and only if normalize='decay'; got normalize={self.normalize!r}, decay={self.decay}"
             )
 
     @property
@@ -78,7 +78,7 @@ class H2OPress(ScorerPress):
         return Recipe((replace(step, recent=self.recent_ratio),))
 
     def scores(self, view: View) -> Tensor:
-        """Return accumulated attention; keys and values are not looked at, which would copy them at every token."""
-        (wanted,) = self.wants
-        mass = view.recorded(wanted)
-        return mass / view.observing_queries(wanted) if self.normalize == "count" else mass
+        """Return the accumulated attention `[b, h, n]`, without reading keys and values: a read would copy them every token."""
+        (observer,) = self.wants
+        mass = view.recorded(observer)
+        return mass / view.observing_queries(observer) if self.normalize == "count" else mass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets that follow a weight of every head."""
+"""Head budgets in proportion to a weight per head."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from kvpress.presses.cake import share_out
 
 @dataclass(frozen=True)
 class HeadShares(Allocator):
-    """Leaves every head its newest `window` pairs, and shares out the others of a row among all heads by their weights.
+    """Allocator that shares the budget of a row among all heads of all layers, in proportion to `weights`.
 
-    What a head cannot hold goes to the others; the total is met exactly. Subclasses give `weights`.
+    Pairs above the length of a head go to other heads, so the total is met exactly. Subclasses define `weights`.
     """
 
     window: int
+    """Number of newest pairs that every head keeps, before the budget is shared."""
 
     ragged = True
 
     @abstractmethod
     def weights(self, views: Sequence[View]) -> list[Tensor]:
-        """Return how much each head of the views of a row, in all layers, is to get: `[h]` per view, float64, above 0."""
+        """Return the weight of each head of the views of a row, in all layers: `[h]` per view, float64, above 0."""
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        heads = [each.view.shape[1] for each in scored]
-        lengths = [min(self.window, each.view.length) for each in scored for _ in range(each.view.shape[1])]
-        rest = mean * len(lengths) - sum(lengths)
-        if rest <= 0:
+        heads = [item.view.shape[1] for item in scored]
+        windows = [min(self.window, item.view.length) for item in scored for _ in range(item.view.shape[1])]
+        surplus = mean * len(windows) - sum(windows)
+        if surplus <= 0:
             return evenly(scored, mean)
-        room = [each.view.length for each in scored for _ in range(each.view.shape[1])]
-        wanted = torch.cat([part.cpu() for part in self.weights([each.whole for each in scored])])
-        shares = share_out(rest, wanted, torch.tensor(room) - torch.tensor(lengths))
-        counts = torch.tensor(lengths) + torch.tensor(shares)
+        lengths = [item.view.length for item in scored for _ in range(item.view.shape[1])]
+        weights = torch.cat([weights.cpu() for weights in self.weights([item.whole for item in scored])])
+        shares = share_out(surplus, weights, torch.tensor(lengths) - torch.tensor(windows))
+        counts = torch.tensor(windows) + torch.tensor(shares)
         return [
-            part[None].to(each.view.positions.device) for part, each in zip(counts.split(heads), scored, strict=True)
+            count[None].to(item.view.positions.device) for count, item in zip(counts.split(heads), scored, strict=True)
         ]
 
     def within_layers(self) -> Allocator:

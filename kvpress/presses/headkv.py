@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of heads by how much they retrieve."""
+"""Head budgets in proportion to retrieval scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpress.presses.snapkv import SnapKVPress
 from kvpress.presses.streaming_heads import TABLE
 
 BESIDE = ("head_scores.json", DuoAttentionPress.beside)
-"""Files in the folder of a model that are looked for, in this order."""
+"""Names of score files in the folder of a model, in the order of preference."""
 
 
 @register(
@@ -34,28 +34,28 @@ BESIDE = ("head_scores.json", DuoAttentionPress.beside)
     "Fu et al., 2024, arXiv:2410.19258",
     example="headkv",
     needs=TABLE,
-    refuses=(Refusal("headkv", "nothing says how much heads retrieve"),),
+    refuses=(Refusal("headkv", "it needs a file of head scores"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs scores of a model's heads; its own tests run the oracle, padding and decoding"),
     ),
 )
 @dataclass
 class HeadKVPress(SnapKVPress):
-    """SnapKV with a budget for every head that follows how much it retrieves.
+    """Score as `SnapKVPress`, with head budgets that grow with a retrieval score per head.
 
         budget[l, h] = w + (m - w) * (1 - 1 / beta + L * H * p[l, h] / beta),   p = s ** power, divided by its sum
 
-    m is the mean budget, of which 1 / `beta` is shared out by the scores s of all L * H heads, and w = `window_size`; what a
-    head cannot hold goes to the others. `power` above 1 favours the heads with the largest scores. `table` is the file of
-    scores, or the folder that holds it: a `.json` of the authors' form, `{"layer-head": [numbers]}`, of which means count, or a
-    `.tsv` with a line per layer. None is `head_scores.json` in the folder of the model, else `full_attention_heads.tsv` there,
-    the table of `duo_attention`. It has a column for every kv head, or for every query head, of which those of a group are
-    added. `kernel_size` is as in SnapKV.
+    m is the mean budget; the share 1 / `beta` of it follows the scores s of all L * H heads. `window_size` is w, the number
+    of newest tokens that every head keeps. Pairs above the length of a head go to other heads. `power` above 1 favours the
+    heads with the largest scores. `table` is the file of scores, or a folder with it: a `.json` of the authors' form,
+    `{"layer-head": [numbers]}`, of which the means are used, or a `.tsv` with a line per layer. None is `head_scores.json`
+    in the folder of the model, or else `full_attention_heads.tsv` there, the table of `duo_attention`. A table has a column
+    per KV head, or per query head; the scores of the query heads of a GQA group are added. `kernel_size` is as in SnapKV.
 
     Paper: Fu et al., Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning,
     2024, arXiv:2410.19258.
-    Differs from the paper: scores are read, not measured; query heads of a group share keys, and so a budget; neighbours share
-    the mean of their attention, as in SnapKV, where the authors' code takes their largest.
+    Differs from the paper: scores are read from a file, not measured; the query heads of a group share a budget, as they share
+    keys; attention is pooled by the mean of neighbours, as in SnapKV, where the authors' code takes the maximum.
     """
 
     window_size: Count = 32
@@ -67,9 +67,7 @@ class HeadKVPress(SnapKVPress):
     def validate(self) -> None:
         super().validate()
         if self.beta < 1:
-            raise ValueError(
-                f"beta must be >= 1, got {self.beta}: it is 1 / the share of the budget that scores decide on"
-            )
+            raise ValueError(f"beta must be >= 1, got {self.beta}: the scores share out 1 / beta of the budget")
         if self.table is not None:
             self.table = os.fspath(self.table)
             read_scores(self.table)
@@ -77,33 +75,39 @@ class HeadKVPress(SnapKVPress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         scores = None if model is None else self.scores_of(model)
         allocator = ByTable(self.window_size, scores, self.beta, self.power, scope="cache")
-        found = super().recipe(model)
-        return replace(found, evictions=tuple(replace(step, allocator=allocator) for step in found.evictions))
+        recipe = super().recipe(model)
+        return replace(recipe, evictions=tuple(replace(step, allocator=allocator) for step in recipe.evictions))
 
     def scores_of(self, model: ModelFacts) -> Tensor:
-        """Return the scores of the kv heads of a model, `[L, H]`."""
+        """Return the scores of the KV heads of a model, `[L, H]`.
+
+        Raises ValueError if there is no file of scores, or if it does not fit the model.
+        """
         path = self.table
         if path is None:
-            beside = [Path(model.source) / name for name in BESIDE] if model.source else []
-            found = next((file for file in beside if file.is_file()), None)
-            if found is None:
+            candidates = [Path(model.source) / name for name in BESIDE] if model.source else []
+            file = next((file for file in candidates if file.is_file()), None)
+            if file is None:
                 raise ValueError(
-                    f"HeadKVPress needs to know how much the heads of {model.name} retrieve: give table=, a file of one score "
-                    f"per layer and head, or put {' or '.join(BESIDE)} into the folder of the model"
+                    f"HeadKVPress needs retrieval scores of the heads of {model.name}: set table=, a file with one score per "
+                    f"layer and head, or put {' or '.join(BESIDE)} into the folder of the model"
                 )
-            path = str(found)
+            path = str(file)
         scores = read_scores(path)
         for heads in ([layer.heads for layer in model.layers], kv_heads := [layer.kv_heads for layer in model.layers]):
             if heads == [scores.shape[1]] * len(scores):
                 return scores.unflatten(1, (kv_heads[0], -1)).sum(dim=2)
         raise ValueError(
             f"{path} has scores of {len(scores)} layers of {scores.shape[1]} heads, but {model.name} has {len(kv_heads)} "
-            f"attention layers of {model.layers[0].heads} query and {kv_heads[0]} kv heads; use the file that was made for it"
+            f"attention layers of {model.layers[0].heads} query and {kv_heads[0]} KV heads; use a file for this model"
         )
 
 
 def read_scores(path: str) -> Tensor:
-    """Read scores of heads `[L, heads]`, float64, from a `.json` of the authors' form or a table (`read_head_table`)."""
+    """Read scores of heads `[L, heads]`, float64, from a `.json` of the authors' form or a table (`read_head_table`).
+
+    Raises ValueError unless scores are finite, not negative, and not all 0.
+    """
     scores = _read_json(path) if path.endswith(".json") else read_head_table(path).values
     if not bool((scores >= 0).all() and scores.isfinite().all() and scores.sum() > 0):
         raise ValueError(f"{path} must hold finite scores >= 0, not all of them 0")
@@ -112,11 +116,11 @@ def read_scores(path: str) -> Tensor:
 
 def _read_json(path: str) -> Tensor:
     try:
-        found = {
+        samples = {
             tuple(map(int, name.split("-"))): numbers for name, numbers in json.loads(Path(path).read_text()).items()
         }
-        layers, heads = (1 + max(place) for place in zip(*found, strict=True))
-        rows = [[fmean(found[layer, head]) for head in range(heads)] for layer in range(layers)]
+        layers, heads = (1 + max(index) for index in zip(*samples, strict=True))
+        rows = [[fmean(samples[layer, head]) for head in range(heads)] for layer in range(layers)]
         return torch.tensor(rows, dtype=torch.float64)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -126,7 +130,7 @@ def _read_json(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ByTable(HeadShares):
-    """Shares out by the `scores [L, H]` of heads; see `HeadKVPress`."""
+    """Allocator of head budgets by the `scores [L, H]` of heads; see `HeadKVPress` for the formula."""
 
     scores: Tensor | None = field(compare=False)
     beta: float
@@ -134,7 +138,7 @@ class ByTable(HeadShares):
 
     def weights(self, views: Sequence[View]) -> list[Tensor]:
         if self.scores is None:
-            raise ValueError("HeadKVPress looks at the whole model: use it inside `with press(model)`")
+            raise ValueError("HeadKVPress needs the scores of all layers: use it inside `with press(model)`")
         layers = sorted({view.layer for view in views})
         raised = self.scores[layers] ** self.power
         shares = 1 - 1 / self.beta + raised * (raised.numel() / (self.beta * raised.sum()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache without gaps: kept keys move up to consecutive positions."""
+"""Rotation of kept keys to consecutive positions."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class KeyRerotationPress(WrapperPress):
 
         k[t] -> R(p'(t) - p(t)) k[t],   p'(t) = seen - kept + rank of t among the kept pairs of its head
 
-    Which pairs stay is the inner press's choice, head-wise ones included. `kept_positions` still reports original ones.
+    The inner press chooses the pairs, and may have head budgets. `kept_positions` returns the original positions.
 
     Paper: none; StreamingLLM and FINCH number their caches like this.
-    Differs from the paper: keys move up behind the newest token instead of down to 0; rotary attention depends on distances
-    only, so this is the same, and queries keep their true positions.
+    Differs from the paper: keys move up to the newest token instead of down to position 0. Rotary attention depends on
+    distances only, so the result is the same, and queries keep their true positions.
     """
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
@@ -53,6 +53,6 @@ class KeyRerotationPress(WrapperPress):
     @staticmethod
     @helper
     def rerotate_keys(module: nn.Module, indices: Tensor, keys: Tensor) -> Tensor:
-        """Return those of the `keys [B, H, n, D]` at `indices [B, H, m]`, ascending, turned to the positions 0 to m - 1."""
+        """Return the `keys [B, H, n, D]` at ascending `indices [B, H, m]`, rotated to the positions 0 to m - 1."""
         kept = host().view_by_hand((), module, None, keys, keys, {}).pairs(indices)
         return turned(kept, torch.arange(indices.shape[2], device=keys.device) - kept.positions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that point elsewhere than the others."""
+"""Scores by the distance of a key from the mean direction of all keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvpress.observe.view import View
 @register("keydiff", "evict", "Park et al., 2025, arXiv:2504.15364", example="keydiff:0.5", cases=("keydiff:0.5",))
 @dataclass
 class KeyDiffPress(ScorerPress):
-    """Score a pair by how far its key points away from the mean direction of all keys of the head.
+    """Score a pair by minus the cosine between its key and the mean direction of all keys of the head.
 
         a[b, h]        = mean over t of k[b, h, t] / ||k[b, h, t]||
         score[b, h, t] = -cos(k[b, h, t], a[b, h])
 
-    No queries are needed, so the choice does not depend on what is asked later.
+    No queries are needed, so the choice does not depend on the question.
 
     Paper: Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
     Resource-Constrained Environments, 2025, arXiv:2504.15364.

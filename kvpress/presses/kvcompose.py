@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composite tokens: each head keeps its own best pairs, layers share a budget of slots."""
+"""Composite tokens: each head keeps its own best pairs, and layers share one budget."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ Aggregate = Literal["max", "mean"]
 )
 @dataclass(init=False)
 class KVComposePress(BudgetPress):
-    """Keep the pairs that a second reading of the prompt attends to; the j-th best of all heads of a layer go together.
+    """Keep the pairs with the most attention from a second reading of the prompt, in composites of one pair per head.
 
         a[g, t]  = agg_task over the queries i that read the prompt again of softmax(q_i . k)[t]
         s[h, t]  = agg_group over the query heads of the group of a[g, t]
         c[l, j]  = agg_head over the heads of the layer of the j-th largest s[h, t]
 
-    The best composites (l, j) of all layers stay: with n of them, each head of a layer keeps its n best pairs, of whatever
-    tokens. So heads are equally long, and layers share the budget. Without `structured`, all pairs of all layers
-    compete by s, and heads differ in length. `agg_task`, `agg_group` and `agg_head` are "max" or "mean". `add_v_norm`
-    multiplies s by the norm of the value, `add_mean_across_heads` then adds the mean of all heads of the layer to each.
+    The best composites (l, j) of all layers stay. If n of them are in a layer, each head of the layer keeps its n best pairs,
+    of any tokens. So the heads of a layer are equally long, and layers share the budget. Without `structured`, all pairs of
+    all layers compete by s, and heads differ in length. `agg_task`, `agg_group` and `agg_head` are "max" or "mean".
+    `add_v_norm` multiplies s by the norm of the value; `add_mean_across_heads` then adds the mean of all heads of the layer.
     `keep_token_lower_bound` is the least number of pairs that a head keeps. The prompt is read again in chunks of `chunk_size`
-    tokens, each behind the whole prompt, and taken back.
+    tokens, each after the whole prompt, and their pairs are removed again.
 
     Paper: Akulov et al., KVCompose: Efficient Structured KV Cache Compression with Composite Tokens, 2025, arXiv:2509.05165.
-    Differs from the paper: later chunks of the second reading do not see earlier ones, so that no more than a chunk is held
-    beside the prompt. Unlike in NVIDIA kvpress the first layer need not be the longest, what is evicted is freed in
-    either form, rows of a batch are scored alone, and any attention implementation serves.
+    Differs from the paper: later chunks of the second reading do not attend to earlier ones, so that memory grows by one chunk
+    only. Unlike in NVIDIA kvpress, the first layer need not be the longest, evicted pairs are freed with and without
+    `structured`, each row of a batch is scored on its own, and every attention implementation works.
     """
 
     structured: bool = True
@@ -94,35 +94,35 @@ class KVComposePress(BudgetPress):
             (Eviction(Enhanced(self.add_v_norm, self.add_mean_across_heads), self.amount, slots, prepare=hook),)
         )
 
-    def _read_again(self, done: Pass) -> None:
-        """Leave what the second reading pays with the observers of the layers."""
-        rows = done.rows()
-        received = _Received(done, self.agg_task, self.agg_group)
+    def _read_again(self, prefill: Pass) -> None:
+        """Read the prompt again and store the scores of its pairs in the observers of the layers."""
+        rows = prefill.rows()
+        received = _Received(prefill, self.agg_task, self.agg_group)
         for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
             texts = [row.tokens[start : start + self.chunk_size] for row in rows]
             longest = max(map(len, texts))
             received.lengths = torch.tensor([len(text) for text in texts])
-            ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=done.position.device)
-            done.read(ids, received.take_in)
+            ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=prefill.position.device)
+            prefill.read(ids, received.take_in)
         received.finish([len(row.tokens) for row in rows])
 
 
 class _Received:
-    """Attention on all stored pairs by the queries of a second reading: `values[layer][n] [G, pairs]` for stream n."""
+    """Attention on all stored pairs from the queries of a second reading: `values[layer][n] [G, pairs]` for stream n."""
 
-    def __init__(self, done: Pass, agg_task: str, agg_group: str) -> None:
+    def __init__(self, prefill: Pass, agg_task: str, agg_group: str) -> None:
         self.agg_task, self.agg_group = agg_task, agg_group
         self.lengths = torch.empty(0)
         self.values: dict[int, list[Tensor]] = {}
-        self.worth: dict[int, Worth] = {call.layer.index: call.store.observers[Wanted(Worth)] for call in done.calls}
+        self.worth: dict[int, Worth] = {call.layer.index: call.store.observers[Wanted(Worth)] for call in prefill.calls}
 
     def take_in(self, call: LayerCall) -> None:
-        """Add what one layer's queries pay."""
+        """Add the attention of one layer's queries."""
         store, new = call.store, call.queries.shape[2]
         stored = Stored(store, call.tokens.mask)
-        parts = [stored.read(n, 0, len(at)) for n, at in enumerate(stored.slots)]
-        lengths = [len(at) for at in stored.slots]
-        keys, values = (torch.cat([pair[side] for part in parts for pair in part]) for side in (0, 1))
+        pieces = [stored.read(n, 0, len(slots)) for n, slots in enumerate(stored.slots)]
+        lengths = [len(slots) for slots in stored.slots]
+        keys, values = (torch.cat([pair[side] for stream in pieces for pair in stream]) for side in (0, 1))
         count = torch.tensor(lengths, device=keys.device)
         rows, where = (
             kernels.Rows(kernels.Dense(keys), kernels.Dense(values)),
@@ -137,48 +137,54 @@ class _Received:
         )
         sinks = None if call.sinks is None else call.sinks.float().view(store.heads, -1).repeat(store.batch, 1)
         operator = kernels.column_max if self.agg_task == "max" else kernels.column_mass
-        paid = []
-        for g, asking in enumerate(queries.unbind(dim=1)):
-            own = options if sinks is None else replace(options, sinks=sinks[:, g : g + 1].expand(-1, new).contiguous())
-            paid.append(operator(asking.contiguous(), rows, where, own, query_weight=real))
-        found = [weights[:, : weights.shape[1] - new] for weights in torch.stack(paid).split(lengths, dim=1)]
-        known = self.values.get(call.layer.index)
+        weights = []
+        for g, head in enumerate(queries.unbind(dim=1)):
+            head_options = (
+                options if sinks is None else replace(options, sinks=sinks[:, g : g + 1].expand(-1, new).contiguous())
+            )
+            weights.append(operator(head.contiguous(), rows, where, head_options, query_weight=real))
+        # The last `new` pairs of a stream are those of the second reading.
+        latest = [stream[:, : stream.shape[1] - new] for stream in torch.stack(weights).split(lengths, dim=1)]
+        earlier = self.values.get(call.layer.index)
         join = torch.maximum if self.agg_task == "max" else torch.add
-        self.values[call.layer.index] = found if known is None else list(map(join, known, found))
+        self.values[call.layer.index] = latest if earlier is None else list(map(join, earlier, latest))
 
     def finish(self, tokens: Sequence[int]) -> None:
-        """Hand over what each pair is worth, given how many tokens each row has read again."""
-        for layer, found in self.values.items():
-            heads = len(found) // len(tokens)
+        """Aggregate over GQA groups and store scores in the observers; `tokens[b]` is the length of row b's prompt."""
+        for layer, streams in self.values.items():
+            heads = len(streams) // len(tokens)
             if self.agg_task == "mean":
-                found = [value / max(1, tokens[n // heads]) for n, value in enumerate(found)]
-            self.worth[layer].values = [v.amax(dim=0) if self.agg_group == "max" else v.mean(dim=0) for v in found]
+                streams = [value / max(1, tokens[n // heads]) for n, value in enumerate(streams)]
+            self.worth[layer].values = [v.amax(dim=0) if self.agg_group == "max" else v.mean(dim=0) for v in streams]
 
 
 @dataclass(frozen=True)
 class Enhanced(Repetition):
-    """What pairs were paid in a second reading, times the norms of values, plus the mean over the heads of the layer."""
+    """Scorer with the attention of a second reading, times the norms of values, plus the mean over a layer's heads."""
 
     norms: bool
+    """Whether attention is multiplied by the norm of the value."""
     mean: bool
+    """Whether the mean over the heads of the layer is added."""
 
     def scores(self, view: View) -> Tensor:
         if not self.mean:
-            return self._own(view)
+            return self._head_scores(view)
         key = (type(self), self.norms)
         if key not in view.memo:
             shape = (len(view.rows), view.seen)
             sums = torch.zeros(2, *shape, device=view.positions.device)
-            for each in view.group or [view]:
-                own = self._own(each)
-                at = each.positions.flatten(1)
-                sums[0].scatter_add_(1, at, own.flatten(1))
-                sums[1].scatter_add_(1, at, torch.ones_like(own).flatten(1))
+            for member in view.group or [view]:
+                scores = self._head_scores(member)
+                positions = member.positions.flatten(1)
+                sums[0].scatter_add_(1, positions, scores.flatten(1))
+                sums[1].scatter_add_(1, positions, torch.ones_like(scores).flatten(1))
             view.memo[key] = sums[0] / sums[1].clamp_min(1)
         mean = view.memo[key][:, None].expand(-1, view.shape[1], -1)
-        return self._own(view) + mean.gather(2, view.positions)
+        return self._head_scores(view) + mean.gather(2, view.positions)
 
-    def _own(self, view: View) -> Tensor:
+    def _head_scores(self, view: View) -> Tensor:
+        """Return the scores `[b, h, n]` before the mean over heads is added."""
         scores = super().scores(view)
         if self.norms:
             scores = scores * torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
@@ -187,11 +193,14 @@ class Enhanced(Repetition):
 
 @dataclass(frozen=True)
 class Slots(Allocator):
-    """Shares out slots among layers by their composites, or pairs among all heads; each head gets `least` first."""
+    """Allocator that shares the budget among layers by their composites, or among all heads by their pairs."""
 
     structured: bool
+    """Whether composites compete, and not pairs."""
     agg_head: str
-    least: int
+    """Aggregate over the heads of a composite, "max" or "mean"."""
+    minimum: int
+    """Least number of pairs that a head keeps."""
 
     compares = True
 
@@ -200,27 +209,29 @@ class Slots(Allocator):
         return not self.structured
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        layers = [list(views) for _, views in groupby(scored, key=lambda each: each.view.layer)]
-        worth = [self._worth(views) for views in layers]  # [b, h or 1, slots] for each layer
-        for each in worth:
-            each[..., : self.least] = torch.inf
-        total = mean * sum(each.shape[1] for each in worth)
-        chosen = top(torch.cat([each.flatten(1) for each in worth], dim=1), total)
-        split = chosen.split([each[0].numel() for each in worth], dim=1)
+        layers = [list(items) for _, items in groupby(scored, key=lambda item: item.view.layer)]
+        scores = [self._sorted_scores(items) for items in layers]  # [b, h or 1, n] for each layer
+        for layer_scores in scores:
+            layer_scores[..., : self.minimum] = torch.inf
+        total = mean * sum(layer_scores.shape[1] for layer_scores in scores)
+        mask = top(torch.cat([layer_scores.flatten(1) for layer_scores in scores], dim=1), total)
+        masks = mask.split([layer_scores[0].numel() for layer_scores in scores], dim=1)
         counts: list[int | Tensor] = []
-        for views, each, part in zip(layers, worth, split, strict=True):
-            kept, first = part.view(each.shape).sum(dim=2).clamp_min(max(1, self.least)), 0
-            for view in (one.view for one in views):
-                own = kept if self.structured else kept[:, first : first + view.shape[1]]
-                counts.append(own.expand(view.shape[:2]).clamp_max(view.length))
+        for items, layer_scores, layer_mask in zip(layers, scores, masks, strict=True):
+            kept, first = layer_mask.view(layer_scores.shape).sum(dim=2).clamp_min(max(1, self.minimum)), 0
+            for view in (item.view for item in items):
+                count = kept if self.structured else kept[:, first : first + view.shape[1]]
+                counts.append(count.expand(view.shape[:2]).clamp_max(view.length))
                 first += view.shape[1]
         return counts
 
-    def _worth(self, views: Sequence[Scored]) -> Tensor:
-        """Return the scores of a layer, best first: of each head, or of composites."""
-        longest = max(each.view.length for each in views)
-        ordered = [each.scores.sort(dim=2, descending=True).values for each in views]
-        padded = [torch.nn.functional.pad(part, (0, longest - part.shape[2]), value=-torch.inf) for part in ordered]
+    def _sorted_scores(self, items: Sequence[Scored]) -> Tensor:
+        """Return the scores of a layer in descending order: `[b, h, n]` of heads, or `[b, 1, n]` of composites."""
+        longest = max(item.view.length for item in items)
+        ordered = [item.scores.sort(dim=2, descending=True).values for item in items]
+        padded = [
+            torch.nn.functional.pad(scores, (0, longest - scores.shape[2]), value=-torch.inf) for scores in ordered
+        ]
         heads = torch.cat(padded, dim=1)
         if not self.structured:
             return heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a small network expects KVzip to find, from hidden states alone."""
+"""KVzip scores predicted by a small network from hidden states."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvpress.presses.learned import check_shape, fetch, name_of, read
 
 METHOD = "kvzap"
 NEEDED = (
-    "KVzapPress needs networks that were learned for the model, which are published as nvidia/KVzap-mlp-<model> and "
-    f"nvidia/KVzap-linear-<model> for some; for others train them with `kvpress calibrate --method {METHOD} --model ... "
-    "--data ... --out networks.safetensors` and give that file as weights="
+    "KVzapPress needs networks that were learned for the model. Those of some models are published as "
+    f"nvidia/KVzap-mlp-<model> and nvidia/KVzap-linear-<model>; for others, train them with `kvpress calibrate "
+    f"--method {METHOD} --model ... --data ... --out networks.safetensors` and pass that file as weights="
 )
 
 
@@ -34,22 +34,22 @@ NEEDED = (
     "Jegou & Jeblick, 2026, arXiv:2601.07891",
     example="kvzap:0.5",
     needs="networks that were learned for the model: published ones, or `kvpress calibrate --method kvzap` (`weights`)",
-    refuses=(Refusal("kvzap:0.5", "nobody has published networks for the model, and no file is given"),),
+    refuses=(Refusal("kvzap:0.5", "no networks are published for the model, and `weights` is not set"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
     ),
 )
 @dataclass
 class KVzapPress(ScorerPress):
-    """Score a pair by what a network per layer predicts of KVzip+ from the hidden state of its token.
+    """Score a pair by the KVzip+ score that a network per layer predicts from the hidden state of its token.
 
         linear: score[b, :, t] = W x_t + c              mlp: score[b, :, t] = W2 gelu(W1 x_t + c1) + c2
 
-    x is the input of the attention layer, and the prediction the logarithm of the most attention that the pair gets while the
-    prompt is repeated, so that one number can be a threshold for all texts: `dms(kvzap):threshold=-4`. It is made when a token
-    is read, and held beside its pairs in 4 bytes a head. `model_type` is the kind of network. `weights` is a file, either a
-    published one or what `kvpress calibrate --method kvzap` writes, a folder with `model.safetensors` or a repository of the
-    hub; None is `nvidia/KVzap-<model_type>-<model>`, and for the bundled reference model the file that ships with it.
+    x is the input of the attention layer. The prediction is the logarithm of the largest attention that the pair gets while
+    the prompt is repeated, so one threshold fits all texts: `dms(kvzap):threshold=-4`. It is computed when a token is read, and
+    stored with its pairs in 4 bytes per head. `model_type` is the kind of network. `weights` is a published file, a file from
+    `kvpress calibrate --method kvzap`, a folder with `model.safetensors`, or a repository of the hub; None is
+    `nvidia/KVzap-<model_type>-<model>`, or the bundled file for the reference model.
 
     Paper: Jegou & Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, 2026, arXiv:2601.07891.
     Differs from the paper: nothing in the scores.
@@ -66,25 +66,25 @@ class KVzapPress(ScorerPress):
         return ScorerPress.recipe(named, model)
 
     def published(self, model: ModelFacts) -> str:
-        """Return where the networks of a model are, if none are given."""
+        """Return the path or repository of a model's networks, used when `weights` is None."""
         shipped = calibration.shipped_for(model, f"{METHOD}-{self.model_type}")
         return str(shipped) if shipped else f"nvidia/KVzap-{self.model_type}-{name_of(model, NEEDED)}"
 
     def check(self, model: ModelFacts) -> None:
-        """Refuse networks that are not those of the model, or of another kind than `model_type` says."""
-        place = str(self.weights)
-        made, found = load(place), networks(place)
-        if isinstance(made, Calibration):
-            made.check(METHOD, model, place, lambda layer: held_by(made, layer))
+        """Raise ValueError if the networks do not fit the model, or are not of the kind `model_type`."""
+        source = str(self.weights)
+        content, tensors = load(source), networks(source)
+        if isinstance(content, Calibration):
+            content.check(METHOD, model, source, lambda layer: _shapes(content, layer))
         for layer in model.growing:
-            one, what = f"layers.{layer.index}", f"layer {layer.index} of {model.name}"
-            held = "mlp" if f"{one}.0.weight" in found else "linear"
-            if held != self.model_type and (held == "mlp" or f"{one}.weight" in found):
-                raise ValueError(f"{place} holds {held} networks, not {self.model_type} ones: use model_type={held!r}")
-            first, last = (f"{one}.0", f"{one}.2") if self.model_type == "mlp" else (one, one)
-            check_shape(found, f"{first}.weight", (None, input_size(layer)), place, what)
-            check_shape(found, f"{last}.weight", (layer.kv_heads, None), place, what)
-            check_shape(found, f"{last}.bias", (layer.kv_heads,), place, what)
+            prefix, owner = f"layers.{layer.index}", f"layer {layer.index} of {model.name}"
+            kind = "mlp" if f"{prefix}.0.weight" in tensors else "linear"
+            if kind != self.model_type and (kind == "mlp" or f"{prefix}.weight" in tensors):
+                raise ValueError(f"{source} holds {kind} networks, not {self.model_type} ones: use model_type={kind!r}")
+            first, last = (f"{prefix}.0", f"{prefix}.2") if self.model_type == "mlp" else (prefix, prefix)
+            check_shape(tensors, f"{first}.weight", (None, input_size(layer)), source, owner)
+            check_shape(tensors, f"{last}.weight", (layer.kv_heads, None), source, owner)
+            check_shape(tensors, f"{last}.bias", (layer.kv_heads,), source, owner)
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
@@ -96,23 +96,23 @@ class KVzapPress(ScorerPress):
 
 
 class Surrogates(Gates):
-    """The predictions of the networks of `KVzapPress`."""
+    """Observer of the predictions of the networks of `KVzapPress`."""
 
     name: ClassVar[str] = "kvzap"
 
     def values(self, hidden: Tensor, layer: int) -> Tensor:
-        found = networks(self.place)
+        tensors = networks(self.place)
 
         def apply(name: str, inputs: Tensor) -> Tensor:
-            weight, bias = (found[f"layers.{layer}{name}.{part}"].to(hidden) for part in ("weight", "bias"))
+            weight, bias = (tensors[f"layers.{layer}{name}.{kind}"].to(hidden) for kind in ("weight", "bias"))
             return linear(inputs, weight, bias)
 
-        return apply("", hidden) if f"layers.{layer}.weight" in found else apply(".2", gelu(apply(".0", hidden)))
+        return apply("", hidden) if f"layers.{layer}.weight" in tensors else apply(".2", gelu(apply(".0", hidden)))
 
 
-def held_by(made: Calibration, layer: LayerFacts) -> dict[str, tuple[int | None, ...]]:
-    """Return the shapes of what a calibration must hold of a layer."""
-    hidden, settings = input_size(layer), made.provenance["settings"]
+def _shapes(calibrated: Calibration, layer: LayerFacts) -> dict[str, tuple[int | None, ...]]:
+    """Return the shape of each tensor that a calibration stores for a layer."""
+    hidden, settings = input_size(layer), calibrated.provenance["settings"]
     if settings["kind"] == "linear":
         return {"weight": (layer.kv_heads, hidden), "bias": (layer.kv_heads,)}
     width = settings["width"]
@@ -125,13 +125,15 @@ def held_by(made: Calibration, layer: LayerFacts) -> dict[str, tuple[int | None,
 
 
 def load(place: str) -> Calibration | dict[str, Tensor]:
-    """Read networks, from either kind of file."""
+    """Read networks from a published file or a calibration."""
     return read(fetch(place, "model.safetensors", NEEDED), METHOD)
 
 
 def networks(place: str) -> dict[str, Tensor]:
     """Return the weights of networks by their published names, `layers.<layer>...`."""
-    made = load(place)
+    content = load(place)
     return (
-        {f"layers.{name}": tensor for name, tensor in made.tensors.items()} if isinstance(made, Calibration) else made
+        {f"layers.{name}": tensor for name, tensor in content.tensors.items()}
+        if isinstance(content, Calibration)
+        else content
     )

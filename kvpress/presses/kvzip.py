@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention while the model repeats its prompt."""
+"""Scores from the attention of a model that repeats its prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpress.presses.adakv import Competition
 from kvpress.presses.criticalkv import check_outputs, output_weight
 
 LEAD = 8
-"""Tokens before a later chunk that say where it begins."""
+"""Number of tokens before a later chunk that are quoted to mark its beginning."""
 
 
 @register(
@@ -49,21 +49,22 @@ LEAD = 8
 class KVzipPress(BudgetPress):
     """Keep the pairs that the model reads when it repeats its prompt; heads and layers compete.
 
-    Behind the prompt, chunk after chunk of `chunk_size` tokens is read again, led in by `repeat_prompt`, and then taken back. A
-    later chunk is asked for as "the part of the previous context" that starts with the last 8 tokens before it. With the
-    softmax of its queries i over the sinks, the chunk c and what is read itself,
+    After the prompt, the model reads the prompt a second time in chunks of `chunk_size` tokens. `repeat_prompt` is the
+    instruction before each chunk; for later chunks it becomes "Repeat the part of the previous context exactly, starting with"
+    and the last 8 tokens before the chunk. The pairs of instruction and chunk are removed again. The queries i of a pass attend
+    to the sinks, the chunk c in the cache, and the pass itself:
 
-        score[b, h, t] = max over i and the group of softmax(q_i . k)[t],   t in c
+        score[b, h, t] = max over i and the GQA group of softmax(q_i . k)[t],   t in c
 
-    `kvzip_plus_normalization` scores `a * ||W_o v_t|| / ||x_i||` in the place of weights a, with x_i the input of the
+    `kvzip_plus_normalization` replaces the attention weight a by `a * ||W_o v_t|| / ||x_i||`, where x_i is the input of the
     attention and W_o the output projection of the query head. The first `n_sink` tokens always stay, and so do pairs that
     survived an earlier turn. `layerwise` gives every layer the same number of pairs.
 
-    The prompt of repetition is text, which `tokenizer` reads, else the one beside the model. `repeat_prompt=""` needs none:
-    the prompt is simply read a second time.
+    `tokenizer` encodes the instruction; without it, the tokenizer in the model's folder does. `repeat_prompt=""` needs no
+    tokenizer: the prompt is read a second time without an instruction.
 
     Paper: Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416.
-    Differs from the paper: nothing in the scores; rows of a batch are scored alone, and what is evicted is freed.
+    Differs from the paper: nothing in the scores; each row of a batch is scored on its own, and evicted pairs are freed.
     """
 
     layerwise: bool = False
@@ -87,19 +88,19 @@ class KVzipPress(BudgetPress):
         return self.n_sink
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        asked = _Questions(self.repeat_prompt, self.tokenizer, model)  # type: ignore[attr-defined]
+        questions = _Questions(self.repeat_prompt, self.tokenizer, model)  # type: ignore[attr-defined]
         if self.kvzip_plus_normalization:
             check_outputs(model)
-        hook = PassHook(partial(self._repeat, asked), ("prefill",), reads=True, check=asked.ids)
+        hook = PassHook(partial(self._repeat, questions), ("prefill",), reads=True, check=questions.ids)
         scope = "layer" if self.layerwise else "cache"
         step = Eviction(Repetition(), self.amount, Competition(scope=scope), prepare=hook)
         return Recipe((step,))
 
-    def _repeat(self, asked: _Questions, done: Pass) -> None:
-        """Read the prompt again and leave what its pairs are worth with the observers of their layers."""
-        rows = done.rows()
-        scores = _Scores(done, rows, self.n_sink, self.kvzip_plus_normalization)
-        first, later, suffix = asked.ids()
+    def _repeat(self, questions: _Questions, prefill: Pass) -> None:
+        """Read the prompt again and store the scores of its pairs in the observers of their layers."""
+        rows = prefill.rows()
+        scores = _Scores(prefill, rows, self.n_sink, self.kvzip_plus_normalization)
+        first, later, suffix = questions.ids()
         for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
             stop = start + self.chunk_size
             texts = []
@@ -108,25 +109,25 @@ class KVzipPress(BudgetPress):
                 lead = [*later, *row.tokens[start - LEAD : start]] if start else first
                 texts.append([*lead, *suffix, *chunk] if chunk else [])
             longest = max(map(len, texts))
-            scores.chunk(slice(start, stop), [len(text) for text in texts])
-            ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=done.position.device)
-            done.read(ids, scores.take_in)
+            scores.set_chunk(slice(start, stop), [len(text) for text in texts])
+            ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=prefill.position.device)
+            prefill.read(ids, scores.take_in)
 
 
 class Worth(Observer):
-    """What the repetition of a prompt found stored pairs worth: `values[n]` for stream n."""
+    """Scores of stored pairs from the repetition of a prompt, `values[n] [pairs]` for stream n."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 
     def observe(self, call: LayerCall) -> None:
-        """The repetition fills it in."""
+        """Record nothing: `KVzipPress` sets `values` after the prefill."""
 
     def tensors(self) -> list[Tensor]:
         return self.values
 
     def select_rows(self, rows: Tensor) -> None:
-        """Values are read before anything else happens to the cache, and a prompt makes new ones."""
+        """Drop all values: the eviction has read them already, and the next prompt computes new ones."""
         self.values = []
 
     def to(self, device: torch.device | str) -> None:
@@ -135,7 +136,7 @@ class Worth(Observer):
 
 @dataclass(frozen=True)
 class Repetition(ByScore):
-    """The scores that `Worth` holds."""
+    """Scorer that reads the scores stored in `Worth`."""
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
@@ -149,17 +150,17 @@ class Repetition(ByScore):
 
 @dataclass
 class _Questions:
-    """The ids that ask a model to repeat its prompt, by `tokenizer` or the one beside the model."""
+    """Instructions to repeat a prompt, encoded by `tokenizer` or else by the tokenizer in the model's folder."""
 
     text: str
     tokenizer: Any
     model: ModelFacts | None
 
     def ids(self) -> tuple[list[int], list[int], list[int]]:
-        """Return those that ask for the first chunk, for a later one, and that begin an answer."""
+        """Return the ids of the instruction for the first chunk, of that for later chunks, and of the answer's header."""
         if not self.text:
             return [], [], []
-        tokenizer = self.tokenizer or self._beside()
+        tokenizer = self.tokenizer or self._load_tokenizer()
         later = (
             self.text.replace("the previous context", "the part of the previous context").rstrip(".")
             + ", starting with"
@@ -169,7 +170,7 @@ class _Questions:
         )
         return first, later, suffix
 
-    def _beside(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         source = "" if self.model is None else self.model.source
         try:
             if self.model is None or self.model.tokenizer is None:
@@ -177,13 +178,13 @@ class _Questions:
             return self.model.tokenizer()
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"KVzipPress asks the model in words to repeat its prompt, but there is no tokenizer at {source!r}: give one, "
-                "KVzipPress(..., tokenizer=tokenizer), or read the prompt again without asking, repeat_prompt=''"
+                f"KVzipPress needs a tokenizer for its instruction to repeat the prompt, but there is none at {source!r}: pass "
+                "KVzipPress(..., tokenizer=tokenizer), or read the prompt again without an instruction, repeat_prompt=''"
             ) from error
 
 
 def _answer_header(tokenizer: Any) -> str:
-    """Return what the chat template puts between the end of a question and its answer."""
+    """Return the text that the chat template puts between the end of a question and its answer."""
     if tokenizer.chat_template is None:
         return "\n"
     mark = "\x00question\x00"
@@ -194,30 +195,30 @@ def _answer_header(tokenizer: Any) -> str:
 
 
 class _Scores:
-    """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for what was not read again."""
+    """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for pairs that were not read again."""
 
-    def __init__(self, done: Pass, rows: list[ReadRow], n_sink: int, plus: bool) -> None:
+    def __init__(self, prefill: Pass, rows: list[ReadRow], n_sink: int, plus: bool) -> None:
         self.rows, self.n_sink, self.plus = rows, n_sink, plus
         self.values: dict[int, list[Tensor]] = {}
-        for call in done.calls:
+        for call in prefill.calls:
             worth = call.store.observers[Wanted(Worth)]
             worth.values = [
-                torch.full((len(at),), torch.inf, device=call.queries.device)
-                for at in Stored(call.store, done.mask).slots
+                torch.full((len(slots),), torch.inf, device=call.queries.device)
+                for slots in Stored(call.store, prefill.mask).slots
             ]
             self.values[call.layer.index] = worth.values
 
-    def chunk(self, tokens: slice, lengths: list[int]) -> None:
-        """Set which tokens of each row the next pass repeats, and how many of its own tokens are real."""
+    def set_chunk(self, tokens: slice, lengths: list[int]) -> None:
+        """Set the tokens of each row that the next pass repeats, and the length of each row of that pass without padding."""
         self.spans = [row.slots[tokens] for row in self.rows]
         self.lengths = torch.tensor(lengths)
 
     def take_in(self, call: LayerCall) -> None:
-        """Add what one layer's queries pay to the pairs of the chunk."""
+        """Store the scores that one layer's queries give to the pairs of the chunk."""
         store, new = call.store, call.queries.shape[2]
         stored = Stored(store, call.tokens.mask)
-        spans = [self._span(at, n // store.heads) for n, at in enumerate(stored.slots)]
-        parts = [
+        spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
+        pieces = [
             [
                 *stored.read(n, 0, sinks),
                 *stored.read(n, start, stop),
@@ -225,14 +226,14 @@ class _Scores:
             ]
             for n, (sinks, start, stop) in enumerate(spans)
         ]
-        lengths = [sum(len(keys) for keys, _ in part) for part in parts]
-        keys, values = (torch.cat([pair[side] for part in parts for pair in part]) for side in (0, 1))
+        lengths = [sum(len(keys) for keys, _ in stream) for stream in pieces]
+        keys, values = (torch.cat([pair[side] for stream in pieces for pair in stream]) for side in (0, 1))
         weights = self._weights(call, keys, values, lengths).split(lengths)
-        for found, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
-            found[start:stop] = weight[sinks : sinks + stop - start]
+        for scores, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
+            scores[start:stop] = weight[sinks : sinks + stop - start]
 
     def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
-        """Where a stream's sinks end, and where its pairs of the chunk begin and end."""
+        """Return the ranks where a stream's sinks end, and where its pairs of the chunk begin and end."""
         span, sinks = self.spans[row], self.rows[row].real[: self.n_sink]
         if not len(span):
             return 0, 0, 0
@@ -241,7 +242,7 @@ class _Scores:
         return last, max(last, start), max(last, stop)
 
     def _weights(self, call: LayerCall, keys: Tensor, values: Tensor, lengths: list[int]) -> Tensor:
-        """Return the score of each of the flat rows of all streams, the newest rows of which are the queries' own."""
+        """Return the scores of the flat `keys [rows, D]` of all streams; the last pairs of a stream are the pass's own."""
         store, new = call.store, call.queries.shape[2]
         queries = group_queries(call.queries, store.heads)
         streams, groups = len(lengths), queries.shape[1] // new
@@ -266,20 +267,20 @@ class _Scores:
         lse = lse + spread(call.hidden_states.float().norm(dim=-1).log())
         weights = torch.zeros(len(keys), device=keys.device)
         for g in range(groups):
-            part = slice(g * new, (g + 1) * new)
-            found = kernels.column_max(
-                queries[:, part], rows, where, options, lse=lse[:, part], query_weight=spread(real)[:, part]
+            columns = slice(g * new, (g + 1) * new)
+            largest = kernels.column_max(
+                queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=spread(real)[:, columns]
             )
-            sizes = [
-                _projected(call.layer.module, rows, (n % store.heads) * groups + g)
-                for n, rows in enumerate(values.split(lengths))
+            norms = [
+                _projected_norms(call.layer.module, stream, (n % store.heads) * groups + g)
+                for n, stream in enumerate(values.split(lengths))
             ]
-            weights = torch.maximum(weights, found * torch.cat(sizes))
+            weights = torch.maximum(weights, largest * torch.cat(norms))
         return weights
 
 
-def _projected(module: nn.Module, values: Tensor, head: int) -> Tensor:
-    """Norm of `values [n, Dv]` after the output projection of one query head."""
+def _projected_norms(module: nn.Module, values: Tensor, head: int) -> Tensor:
+    """Return the norms `[n]` of `values [n, Dv]` after the output projection of one query head."""
     weight = output_weight(module)
     assert weight is not None  # noqa: S101 - checked when the block was entered
     weight = weight[:, head * values.shape[1] : (head + 1) * values.shape[1]]

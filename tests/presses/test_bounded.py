@@ -176,8 +176,8 @@ def test_later_turns_and_readings_without_eviction() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [("kvzip:0.5", "KVzipPress: it scores by looking at a whole prompt again"),
-     ("cake:0.5", "CAKEPress: it shares pairs out among all layers"),
+    [("kvzip:0.5", "KVzipPress: it scores by reading a whole prompt again"),
+     ("cake:0.5", "CAKEPress: it shares a budget among all layers"),
      ("decoding(snapkv)", "DecodingPress: it does not evict from prompts"), ("kivi", "such as SnapKVPress, got KIVIPress")],
 )  # fmt: skip
 def test_what_needs_the_whole_prompt_is_refused_with_the_reason(spec: str, message: str) -> None:

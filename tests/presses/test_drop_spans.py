@@ -201,7 +201,7 @@ def test_tags_that_cannot_be_told_apart_or_found_are_refused() -> None:
         kvpress.DropSpansPress()(tiny_model("llama")),
     ):
         pass
-    with pytest.raises(ValueError, match="keeps everything"):
+    with pytest.raises(ValueError, match="keeps all pairs between the tags"):
         kvpress.DropSpansPress(press=kvpress.SnapKVPress())
     recorded = session(drop(), tiny_model("llama"), recorder=Mock(spec=Recorder))
     with pytest.raises(ValueError, match="watches every generated token"):

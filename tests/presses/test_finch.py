@@ -117,6 +117,6 @@ def test_prompts_without_a_question_are_refused() -> None:
         kvpress.FinchPress(0.5, 10, window_size=6)(model),
     ):
         model.generate(tokens(1, LENGTH), max_new_tokens=1)
-    with pytest.raises(ValueError, match="give either window_size=4 or delimiter_token_id=3"):
+    with pytest.raises(ValueError, match="set either window_size=4 or delimiter_token_id=3"):
         kvpress.FinchPress(0.5, window_size=4, delimiter_token_id=3)
     del mask

@@ -181,8 +181,8 @@ def test_without_an_eviction_of_the_prompt_the_ratio_is_of_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"normalize": "mean"}, "'none', 'count' or 'decay'"), ({"decay": 0.5}, "decay goes with normalize='decay'"),
-     ({"normalize": "decay"}, "decay goes with normalize='decay'"), ({"interval": 0}, "interval must be >= 1"),
+    [({"normalize": "mean"}, "'none', 'count' or 'decay'"), ({"decay": 0.5}, "decay must be set if and only if"),
+     ({"normalize": "decay"}, "decay must be set if and only if"), ({"interval": 0}, "interval must be >= 1"),
      ({"normalize": "decay", "decay": 0.0}, r"decay must be in \(0, 1\]"), ({"recent_ratio": 1.5}, "recent_ratio")],
 )  # fmt: skip
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
