@@ -148,31 +148,33 @@ class CommonSegment(Segment):
 
     @torch.inference_mode(False)
     def _places(self) -> tuple[Tensor, Tensor]:
-        """For every stream of `base` those that it is, int64 [P, most], and where each of these stands among them, [N].
+        """Return the streams of each stream of `base`, int64 [P, width], and the index of each stream among these, [N].
 
-        Streams that are fewer are filled up with the first of them.
+        Shorter rows are filled with their first stream.
         """
         if self._held_places is not None:
             return self._held_places
         streams: list[list[int]] = [[] for _ in range(self.base.layout.streams)]
         for n, origin in enumerate(self.origin):
             streams[origin].append(n)
-        most = max(map(len, streams))
-        asking = torch.tensor([own + own[:1] * (most - len(own)) for own in streams])
-        place = torch.tensor([origin * most + streams[origin].index(n) for n, origin in enumerate(self.origin)])
-        self._held_places = asking.to(self.device), place.to(self.device)
+        width = max(map(len, streams))
+        streams_of_base = torch.tensor([sharing + sharing[:1] * (width - len(sharing)) for sharing in streams])
+        index = torch.tensor([origin * width + streams[origin].index(n) for n, origin in enumerate(self.origin)])
+        self._held_places = streams_of_base.to(self.device), index.to(self.device)
         return self._held_places
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         if hidden is not None:
             return self.own().attend(queries, logits, hidden)
-        asking, place = self._places()
+        streams_of_base, index = self._places()
         rows = queries.shape[1]
         step = max(1, kernels.MOST_QUERIES // rows)
-        parts = [self.base.attend(queries[some].flatten(1, 2), logits) for some in asking.split(step, dim=1)]
+        parts = [
+            self.base.attend(queries[columns].flatten(1, 2), logits) for columns in streams_of_base.split(step, dim=1)
+        ]
         out = torch.cat([part.unflatten(1, (-1, rows)) for part, _ in parts], dim=1).flatten(0, 1)
         lse = torch.cat([part.unflatten(1, (-1, rows)) for _, part in parts], dim=1).flatten(0, 1)
-        return out[place], lse[place]
+        return out[index], lse[index]
 
     def serves(self, queries: Tensor, logits: Logits) -> bool:
         return self.base.serves(queries, logits)
