@@ -114,8 +114,9 @@ def _rewritten(
         if bool(hit.any()):
             if not isinstance(segment, DenseSegment):
                 raise NotImplementedError(
-                    f"the pair in slot {int(stored_slots[hit][0])} is encoded as {type(segment).__name__}, in a "
-                    "tile with others, and cannot be replaced alone: keep tokens that will be replaced in the window or the codec's residual"
+                    f"the pair in slot {int(stored_slots[hit][0])} is encoded as {type(segment).__name__}, in a tile with "
+                    "others, and cannot be replaced alone: keep tokens that will be replaced in the window or the codec's "
+                    "residual"
                 )
             stream, source = (
                 segment.layout.stream_of_row.to(stored_slots.device)[hit],

@@ -157,7 +157,7 @@ class Header:
             )
         digest = str(metadata.get("sha256", ""))
         if hashlib.sha256(text.replace(_digest_field(digest), _digest_field(NO_DIGEST), 1)).hexdigest() != digest:
-            raise ValueError("is damaged: its header is not what was written")
+            raise ValueError("is damaged: its header does not match its digest")
         parts = {name: _loads(metadata.get(name), f"is damaged: {name!r} is not readable") for name in PARTS}
         blocks = _blocks_of(parts["blocks"], parts["digests"])
         places = {name: _place_of(name, entry) for name, entry in table.items()}
@@ -428,7 +428,7 @@ def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
         view = memoryview(mapped)
         for (name, start, end), digest in zip(header.blocks, header.digests, strict=True):
             if hashlib.sha256(view[begin + start : begin + end]).hexdigest() != digest:
-                raise ValueError(f"{path} is damaged: block {name!r} is not what was written")
+                raise ValueError(f"{path} is damaged: block {name!r} does not match its digest")
         view.release()
 
     def read_place(place: Place) -> Tensor:
@@ -463,7 +463,7 @@ def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Hea
     fill(memoryview(first))
     length = int.from_bytes(first, "little")
     if not 2 <= length <= MOST_HEADER:
-        raise ValueError("what was sent is not a cache of kvpress: it has no header of safetensors")
+        raise ValueError("the stream is not a cache of kvpress: it has no header of safetensors")
     if limit is not None and length > limit:
         raise ValueError(f"the header of the cache alone takes {length} bytes, and at most {limit} are admitted")
     text = bytearray(length)
@@ -471,7 +471,7 @@ def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Hea
     try:
         header = Header.from_bytes(bytes(text))
     except ValueError as error:
-        raise ValueError(f"what was sent {error}") from error
+        raise ValueError(f"the stream {error}") from error
     if limit is not None and header.held_bytes > limit:
         raise ValueError(f"the cache takes {header.held_bytes} bytes, and at most {limit} are admitted (`limit`)")
     return header

@@ -50,9 +50,9 @@ per_pair, per_group, per_stream, per_layer, part, derived = (
     partial(Declared, kind) for kind in ("pair", "group", "stream", "layer", "part", "derived")
 )
 per_pair_or_zero = partial(Declared, "extra")
-"""A tensor per pair, or a dict of them; None, or a name that is missing, stands for zeros."""
+"""Tensor per pair, or dict of such tensors; None, or a missing name, stands for zeros."""
 own = partial(Declared, "own")
-"""A field that the class takes and joins in code of its own."""
+"""Field that the class takes and joins in its own methods."""
 _SETTING = Declared("setting")
 
 

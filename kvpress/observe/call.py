@@ -59,7 +59,7 @@ class AttentionLayer:
     """Attention layer of a call."""
 
     module: nn.Module
-    """The attention module."""
+    """Attention module."""
     index: int
     """Index among all attention layers."""
     count: int
@@ -71,7 +71,7 @@ class AttentionLayer:
     rotates: bool = True
     """Whether the layer applies a rotary embedding to queries and keys."""
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """The model's rotary function of `(vectors, cos, sin)`; None where it has none."""
+    """Rotary function of the model, of `(vectors, cos, sin)`; None where it has none."""
     rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Maps positions `[B, n]` to `(cos, sin)`, each `[B, n, d]`; None where the layer has no rotary embedding."""
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -85,9 +85,9 @@ class LayerCall:
     """One forward pass of one attention layer."""
 
     layer: AttentionLayer
-    """The layer."""
+    """Attention layer."""
     tokens: NewTokens
-    """The new tokens."""
+    """New tokens."""
     store: KVStore
     """Pairs of the layer."""
     kwargs: dict[str, Any]

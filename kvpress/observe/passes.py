@@ -96,7 +96,7 @@ class PassReader(Protocol):
 
 @dataclass
 class Pass:
-    """A finished forward pass of all layers."""
+    """Finished forward pass of all layers."""
 
     cache: Any
     """Cache of all layers."""
@@ -111,7 +111,7 @@ class Pass:
 
     @property
     def model(self) -> Any:
-        """The model that made the pass."""
+        """Model of the pass."""
         return self.reader.model
 
     @property

@@ -15,7 +15,7 @@ from kvpress.observe.observer import Observer, hashed
 
 
 class RecentQueries(Observer):
-    """The newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+    """Newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
 
     held = ("queries",)
 
