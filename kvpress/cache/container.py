@@ -144,7 +144,7 @@ class Header:
         table = _loads(text, "is not a file of kvpress: it has no header of safetensors")
         metadata = table.pop("__metadata__", None) if isinstance(table, dict) else None
         if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-            raise ValueError("is a file of safetensors, but not a cache of kvpress by its metadata")
+            raise ValueError("is a file of safetensors, but holds no cache of kvpress")
         if (version := metadata.get("version")) != str(VERSION):
             remedy = (
                 "it recognises a model by its query projections alone; write the cache again with `kvpress.save` or "
