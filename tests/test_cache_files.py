@@ -419,7 +419,7 @@ def test_observers_of_users_are_kept_and_unknown_ones_named(tmp_path: Path, monk
     loaded = through_a_file(cache, model, path)
     assert torch.equal(loaded.layers[0].store.observers[Wanted(Newest)].query, seen.query)
     monkeypatch.delitem(files.kept_whole, "Newest")
-    with pytest.raises(ValueError, match="holds a Newest, a class that is not known here"):
+    with pytest.raises(ValueError, match="holds a Newest, an unknown class"):
         kvpress.load(path, model)
     with pytest.raises(TypeError, match=r"of the class Newest, which cannot be written to a file"):
         kvpress.save(cache, path, model)

@@ -265,5 +265,5 @@ def test_a_tensor_that_is_not_declared_is_refused() -> None:
     class Forgetful(Held):
         codes: torch.Tensor | None = None
 
-    with pytest.raises(TypeError, match=r"Forgetful.codes must say what it has an entry for"):
+    with pytest.raises(TypeError, match=r"Forgetful.codes must declare its entries"):
         Forgetful().tensors()

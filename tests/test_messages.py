@@ -85,7 +85,7 @@ def test_a_forgotten_wish_is_named_inside_a_block() -> None:
     model = tiny_model("llama")
     with (
         Forgetful(0.5)(model),
-        pytest.raises(ValueError, match="RecentQueries is read, and nothing watched it: list it in `wants`"),
+        pytest.raises(ValueError, match="RecentQueries has recorded nothing: list it in `wants`"),
     ):
         model.generate(tokens(1, 32), max_new_tokens=1)
 

@@ -358,7 +358,7 @@ def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
         (["--press", "snapkv:1.5"], ["must be in [0, 1), got 1.5"]),
         (["--press", "snapkv:half"], ["compression_ratio", "half"]),
         (["--press", "kivi:2 + kivi:4"], ["one codec"]),
-        (["--press", "protect(knorm:0.5):tokens=0:9", "--context", "5"], ["ends behind a prompt of 5 tokens"]),
+        (["--press", "protect(knorm:0.5):tokens=0:9", "--context", "5"], ["ends past a prompt of 5 tokens"]),
         (["--context", "0"], ["--context", "greater than or equal to 1"]),
         (["--model", "/no/such/folder"], ["/no/such/folder"]),
     ],

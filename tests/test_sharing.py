@@ -108,7 +108,7 @@ def test_the_generator_is_left_as_it_was() -> None:
 def test_the_model_is_restored_after_a_failure() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([20])
     before = fingerprint(model)
-    with pytest.raises(ValueError, match="behind a prompt of 20 tokens"):
+    with pytest.raises(ValueError, match="past a prompt of 20 tokens"):
         kvpress.prefill(
             model, [kvpress.get_press("none"), kvpress.get_press("protect(knorm:0.5):tokens=0:900")], ids, mask
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in parts: each part returns its output and log-sum-exp, and `merge` combines them exactly.
 
-Shapes used here and in `kvpress.cache`: a *stream* is one (batch row, kv head), ``n = b * H + h``; ``N = B * H``
-streams; ``M = G * Q`` query rows per stream, row ``m = g * Q + t``; ``T`` stored pairs; ``D`` and ``Dv`` head dims.
+Shapes used here and in `kvpress.cache`: a *stream* is one (batch row, KV head), `n = b * H + h`; `N = B * H`
+streams; `M = G * Q` query rows per stream, row `m = g * Q + t`; `T` stored pairs; `D` and `Dv` head dims.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpress import kernels
 
 BLOCK_BYTES = 64 * 2**20
-"""Most bytes of float32 logits held at once."""
+"""Maximum bytes of float32 logits in memory at once."""
 
 Partial = tuple[Tensor, Tensor]
 """(out [N, M, Dv], lse [N, M]), both float32. A part without any visible pair has out 0 and lse -inf."""
@@ -23,13 +23,15 @@ Partial = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Logits:
-    """How logits are formed from ``q . k``: ``scale``, an optional soft cap ``cap * tanh(x / cap)``, the pairs' own weights."""
+    """Computation of logits from `q . k`: scale, optional soft cap and log-weights."""
 
     scale: float
+    """Factor of `q . k`."""
     softcap: float | None = None
+    """Soft cap, as `cap * tanh(x / cap)`; None for no cap."""
 
     def __call__(self, queries: Tensor, keys: Tensor, log_weight: Tensor | None = None) -> Tensor:
-        """Return float32 logits ``[..., M, T]`` of queries ``[..., M, D]`` on keys ``[..., T, D]``.
+        """Return float32 logits `[..., M, T]` of queries `[..., M, D]` on keys `[..., T, D]`.
 
         A pair with `log_weight [..., T]` counts as `exp(log_weight)` equal pairs.
         """
@@ -47,10 +49,10 @@ def attend(
     visible: Tensor | None = None,
     log_weight: Tensor | None = None,
 ) -> Partial:
-    """Attend from ``queries [S, M, D]`` to ``keys [S, T, D]`` and ``values [S, T, Dv]``.
+    """Attend from `queries [S, M, D]` to `keys [S, T, D]` and `values [S, T, Dv]`.
 
-    ``visible`` is an optional boolean mask that broadcasts to ``[S, M, T]``, ``log_weight [S, T]`` is added to the logits.
-    Many query rows are taken in blocks, so that a long turn on a long cache never holds all logits.
+    `visible` is an optional boolean mask that broadcasts to `[S, M, T]`, `log_weight [S, T]` is added to the logits.
+    Many query rows are computed in blocks, so that logits of a long turn on a long cache are never all in memory.
     """
     blocks = query_blocks(queries, keys)
     if len(blocks) > 1:
@@ -76,9 +78,9 @@ def attend(
 
 
 def query_blocks(queries: Tensor, keys: Tensor) -> list[slice]:
-    """Cut the query rows ``[S, M, D]`` so that the float32 logits of a block on ``keys [S, T, D]`` fit in BLOCK_BYTES."""
-    most = max(1, BLOCK_BYTES // (4 * max(1, keys.shape[0] * keys.shape[1])))
-    return [slice(start, start + most) for start in range(0, max(1, queries.shape[1]), most)]
+    """Split the query rows `[S, M, D]` so that the float32 logits of a block on `keys [S, T, D]` take at most BLOCK_BYTES."""
+    block_rows = max(1, BLOCK_BYTES // (4 * max(1, keys.shape[0] * keys.shape[1])))
+    return [slice(start, start + block_rows) for start in range(0, max(1, queries.shape[1]), block_rows)]
 
 
 def merge(parts: list[Partial]) -> Partial:
@@ -87,11 +89,11 @@ def merge(parts: list[Partial]) -> Partial:
 
 
 def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
-    """View ``queries [B, Hq, Q, D]`` as ``[N, G * Q, D]``: the query rows that read each stream."""
+    """View `queries [B, Hq, Q, D]` as `[N, G * Q, D]`: the query rows that read each stream."""
     batch, heads, length, dim = queries.shape
     return queries.reshape(batch * kv_heads, heads // kv_heads * length, dim)
 
 
 def ungroup(out: Tensor, batch: int, heads: int) -> Tensor:
-    """View ``out [N, G * Q, Dv]`` as the ``[B, Q, Hq, Dv]`` that a transformers attention function returns."""
+    """View `out [N, G * Q, Dv]` as the `[B, Q, Hq, Dv]` that a transformers attention function returns."""
     return out.reshape(batch, heads, -1, out.shape[-1]).transpose(1, 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose pairs are replaced: a block of tokens that is read again and again while the pairs around it stay.
+"""Replacement of stored pairs, for a block of tokens that is read repeatedly while the pairs around it stay.
 
-Generators that change tokens already read, such as masked diffusion, hold what lies around the block as any store does (dense,
-evicted from or encoded) and write the block's pairs anew at every step.
+Generators that change earlier tokens, such as masked diffusion, store the pairs around the block as usual (dense, evicted or
+encoded) and overwrite the pairs of the block at every step.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def hold_around(keys: Tensor, values: Tensor, first: int, stop: int, mask: Tenso
 
 
 def open_block(store: KVStore, first: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-    """Put the pairs `[B, H, n, D]` of the tokens in slots `first, ..., first + n - 1` into the window, which is empty.
+    """Write the pairs `[B, H, n, D]` of the tokens in slots `first, ..., first + n - 1` to the window, which is empty.
 
-    Unlike elsewhere, sealed pairs may then be in later slots than those of the window. What is read both ways does not mind.
+    Unlike elsewhere, sealed pairs may then have later slots than the window. Bidirectional attention does not depend on order.
     """
     store.window = Window.empty_like(keys, values, first)
     store.window.append(keys.contiguous(), values.contiguous())
     if store.sealed_tokens is not None:
-        # What is asked of these is whether the mask has changed since, by its part before the window.
+        # Compared with the mask before the window, to detect that the mask has changed.
         store.sealed_tokens = [first] * store.batch if mask is None else mask[:, :first].sum(dim=1).tolist()
 
 
 def write_rows(store: KVStore, slots: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
     """Replace the pairs in `slots [n]`, ascending, of every row and head by `keys [B, H, n, D]` and `values [B, H, n, Dv]`.
 
-    Pairs in the window are written in place. Dense sealed pairs get a new segment, so that copies of the cache keep theirs.
-    Weights, and what observers recorded of a pair, stay. Slots that `mask [B, seen]` marks as padding are passed over. Where
-    the store records, `crop` brings back what was there; elsewhere the tokens so far are closed.
+    Pairs in the window are written in place. Dense sealed pairs get a new segment, so that copies of the cache do not change.
+    Log-weights and per-pair arrays stay. Slots of padding, by `mask [B, seen]`, are skipped. If the store records, `crop`
+    restores the old pairs; otherwise all tokens so far are closed.
 
     Raises:
-        ValueError: a slot is not there, was evicted, or a shape is another; nothing was written.
+        ValueError: a slot does not exist or was evicted, or a shape is wrong; nothing was written.
         TypeError: the pairs have another dtype.
         NotImplementedError: a pair is encoded; nothing was written.
     """
@@ -72,23 +72,23 @@ def write_rows(store: KVStore, slots: Tensor, keys: Tensor, values: Tensor, mask
         store.segments = parts[:encoded]
         if len(parts) > encoded:
             store.dense = parts[-1]
-        store.index, window.cursor = {}, None  # a recorded step must not read what was there
+        store.index, window.cursor = {}, None  # a recorded step must not read the old tensors
     if len(inside):
         if store.journal:
             store.window = window = copy.deepcopy(window)
-        at = (slots[inside] - window.first).to(window.keys.device)
-        window.keys.index_copy_(2, at, keys[:, :, inside])
-        window.values.index_copy_(2, at, values[:, :, inside])
+        columns = (slots[inside] - window.first).to(window.keys.device)
+        window.keys.index_copy_(2, columns, keys[:, :, inside])
+        window.values.index_copy_(2, columns, values[:, :, inside])
 
 
 def _check(store: KVStore, slots: Tensor, keys: Tensor, values: Tensor) -> None:
     window = store.window
-    for name, part, held in (("keys", keys, window.keys), ("values", values, window.values)):
-        shape = (store.batch, store.heads, len(slots), held.shape[3])
-        if part.shape != shape:
-            raise ValueError(f"{name} must have shape {shape} for {len(slots)} slots, got {tuple(part.shape)}")
-        if part.dtype != store.dtype:
-            raise TypeError(f"{name} must be {store.dtype}, as the pairs of this cache are, got {part.dtype}")
+    for name, array, stored in (("keys", keys, window.keys), ("values", values, window.values)):
+        shape = (store.batch, store.heads, len(slots), stored.shape[3])
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape} for {len(slots)} slots, got {tuple(array.shape)}")
+        if array.dtype != store.dtype:
+            raise TypeError(f"{name} must be {store.dtype}, the dtype of this cache, got {array.dtype}")
     if slots.dtype != torch.int64 or slots.dim() != 1:
         raise TypeError(f"slots must be an int64 tensor [n], got {slots.dtype} {tuple(slots.shape)}")
     if len(slots) and (int(slots[0]) < 0 or int(slots[-1]) >= store.seen or bool((slots.diff() <= 0).any())):
@@ -101,34 +101,38 @@ def _rewritten(
     store: KVStore, slots: Tensor, outside: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> list[Segment]:
     """Return the sealed segments with the pairs in the slots `outside` the window replaced."""
-    wanted = slots[outside].to(keys.device)
+    target_slots = slots[outside].to(keys.device)
     parts: list[Segment] = []
-    missing = torch.ones(store.batch * store.heads, len(wanted), dtype=torch.bool, device=keys.device)
+    missing = torch.ones(store.batch * store.heads, len(target_slots), dtype=torch.bool, device=keys.device)
     if mask is not None:
-        missing &= mask[:, wanted.to(mask.device)].to(keys.device).repeat_interleave(store.heads, dim=0)
-    for part in store.sealed:
-        own = part.own()
-        held = own.slots().long()
-        at = torch.searchsorted(wanted, held).clamp_max(len(wanted) - 1)
-        hit = wanted[at] == held
+        missing &= mask[:, target_slots.to(mask.device)].to(keys.device).repeat_interleave(store.heads, dim=0)
+    for stored_segment in store.sealed:
+        segment = stored_segment.own()
+        stored_slots = segment.slots().long()
+        nearest = torch.searchsorted(target_slots, stored_slots).clamp_max(len(target_slots) - 1)
+        hit = target_slots[nearest] == stored_slots
         if bool(hit.any()):
-            if not isinstance(own, DenseSegment):
+            if not isinstance(segment, DenseSegment):
                 raise NotImplementedError(
-                    f"the pair in slot {int(held[hit][0])} is encoded as {type(own).__name__}, in a tile with others, and "
-                    "cannot be replaced alone: leave the tokens that will be replaced to the window or the codec's residual"
+                    f"the pair in slot {int(stored_slots[hit][0])} is encoded as {type(segment).__name__}, in a tile with "
+                    "others, and cannot be replaced alone: keep tokens that will be replaced in the window or the codec's "
+                    "residual"
                 )
-            stream, source = own.layout.stream_of_row.to(held.device)[hit], outside.to(held.device)[at[hit]]
-            missing[stream, at[hit]] = False
-            own = copy.deepcopy(own)
-            own.keys, own.values = own.keys.clone(), own.values.clone()
-            own.keys[hit] = keys.flatten(0, 1)[stream, source]
-            own.values[hit] = values.flatten(0, 1)[stream, source]
-            own.index = {}
-        parts.append(own)
+            stream, source = (
+                segment.layout.stream_of_row.to(stored_slots.device)[hit],
+                outside.to(stored_slots.device)[nearest[hit]],
+            )
+            missing[stream, nearest[hit]] = False
+            segment = copy.deepcopy(segment)
+            segment.keys, segment.values = segment.keys.clone(), segment.values.clone()
+            segment.keys[hit] = keys.flatten(0, 1)[stream, source]
+            segment.values[hit] = values.flatten(0, 1)[stream, source]
+            segment.index = {}
+        parts.append(segment)
     if bool(missing.any()):
-        n, place = missing.nonzero()[0].tolist()
+        n, column = missing.nonzero()[0].tolist()
         raise ValueError(
-            f"row {n // store.heads}, head {n % store.heads} holds no pair in slot {int(wanted[place])}, which was evicted or "
-            "is padding: replace pairs that are stored, and hand over the mask of real tokens where rows are padded"
+            f"row {n // store.heads}, head {n % store.heads} holds no pair in slot {int(target_slots[column])}, which was "
+            "evicted or is padding: replace stored pairs only, and pass the mask of real tokens where rows are padded"
         )
     return parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a codec is."""
+"""Interface of codecs, and the dense codec."""
 
 from __future__ import annotations
 
@@ -17,39 +17,38 @@ from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
 GPU_INTERVAL = 256
-"""Generated tokens between two sealings on a GPU at least: each one stalls it, and recorded steps are recorded anew."""
+"""Minimum number of generated tokens between two sealings on a GPU: each synchronises and re-records CUDA graphs."""
 
 WIDTH = "width"
-"""Name of the per-pair array that says in how many bits a pair that waits to be encoded is to be held, 0 where nothing does."""
+"""Name of the per-pair array with the bit width at which a dense pair will be encoded, 0 if it is not set."""
 
 
 @dataclass(frozen=True)
 class Sealing:
-    """What a codec may look at beside the pairs that it encodes.
-
-    Stream `n` of a segment belongs to kv head `n % heads`; `earlier` are the layer's encoded segments, oldest first.
-    `generated` says that the newest of the pairs are tokens that were generated, not read. `seen` counts the tokens of the
-    sequence, of which `mask [B, seen]` marks the real ones, None where nothing is padded. `rotation` is None where keys
-    are never rotated, or outside a model.
-
-    `state` is what codecs of this layer keep from one sealing to the next (`KVStore.codec_state`), `shared` what all layers of
-    the cache have in common. A copied cache has a `state` and a `shared` of its own. `observers` are those of the
-    layer, by what was wanted.
-    """
+    """Input of a codec besides the pairs that it encodes."""
 
     heads: int
+    """KV heads; stream `n` of a segment belongs to head `n % heads`."""
     earlier: Sequence[Segment] = ()
+    """Encoded segments of the layer, oldest first."""
     generated: bool = False
+    """Whether the newest pairs belong to generated tokens."""
     seen: int = 0
+    """Tokens of the sequence, padding included."""
     mask: Tensor | None = None
+    """Real tokens, bool `[B, seen]`; None where nothing is padded."""
     rotation: Rotation | None = None
+    """Rotary embedding of the layer; None where keys are not rotated, and outside a model."""
     state: dict[str, Any] = field(default_factory=dict)
+    """State of the layer's codecs between sealings (`KVStore.codec_state`); copied with the cache."""
     observers: dict[Any, Any] = field(default_factory=dict)
+    """Observers of the layer, by request."""
     shared: dict[str, Any] = field(default_factory=dict)
+    """State that all layers of the cache share; copied with the cache."""
 
 
 class Codec(ABC):
-    """Turns sealed dense pairs of one layer into a segment of another storage format.
+    """Encodes sealed dense pairs of one layer as a segment of another storage format.
 
     Pairs are encoded once, oldest first, in tiles of `group` pairs per stream; the newest `residual` and the first
     `sinks` pairs of a stream always stay dense.
@@ -59,25 +58,25 @@ class Codec(ABC):
     residual: int
     sinks: int = 0
     whole: ClassVar[bool] = False
-    """Whether pairs that fill no tile are encoded too, of a row that holds no encoded ones yet and after a turn."""
+    """Whether to encode a partial tile at the first encoding of a row and at the end of a turn."""
     slot_bytes: ClassVar[int] = SLOT
-    """Bytes that the place of an encoded pair takes, where a stream has gaps."""
+    """Bytes of the slot of an encoded pair, where a stream has gaps."""
     reads_side: ClassVar[tuple[str, ...]] = ()
-    """Per-pair arrays that were recorded for this codec only; encoded pairs do not carry them on."""
+    """Per-pair arrays recorded for this codec only, which encoded pairs drop."""
     spread: Spread | None = "length"
-    """What the error of keys grows with, so that what they share is taken out of them where it makes that large.
+    """Statistic of keys that the encoding error grows with; a common key offset is subtracted where that makes it much smaller.
 
-    None where keys are stored as they are, or before their rotary embedding."""
+    None where keys are stored losslessly, or before their rotary embedding."""
     tier: FileTier | None = None
-    """Where encoded pairs are kept, None for the memory of their device."""
+    """Files for encoded pairs; None for the memory of their device."""
 
     def tiles(
         self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = (), turn: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Return between which ranks of its dense pairs every stream is encoded: begins and ends.
+        """Return the range of dense pairs to encode in every stream: first ranks and ends.
 
-        Each row is looked at by itself: its first pairs are left out until some pairs of it are encoded, which `begun` marks
-        by stream, and a row without a full tile has all its begins and ends at 0. `turn` marks the end of a prompt or turn.
+        Rows are independent. Sinks are skipped only until some pairs of the row are encoded, which `begun` marks by stream. In
+        a row without a full tile, all ranges are empty, from 0 to 0. `turn` marks the end of a prompt or turn.
         """
         begins, ends = [0] * len(lengths), [0] * len(lengths)
         for start in range(0, len(lengths), heads):
@@ -91,13 +90,13 @@ class Codec(ABC):
         return begins, ends
 
     def tile_size(self, ends: bool) -> int:
-        """Encoded lengths are multiples of this; `ends` for the first pairs of a row and at the end of a turn."""
+        """Return the divisor of encoded lengths; `ends` for the first pairs of a row and at the end of a turn."""
         return 1 if ends and self.whole else self.group
 
     def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
         """Return the segments of a layer at the end of a turn; `whole` codecs join neighbours of one format.
 
-        A segment holds some bytes per stream however short it is, and each turn makes one. Files are not written again.
+        Each turn makes a segment, which takes some bytes per stream at any length. Segments in files are not joined.
         """
         parts: list[list[Segment]] = []
         for segment in segments:
@@ -108,53 +107,53 @@ class Codec(ABC):
         return [part[0] if len(part) == 1 else Segment.join(part) for part in parts]
 
     def interval(self, device: torch.device) -> int:
-        """Return after how many generated tokens full tiles are looked for: `group`, and a multiple of it on a GPU."""
+        """Return the number of generated tokens between two checks for full tiles: `group`, or a multiple of it on a GPU."""
         return -(-GPU_INTERVAL // self.group) * self.group if device.type == "cuda" else self.group
 
     def at(self, tokens: int) -> Codec:
-        """Return the codec of a row whose prompt has so many tokens; another one where its format follows from that."""
+        """Return the codec for a row with a prompt of so many tokens, where the format depends on the length."""
         del tokens
         return self
 
     @abstractmethod
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        """Return the encoded pairs of `segment`, same rows, same order.
+        """Encode the pairs of `segment`, in the same layout.
 
         Stream lengths are multiples of `group`, those of rows that nothing was encoded of yet where the codec is not `whole`.
         """
 
     @abstractmethod
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        """Bytes per encoded pair of head dim `dim`, scales included; what is held once per tile or stream is left out."""
+        """Return bytes per encoded pair of head dim `dim`, scales included, without bytes per tile or stream."""
 
     def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
-        """Bytes of `pairs` pairs of a stream that are encoded together; `generated` ones may be held in another way."""
+        """Return bytes of `pairs` pairs of a stream that are encoded together; `generated` ones may have another format."""
         del generated
         return pairs * self.pair_bytes(dim, dtype)
 
     def fixed_bytes(self, dim: int) -> float:
-        """Bytes that every stream of a segment holds once, whatever its length."""
+        """Return bytes per stream of a segment, independent of its length."""
         del dim
         return 0
 
     def table_bytes(self, dim: int) -> int:
-        """Bytes that the layer holds once, whatever its batch, such as codebooks."""
+        """Return bytes per layer, independent of the batch, such as codebooks."""
         del dim
         return 0
 
     def observed_bytes(self, dim: int) -> int:
-        """Bytes of what observers hold of every stream for this codec alone."""
+        """Return bytes per stream of observers that only this codec uses."""
         del dim
         return 0
 
     def shared_bytes(self, tokens: int, dim: int) -> int:
-        """Bytes that all layers of a cache have in common once it has seen so many tokens, such as tables of angles."""
+        """Return bytes that all layers of a cache share after `tokens` tokens, such as tables of angles."""
         del tokens, dim
         return 0
 
 
 class DenseCodec(Codec):
-    """Seals pairs as they are, so that a selector can index them and read some of them."""
+    """Seals pairs without encoding, so that a selector can index them."""
 
     spread = None
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealed pairs that several rows of a batch have in common: held once, and read once for all of them.
+"""Shared prefix: sealed pairs that several rows of a batch share, stored once and read once for all of them.
 
-Attention over a set of pairs can be computed in parts (`kvpress.cache.attention`), and what is sealed is never written to. So
-rows that begin alike, such as beams, samples of one prompt or questions about one text, need no copies of it: the queries of
-all go through the pairs together, and each row merges the result with that of its own pairs.
+Attention over a set of pairs can be computed in parts (`kvpress.cache.attention`), and sealed pairs are never written to. So
+rows with the same prefix, such as beams, samples of one prompt or questions about one text, need no copies of it: the queries
+of all rows read the prefix together, and each row merges the result with attention over its remaining pairs.
 
 Paper: Juravsky et al., Hydragen, 2024, arXiv:2402.05099.
-Differs from the paper: pairs may be encoded, evicted from head by head, weighted and chosen from by a selector; one level.
+Differs from the paper: pairs may be encoded, evicted per head, weighted and selected; a single level of sharing.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from kvpress.cache.segment import OfStreams, Segment
 from kvpress.cache.storage import Held, derived, part
 
 LEAST = 64
-"""Pairs that a stream holds on average at least, for its pairs to be shared instead of copied.
+"""Minimum mean number of pairs per stream for sharing.
 
-Short segments are copied: the next ones are joined to them, which those that are shared are not."""
+Shorter segments are copied, so that later ones can be joined to them; shared segments are never joined."""
 
 
 @dataclass(eq=False, repr=False)
 class CommonSegment(Segment):
-    """Pairs of `base`, whose stream `origin[n]` is stream n; the same one may be several streams, and each is at least one."""
+    """Pairs of another segment, whose streams may be shared by several streams of this one."""
 
     base: Annotated[Segment, part()]
+    """Segment that stores the pairs."""
     origin: tuple[int, ...]
+    """Stream of `base` for every stream; each stream of `base` occurs."""
     layout: OfStreams
+    """Layout of the streams, as if pairs were copied."""
     _held_moves: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)
     _held_places: Annotated[tuple[Tensor, Tensor] | None, derived("indexes")] = field(default=None, init=False)
 
     @classmethod
     def of(cls, segment: Segment, streams: Sequence[int]) -> Segment:
-        """Return the given streams of a segment, in that order, without copies of pairs wherever that holds no more of them.
+        """Return some streams of a segment, in this order; repeated streams share their pairs.
 
-        Pairs are copied where some streams are left out, so that these are freed; where streams are short; and where observers
-        write down something about each pair of each row.
+        Pairs are copied where streams are left out, so that their memory is freed; where streams are short; and where per-pair
+        arrays differ from row to row.
         """
         segment = segment.own() if segment.side else segment
         base, origin = (segment.base, segment.origin) if isinstance(segment, cls) else (segment, None)
@@ -61,16 +64,21 @@ class CommonSegment(Segment):
             return base.take(*base.layout.take_streams(chosen))
         if len(used) < base.layout.streams:
             base = base.take(*base.layout.take_streams(used))
-        places = {n: place for place, n in enumerate(used)}
-        layout, own = base.layout, tuple(places[n] for n in chosen)
-        return cls(base, own, Layout(layout.lengths[n] for n in own), first=tuple(base.first[n] for n in own))
+        base_stream_of = {n: index for index, n in enumerate(used)}
+        layout, base_streams = base.layout, tuple(base_stream_of[n] for n in chosen)
+        return cls(
+            base,
+            base_streams,
+            Layout(layout.lengths[n] for n in base_streams),
+            first=tuple(base.first[n] for n in base_streams),
+        )
 
     def check(self, total: int, streams: int) -> None:
         super().check(total, streams)
         lengths = self.base.layout.lengths
-        known = all(type(origin) is int and 0 <= origin < len(lengths) for origin in self.origin)
-        if not known or tuple(lengths[origin] for origin in self.origin) != self.layout.lengths:
-            raise ValueError("streams of a CommonSegment are not those of the segment that they have in common")
+        is_valid = all(type(origin) is int and 0 <= origin < len(lengths) for origin in self.origin)
+        if not is_valid or tuple(lengths[origin] for origin in self.origin) != self.layout.lengths:
+            raise ValueError("streams of a CommonSegment do not match the segment that they share")
 
     def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
         del name, total, streams
@@ -91,7 +99,7 @@ class CommonSegment(Segment):
 
     @torch.inference_mode(False)
     def _moves(self) -> Tensor:
-        """How far the rows of each stream are from those of its origin, int64 [N]."""
+        """Return the row of `base` minus the row here, for each stream, int64 [N]; computed once."""
         if self._held_moves is None:
             starts = self.base.layout.starts_tensor[list(self.origin)]
             self._held_moves = (starts - self.layout.starts_tensor).to(self.device)
@@ -108,9 +116,9 @@ class CommonSegment(Segment):
         return self.base.read(self._rows(row_numbers(rows, self.layout.total, self.device)))
 
     def take(self, rows: Tensor, layout: Layout) -> Any:
-        taken = self.base.take(self._rows(rows).cpu(), layout)
-        taken.side |= {name: array[rows.to(array.device)] for name, array in self.side.items()}
-        return taken
+        selected = self.base.take(self._rows(rows).cpu(), layout)
+        selected.side |= {name: array[rows.to(array.device)] for name, array in self.side.items()}
+        return selected
 
     def joins(self, other: Held, streams: Sequence[int]) -> bool:
         del other, streams
@@ -123,7 +131,7 @@ class CommonSegment(Segment):
 
     @log_weight.setter
     def log_weight(self, log_weight: Tensor | None) -> None:
-        raise TypeError("rows have these pairs in common; weigh those of own()")
+        raise TypeError("rows share these pairs; set the log-weights of own()")
 
     @property
     def contiguous(self) -> bool:
@@ -140,31 +148,33 @@ class CommonSegment(Segment):
 
     @torch.inference_mode(False)
     def _places(self) -> tuple[Tensor, Tensor]:
-        """For every stream of `base` those that it is, int64 [P, most], and where each of these stands among them, [N].
+        """Return the streams of each stream of `base`, int64 [P, width], and the index of each stream among these, [N].
 
-        Streams that are fewer are filled up with the first of them.
+        Shorter rows are filled with their first stream.
         """
         if self._held_places is not None:
             return self._held_places
         streams: list[list[int]] = [[] for _ in range(self.base.layout.streams)]
         for n, origin in enumerate(self.origin):
             streams[origin].append(n)
-        most = max(map(len, streams))
-        asking = torch.tensor([own + own[:1] * (most - len(own)) for own in streams])
-        place = torch.tensor([origin * most + streams[origin].index(n) for n, origin in enumerate(self.origin)])
-        self._held_places = asking.to(self.device), place.to(self.device)
+        width = max(map(len, streams))
+        streams_of_base = torch.tensor([sharing + sharing[:1] * (width - len(sharing)) for sharing in streams])
+        index = torch.tensor([origin * width + streams[origin].index(n) for n, origin in enumerate(self.origin)])
+        self._held_places = streams_of_base.to(self.device), index.to(self.device)
         return self._held_places
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         if hidden is not None:
             return self.own().attend(queries, logits, hidden)
-        asking, place = self._places()
+        streams_of_base, index = self._places()
         rows = queries.shape[1]
         step = max(1, kernels.MOST_QUERIES // rows)
-        parts = [self.base.attend(queries[some].flatten(1, 2), logits) for some in asking.split(step, dim=1)]
+        parts = [
+            self.base.attend(queries[columns].flatten(1, 2), logits) for columns in streams_of_base.split(step, dim=1)
+        ]
         out = torch.cat([part.unflatten(1, (-1, rows)) for part, _ in parts], dim=1).flatten(0, 1)
         lse = torch.cat([part.unflatten(1, (-1, rows)) for _, part in parts], dim=1).flatten(0, 1)
-        return out[place], lse[place]
+        return out[index], lse[index]
 
     def serves(self, queries: Tensor, logits: Logits) -> bool:
         return self.base.serves(queries, logits)

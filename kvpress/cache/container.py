@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that caches are kept in: safetensors, block by block, each block with its digest.
+"""File format of caches: safetensors in blocks, each block with its digest.
 
     8 bytes    length of the header
-    header     JSON as safetensors has it: name, type, shape and place of every tensor; `__metadata__` holds the rest as text
-    data       the tensors in the order of the header: blocks, of a layer each, that begin at multiples of 64 bytes
+    header     JSON of safetensors: name, type, shape and offsets of every tensor; other data as text in `__metadata__`
+    data       the tensors in the order of the header: one block per layer, aligned to 64 bytes
 
-Any reader of safetensors reads it. It is not written by the library's own writer, which sorts all tensors by type and holds a
-second copy of them: layers must come in order, so that a transfer can begin with the first. A digest of the header and one of
-every block are compared before anything is used. A stream carries the same bytes, and after every block its digest.
+Any reader of safetensors reads these files. The writer of safetensors is not used, since it sorts all tensors by type and
+makes a second copy of them: layers must be in order, so that a transfer can begin with the first. The digests of the header
+and of all blocks are compared before any data are used. A stream has the same bytes, and after every block its digest.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ VERSION = 2
 """Version of the format. Files of other versions are refused: version 1 recognised a model by its query projections alone."""
 ALIGN = 64
 MOST_HEADER = 100 * 2**20
-"""Longest header that the library of safetensors reads."""
+"""Maximum length of a header that safetensors reads."""
 CHUNK = 2**22
-"""Bytes that are copied at a time."""
+"""Bytes per copy."""
 PAYS = 0.9
-"""Share of its bytes that a tensor may take packed; one that would take more is written as it is."""
+"""Maximum compressed share of the bytes of a tensor; above it, the tensor is written uncompressed."""
 SMALL = 4096
-"""Bytes below which nothing is packed."""
+"""Minimum bytes of a tensor for compression."""
 NO_DIGEST = "0" * 64
 MOST_DIMENSIONS = 8
-"""Dimensions of a tensor in a file."""
+"""Maximum dimensions of a tensor in a file."""
 DIGEST = 32
 """Bytes of a digest."""
 
@@ -58,39 +58,48 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors that are written together, by name."""
+    """Tensors that are written together."""
 
     name: str
+    """Name of the block."""
     tensors: Mapping[str, Tensor]
+    """Tensors by name."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the data; `packed` are its type and shape where what lies there is packed."""
+    """Location of a tensor in the data."""
 
     dtype: torch.dtype
+    """Stored dtype, uint8 for compressed tensors."""
     shape: tuple[int, ...]
+    """Stored shape."""
     start: int
+    """First byte."""
     end: int
+    """One past the last byte."""
     packed: tuple[torch.dtype, tuple[int, ...]] | None = None
+    """Dtype and shape after decompression; None for uncompressed tensors."""
 
 
 @dataclass
 class Header:
-    """Description of the data of a file: `about`, plain; `places` of tensors; `blocks` with their names, starts and ends.
-
-    `contents` are the places of each block, of a header that was read.
-    """
+    """Description of the data of a file."""
 
     about: dict[str, Any]
+    """JSON data about the cache."""
     places: dict[str, Place] = field(default_factory=dict)
+    """Location of every tensor by name."""
     blocks: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name, start and end of every block."""
     digests: list[str] = field(default_factory=list)
+    """SHA-256 of every block."""
     contents: list[list[Place]] = field(default_factory=list)
+    """Locations in each block, if the header was read from a file."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the data once they are unpacked."""
+        """Bytes of the data after decompression."""
         packed = [place for place in self.places.values() if place.packed is not None]
         more = sum(2 * math.prod(place.packed[1]) - (place.end - place.start) for place in packed if place.packed)
         return self.data_bytes + more
@@ -101,7 +110,7 @@ class Header:
         return self.blocks[-1][2] if self.blocks else 0
 
     def to_bytes(self) -> bytes:
-        """Return the header as it is written, its length first; as long with digests as without."""
+        """Return the encoded header, its length first; digests do not change its length."""
         digests = self.digests or [NO_DIGEST] * len(self.blocks)
         packed = {n: [_NAMES[p.packed[0]], list(p.packed[1])] for n, p in self.places.items() if p.packed is not None}
         metadata = {
@@ -120,22 +129,22 @@ class Header:
         text = _dumps({"__metadata__": metadata, **table}).encode()
         text += b" " * (-(len(text) + 8) % ALIGN)
         if len(text) > MOST_HEADER:
-            raise ValueError(f"what is to be said of this cache takes {len(text)} bytes, more than {MOST_HEADER}")
+            raise ValueError(f"the header of this cache takes {len(text)} bytes, more than {MOST_HEADER}")
         text = text.replace(_digest_field(NO_DIGEST), _digest_field(hashlib.sha256(text).hexdigest()), 1)
         return len(text).to_bytes(8, "little") + text
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Header:
-        """Read a header without its length; what it gives as lengths and places is checked against each other.
+        """Parse a header without its length, and check that lengths and offsets are consistent.
 
         Raises:
-            ValueError: it is not one of ours, of another version, altered, or its lengths contradict each other; the message
-                continues the name of the file.
+            ValueError: it is not a header of kvpress, has another version, was altered, or has contradictory lengths; the
+                message continues the name of the file.
         """
         table = _loads(text, "is not a file of kvpress: it has no header of safetensors")
         metadata = table.pop("__metadata__", None) if isinstance(table, dict) else None
         if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-            raise ValueError("is a file of safetensors, but holds no cache of kvpress: its metadata do not say so")
+            raise ValueError("is a file of safetensors, but holds no cache of kvpress")
         if (version := metadata.get("version")) != str(VERSION):
             remedy = (
                 "it recognises a model by its query projections alone; write the cache again with `kvpress.save` or "
@@ -146,9 +155,9 @@ class Header:
             raise ValueError(
                 f"has version {version!r} of the format, and this kvpress reads version {VERSION}: {remedy}"
             )
-        said = str(metadata.get("sha256", ""))
-        if hashlib.sha256(text.replace(_digest_field(said), _digest_field(NO_DIGEST), 1)).hexdigest() != said:
-            raise ValueError("is damaged: its header is not what was written")
+        digest = str(metadata.get("sha256", ""))
+        if hashlib.sha256(text.replace(_digest_field(digest), _digest_field(NO_DIGEST), 1)).hexdigest() != digest:
+            raise ValueError("is damaged: its header does not match its digest")
         parts = {name: _loads(metadata.get(name), f"is damaged: {name!r} is not readable") for name in PARTS}
         blocks = _blocks_of(parts["blocks"], parts["digests"])
         places = {name: _place_of(name, entry) for name, entry in table.items()}
@@ -160,16 +169,16 @@ class Header:
 
 
 PARTS = ("about", "blocks", "packed", "digests")
-"""Parts of the metadata that are JSON themselves."""
+"""Keys of the metadata whose values are JSON."""
 LARGEST = 2**62
-"""Bound of lengths and places in a file."""
+"""Upper bound of lengths and offsets in a file."""
 
 
 def _loads(text: Any, problem: str) -> Any:
-    """Read JSON of a file.
+    """Parse JSON of a file.
 
     Raises:
-        ValueError: `problem`, where it is no JSON, has numbers that JSON does not know, or is nested too deeply.
+        ValueError: with message `problem`, if the text is not JSON, has NaN or infinity, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -178,7 +187,7 @@ def _loads(text: Any, problem: str) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _record(value: Any, name: str) -> dict[str, Any]:
@@ -188,12 +197,12 @@ def _record(value: Any, name: str) -> dict[str, Any]:
 
 
 def is_length(value: Any) -> bool:
-    """Whether a value of a file can be a length or a place."""
+    """Return whether a value of a file can be a length or an offset."""
     return type(value) is int and 0 <= value < LARGEST
 
 
 def _bytes_of(name: str, kind: Any, shape: Any) -> int:
-    """Return the bytes of a tensor, with its type and shape as they are written."""
+    """Return the bytes of a tensor from its type and shape in a file."""
     if not isinstance(kind, str) or kind not in TYPES:
         raise ValueError(f"is damaged: the type of {name!r} is {kind!r}, not one of {', '.join(TYPES)}")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS or not all(map(is_length, shape)):
@@ -224,12 +233,12 @@ def _packed_place(name: str, place: Place | None, entry: Any) -> Place:
 
 
 def _blocks_of(blocks: Any, digests: Any) -> list[tuple[str, int, int]]:
-    """Return blocks that follow one another without gaps, each with a digest."""
+    """Parse the list of blocks, which must be contiguous and each have a digest."""
     if not isinstance(blocks, list) or not isinstance(digests, list) or len(blocks) != len(digests) or not blocks:
         raise ValueError("is damaged: not every block has a digest")
     if not all(isinstance(digest, str) and len(digest) == len(NO_DIGEST) for digest in digests):
         raise ValueError(f"is damaged: a digest is no text of {len(NO_DIGEST)} digits")
-    found, end = [], 0
+    parsed, end = [], 0
     for entry in blocks:
         if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
             raise ValueError("is damaged: a block is not a name and two places")
@@ -238,29 +247,29 @@ def _blocks_of(blocks: Any, digests: Any) -> list[tuple[str, int, int]]:
             raise ValueError(
                 f"is damaged: block {name!r} does not begin where the one before ends, or not at {ALIGN} bytes"
             )
-        found.append((name, start, stop))
+        parsed.append((name, start, stop))
         end = stop
-    return found
+    return parsed
 
 
 def _contents(places: Mapping[str, Place], blocks: Sequence[tuple[str, int, int]]) -> list[list[Place]]:
-    """Return the places of each block, which they fill one after another, in the order of the header."""
-    found: list[list[Place]] = [[] for _ in blocks]
+    """Return the locations in each block, which must fill it contiguously in the order of the header."""
+    contents: list[list[Place]] = [[] for _ in blocks]
     number = end = 0
     for name, place in places.items():
         while place.start < place.end and number < len(blocks) - 1 and place.start >= blocks[number][2]:
             number += 1
         if place.start != end or place.end > blocks[number][2]:
             raise ValueError(f"is damaged: {name!r} does not lie behind the tensor before it, within one block")
-        found[number].append(place)
+        contents[number].append(place)
         end = place.end
     if end != blocks[-1][2]:
         raise ValueError(f"is damaged: tensors take {end} bytes, and blocks {blocks[-1][2]}")
-    return found
+    return contents
 
 
 class Writing:
-    """Blocks laid out one after another: `header`, and the bytes of each."""
+    """Layout of blocks for writing: `header`, and the bytes of each block."""
 
     def __init__(self, about: dict[str, Any], blocks: Sequence[Block], compress: str | None = None) -> None:
         check_compression(compress)
@@ -269,17 +278,17 @@ class Writing:
         end = 0
         for block in blocks:
             start, parts = end, []
-            held = [(name, tensor, _packed(tensor) if compress else None) for name, tensor in block.tensors.items()]
-            # Wider types first, and what has any length last, so that each lies at a multiple of its size.
-            held.sort(key=lambda item: (item[2] is not None, -item[1].element_size()))
-            for name, tensor, small in held:
+            entries = [(name, tensor, _packed(tensor) if compress else None) for name, tensor in block.tensors.items()]
+            # Wider types first and compressed tensors last, so that each is aligned to its item size.
+            entries.sort(key=lambda item: (item[2] is not None, -item[1].element_size()))
+            for name, tensor, compressed in entries:
                 kind = tensor.dtype, tuple(tensor.shape)
-                size = tensor.numel() * tensor.element_size() if small is None else len(small)
+                size = tensor.numel() * tensor.element_size() if compressed is None else len(compressed)
                 place = Place(*kind, end, end + size)
-                if small is not None:
+                if compressed is not None:
                     place = Place(torch.uint8, (size,), end, end + size, packed=kind)
                 self.header.places[name] = place
-                parts.append(tensor if small is None else small)
+                parts.append(tensor if compressed is None else compressed)
                 end += size
             if gap := -end % ALIGN:
                 self.header.places[f"padding.{block.name}"] = Place(torch.uint8, (gap,), end, end + gap)
@@ -289,13 +298,13 @@ class Writing:
             self.header.blocks.append((block.name, start, end))
 
     def chunks(self, number: int) -> Iterator[memoryview]:
-        """Return the bytes of a block, some megabytes at a time."""
+        """Yield the bytes of a block, some megabytes at a time."""
         for part in self._parts[number]:
             yield from [memoryview(part)] if isinstance(part, bytes) else _pieces(part)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Return the bytes of a tensor in order; of one that lies elsewhere or with gaps, no more than a piece is copied."""
+    """Yield the bytes of a tensor in order; copy one piece at a time if it is on a device or not contiguous."""
     if not tensor.numel():
         return
     tensor = tensor[None] if tensor.dim() == 0 else tensor
@@ -309,7 +318,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 class Tensors:
-    """The tensors of a file by name, each read when it is asked for: `read(place)` returns its bytes, uint8."""
+    """Tensors of a file by name, read at access; `read(place)` returns the bytes of one, uint8."""
 
     def __init__(self, header: Header, read: Callable[[Place], Tensor]) -> None:
         self.header, self._read = header, read
@@ -327,10 +336,10 @@ class Tensors:
 
 
 def write(path: Path, writing: Writing) -> int:
-    """Write a file in one step, so that a crash or a full disk leaves the old one or none; returns its bytes.
+    """Write a file atomically, so that a crash or a full disk leaves the old file or none; return its bytes.
 
     Raises:
-        OSError: the folder cannot be written to, the path is a folder, or the disk has no room.
+        OSError: the folder cannot be written to, the path is a folder, or the disk is full.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a cache is written to a file, and this is a folder", str(path))
@@ -363,11 +372,11 @@ def write(path: Path, writing: Writing) -> int:
 
 
 def read_header(path: str | Path) -> tuple[Header, int]:
-    """Read what a file says of its data, and where these begin.
+    """Read the header of a file; return it with the offset of the data.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is torn, damaged, of a later version, or no cache.
+        ValueError: the file is cut off, damaged, has another version, or is not a cache.
     """
     with _opened(Path(path)) as file:
         return _header_of(file, Path(path))
@@ -382,7 +391,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _header_of(file: BinaryIO, path: Path) -> tuple[Header, int]:
-    """Read the header of an open file, which another one may take the place of meanwhile."""
+    """Read the header of an open file, also if `path` is replaced meanwhile."""
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     text = file.read(length) if 2 <= length <= min(MOST_HEADER, size) else b""
     if length < 2 or length > MOST_HEADER:
@@ -395,7 +404,7 @@ def _header_of(file: BinaryIO, path: Path) -> tuple[Header, int]:
             raise ValueError(
                 f"is cut off or has something behind it: {8 + length + header.data_bytes} bytes were written, it has {size}"
             )
-        with safe_open(str(path), framework="np"):  # the library checks types, shapes and places
+        with safe_open(str(path), framework="np"):  # safetensors checks types, shapes and offsets
             return header, 8 + length
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} {error if isinstance(error, ValueError) else 'is damaged'}") from error
@@ -404,10 +413,10 @@ def _header_of(file: BinaryIO, path: Path) -> tuple[Header, int]:
 
 
 def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
-    """Map a file into memory; with `verify`, its digests are compared first, which reads all of it once.
+    """Map a file into memory; with `verify`, compare its digests first, which reads the whole file.
 
-    Tensors lie in the file and are copied where they are written to. It must not be overwritten in place while they are in use;
-    replacing or removing it is fine.
+    Tensors refer to the mapped file and are copied on write. Do not overwrite the file in place while they are in use;
+    replacing or removing it is safe.
 
     Raises:
         OSError, ValueError: as `read_header`, or a digest differs.
@@ -419,20 +428,20 @@ def open_file(path: str | Path, verify: bool = True) -> tuple[Header, Tensors]:
         view = memoryview(mapped)
         for (name, start, end), digest in zip(header.blocks, header.digests, strict=True):
             if hashlib.sha256(view[begin + start : begin + end]).hexdigest() != digest:
-                raise ValueError(f"{path} is damaged: block {name!r} is not what was written")
+                raise ValueError(f"{path} is damaged: block {name!r} does not match its digest")
         view.release()
 
-    def at(place: Place) -> Tensor:
+    def read_place(place: Place) -> Tensor:
         count = place.end - place.start
         if not count:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=begin + place.start)
 
-    return header, Tensors(header, at)
+    return header, Tensors(header, read_place)
 
 
 def send_blocks(writing: Writing, write: Callable[[memoryview], None]) -> int:
-    """Write the same bytes to a stream, each block followed by its digest, as its bytes; returns how many they are."""
+    """Write the file to a stream, with the binary digest after each block; return the number of bytes."""
     head = writing.header.to_bytes()
     write(memoryview(head))
     for number in range(len(writing.header.blocks)):
@@ -445,16 +454,16 @@ def send_blocks(writing: Writing, write: Callable[[memoryview], None]) -> int:
 
 
 def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Header:
-    """Read the header of a stream; `fill` reads as many bytes as a view has.
+    """Read the header of a stream; `fill` fills a view with the next bytes.
 
     Raises:
-        ValueError: what comes is no cache, or larger than `limit`.
+        ValueError: the stream is not a cache, or the cache is larger than `limit`.
     """
     first = bytearray(8)
     fill(memoryview(first))
     length = int.from_bytes(first, "little")
     if not 2 <= length <= MOST_HEADER:
-        raise ValueError("what was sent is not a cache of kvpress: it has no header of safetensors")
+        raise ValueError("the stream is not a cache of kvpress: it has no header of safetensors")
     if limit is not None and length > limit:
         raise ValueError(f"the header of the cache alone takes {length} bytes, and at most {limit} are admitted")
     text = bytearray(length)
@@ -462,31 +471,31 @@ def receive_header(fill: Callable[[memoryview], None], limit: int | None) -> Hea
     try:
         header = Header.from_bytes(bytes(text))
     except ValueError as error:
-        raise ValueError(f"what was sent {error}") from error
+        raise ValueError(f"the stream {error}") from error
     if limit is not None and header.held_bytes > limit:
         raise ValueError(f"the cache takes {header.held_bytes} bytes, and at most {limit} are admitted (`limit`)")
     return header
 
 
 def receive_block(header: Header, number: int, fill: Callable[[memoryview], None]) -> dict[int, Tensor]:
-    """Read a block of a stream: the bytes of its tensors, by where these begin.
+    """Read a block of a stream; return the bytes of its tensors by their offset.
 
     Raises:
-        ValueError: it is not what was sent.
+        ValueError: the digest differs.
     """
     name = header.blocks[number][0]
-    found, digest = {}, hashlib.sha256()
+    tensors, digest = {}, hashlib.sha256()
     for place in header.contents[number]:
         if place.start < place.end:
-            found[place.start] = _room_for(place)
-            view = view_of(found[place.start])
+            tensors[place.start] = _room_for(place)
+            view = view_of(tensors[place.start])
             fill(view)
             digest.update(view)
-    said = bytearray(DIGEST)
-    fill(memoryview(said))
-    if digest.digest() != said:
+    expected_digest = bytearray(DIGEST)
+    fill(memoryview(expected_digest))
+    if digest.digest() != expected_digest:
         raise ValueError(f"block {name!r} of the cache was damaged on its way")
-    return found
+    return tensors
 
 
 def _room_for(place: Place) -> Tensor:
@@ -506,7 +515,12 @@ def view_of(tensor: Tensor) -> memoryview:
 
 
 def check_compression(compress: str | None) -> None:
-    """Refuse a way of packing that is not known, or that needs what is not installed."""
+    """Check a compression method.
+
+    Raises:
+        ValueError: the method is unknown.
+        ImportError: its package is not installed.
+    """
     if compress not in (None, "zstd"):
         raise ValueError(f"compress must be None or 'zstd', got {compress!r}")
     if compress == "zstd" and find_spec("zstandard") is None:
@@ -514,15 +528,15 @@ def check_compression(compress: str | None) -> None:
 
 
 def _packed(tensor: Tensor) -> bytes | None:
-    """Return numbers of 16 bits packed, low bytes first and high bytes after them; None where that does not pay."""
+    """Compress 16-bit numbers, all low bytes before all high bytes; return None where the result is not smaller."""
     size = tensor.numel() * tensor.element_size()
     if tensor.dtype not in (torch.bfloat16, torch.float16) or size < SMALL:
         return None
     import zstandard
 
     planes = tensor.cpu().contiguous().flatten().view(torch.uint8).view(-1, 2).T.contiguous()
-    found: bytes = zstandard.ZstdCompressor(level=3).compress(view_of(planes))
-    return found if len(found) <= PAYS * size else None
+    compressed: bytes = zstandard.ZstdCompressor(level=3).compress(view_of(planes))
+    return compressed if len(compressed) <= PAYS * size else None
 
 
 def _unpacked(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -540,7 +554,7 @@ def _unpacked(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let a new name in a folder outlive a crash, where folders can be opened."""
+    """Flush a folder, so that a new name in it survives a crash, where the system can open folders."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches taken apart into named tensors and plain data, as files and transfers keep them, and put together again.
+"""Serialisation of caches to named tensors and plain data, for files and transfers.
 
-Only a closed set of types is written, so that no code comes out of a file: plain data, tensors, containers of both, storage
-formats (`kvpress.cache.storage`), and objects of the classes in `kept_whole`. Objects that layers share, such as a table, are
-written once and shared again after reading.
+Only a closed set of types is serialised, so that reading a file runs no code from it: plain data, tensors, containers of both,
+storage formats (`kvpress.cache.storage`), and objects of the classes in `kept_whole`. Objects that layers share, such as a
+table, are written once and shared again after reading.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvpress.kernels import Dense, Packed
 ClassT = TypeVar("ClassT", bound=type)
 
 kept_whole: dict[str, type] = {}
-"""Classes by name whose objects are all that their attributes hold, or what their method `written` returns."""
+"""Classes by name whose objects are serialised by their attributes, or by the result of their method `written`."""
 
 
 def keep_whole(kind: ClassT) -> ClassT:
-    """Let objects of a class be written: whatever their attributes hold must be of what can be written too.
+    """Register a class for serialisation; its attributes must have serialisable types.
 
     Raises:
-        TypeError: another class of kvpress has this name, so that a file could not tell them apart.
+        TypeError: another class of kvpress has this name, which identifies it in files.
     """
-    known = kept_whole.get(kind.__name__)
-    ours = known is not None and all(each.__module__.startswith("kvpress.") for each in (known, kind))
-    if known is not None and ours and known.__module__ != kind.__module__:
+    registered = kept_whole.get(kind.__name__)
+    both_ours = registered is not None and all(cls.__module__.startswith("kvpress.") for cls in (registered, kind))
+    if registered is not None and both_ours and registered.__module__ != kind.__module__:
         raise TypeError(
-            f"{kind.__module__} and {known.__module__} both define {kind.__name__}, which files know by name"
+            f"{kind.__module__} and {registered.__module__} both define {kind.__name__}, and files identify classes by name"
         )
     kept_whole[kind.__name__] = kind
     return kind
@@ -50,7 +50,7 @@ for _kind in (KVStore, Window, Dense, Packed, FileTier):
 
 
 class Packer:
-    """Takes objects apart; `tensors` are those of all of them, by name, each once."""
+    """Serialises objects; collects their tensors in `tensors` by name, each once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -58,10 +58,10 @@ class Packer:
         self._numbers: dict[int, int] = {}
 
     def pack(self, value: Any, name: str = "") -> Any:
-        """Return a value as JSON knows it; its tensors are named after it.
+        """Return a value as JSON data; the names of its tensors begin with `name`.
 
         Raises:
-            TypeError: it holds what cannot be written.
+            TypeError: a value has a type that cannot be serialised.
         """
         if value is None or isinstance(value, (bool, int, str)):
             return value
@@ -83,8 +83,8 @@ class Packer:
             pairs = enumerate(value.items())
             return {
                 "dict": [
-                    [self.pack(key), self.pack(held, _join(name, key if isinstance(key, str) else i))]
-                    for i, (key, held) in pairs
+                    [self.pack(key), self.pack(item, _join(name, key if isinstance(key, str) else i))]
+                    for i, (key, item) in pairs
                 ]
             }
         if isinstance(value, type):
@@ -99,33 +99,33 @@ class Packer:
     def _object(self, value: Any, name: str) -> dict[str, Any]:
         kind = type(value)
         if isinstance(value, Held):
-            said, parts = "format", _parts(value)
+            tag, parts = "format", _parts(value)
         elif kept_whole.get(kind.__name__) is kind:
-            said, parts = "object", value.written() if hasattr(kind, "written") else vars(value)
+            tag, parts = "object", value.written() if hasattr(kind, "written") else vars(value)
         else:
             raise _unknown(kind.__name__, name)
         if id(value) in self._numbers:
             return {"same": self._numbers[id(value)]}
         number = self._numbers[id(value)] = len(self._numbers)
-        held = {key: self.pack(part, _join(name, key)) for key, part in parts.items()}
-        return {said: kind.__name__, "number": number, "fields": held}
+        packed_fields = {key: self.pack(part, _join(name, key)) for key, part in parts.items()}
+        return {tag: kind.__name__, "number": number, "fields": packed_fields}
 
     def _tensor(self, tensor: Tensor, name: str) -> str:
         tensor = tensor.detach()
         if not tensor.numel():
-            place: tuple[Any, ...] = (name,)
+            key: tuple[Any, ...] = (name,)
         else:
-            place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if place not in self._names:
+            key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._names:
             while name in self.tensors:
                 name += "'"
-            self._names[place] = name
+            self._names[key] = name
             self.tensors[name] = tensor
-        return self._names[place]
+        return self._names[key]
 
 
 class Unpacker:
-    """Puts objects together from their tensors by name; devices that they name become `device`."""
+    """Restores objects from JSON data and tensors by name; all devices become `device`."""
 
     def __init__(self, tensors: Any, device: torch.device | str = "cpu") -> None:
         self.tensors, self.device = tensors, torch.device(device)
@@ -133,10 +133,10 @@ class Unpacker:
         self._objects: dict[int, Any] = {}
 
     def unpack(self, plain: Any) -> Any:
-        """Return what `Packer.pack` took apart.
+        """Restore the value that `Packer.pack` serialised.
 
         Raises:
-            ValueError: a format or class is not known here, or the data are not of the form that `pack` returns.
+            ValueError: a format or class is not registered, or the data do not have the form that `pack` returns.
         """
         if isinstance(plain, list):
             return [self.unpack(item) for item in plain]
@@ -151,7 +151,7 @@ class Unpacker:
         if kind == "tuple":
             return tuple(self.unpack(item) for item in content)
         if kind == "dict":
-            return {self.unpack(key): self.unpack(held) for key, held in content}
+            return {self.unpack(key): self.unpack(packed) for key, packed in content}
         if kind == "lengths":
             return Layout(content)
         if kind == "float":
@@ -167,57 +167,59 @@ class Unpacker:
         if kind == "format":
             return self._format(plain)
         if kind == "object":
-            made: Any = object.__new__(_class(content))
-            self._objects[plain["number"]] = made
-            check_names(type(made), plain["fields"])
-            vars(made).update({name: self.unpack(held) for name, held in plain["fields"].items()})
-            return made
-        raise ValueError(f"data of a file begin with {kind!r}, which is not known here")
+            restored: Any = object.__new__(_class(content))
+            self._objects[plain["number"]] = restored
+            check_names(type(restored), plain["fields"])
+            vars(restored).update({name: self.unpack(packed) for name, packed in plain["fields"].items()})
+            return restored
+        raise ValueError(f"data of a file have the unknown kind {kind!r}")
 
     def _format(self, plain: dict[str, Any]) -> Held:
         kind = Held.formats.get(plain["format"])
         if kind is None:
             raise ValueError(f"storage format {plain['format']!r} is not one of {sorted(Held.formats)}")
-        made = object.__new__(kind)
-        self._objects[plain["number"]] = made
-        said = plain["fields"]
-        for own in fields(kind):  # type: ignore[arg-type]
-            missing: Any = {} if own.default_factory is dict else None
-            setattr(made, own.name, self.unpack(said[own.name]) if own.name in said else missing)
-        made._place()
-        return made
+        restored = object.__new__(kind)
+        self._objects[plain["number"]] = restored
+        packed_fields = plain["fields"]
+        for entry in fields(kind):  # type: ignore[arg-type]
+            missing: Any = {} if entry.default_factory is dict else None
+            setattr(
+                restored, entry.name, self.unpack(packed_fields[entry.name]) if entry.name in packed_fields else missing
+            )
+        restored._place()
+        return restored
 
 
 def pack(held: Held) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return all tensors of one storage by name, and everything else as JSON knows it."""
+    """Return all tensors of one storage by name, and all other data as JSON."""
     packer = Packer()
     plain = packer.pack(held)
     return packer.tensors, plain
 
 
 def unpack(tensors: dict[str, Tensor], plain: dict[str, Any]) -> Any:
-    """Return what `pack` took apart.
+    """Restore the storage that `pack` serialised.
 
     Raises:
-        ValueError: the format is not known here.
+        ValueError: the format is not registered.
     """
     return Unpacker(tensors).unpack(plain)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the type of tensors that is called so.
+    """Return the dtype of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: torch has no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is not a type of tensors")
-    return found
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch")
+    return dtype
 
 
 def _parts(held: Held) -> dict[str, Any]:
-    """Return the fields of a storage that are written: of what is derived, only what selectors looked up."""
+    """Return the fields to serialise: all except derived ones, of which only the indexes of selectors are included."""
     values = {name: getattr(held, name) for name in held.declared()}
     derived = {name for name, declared in held.declared().items() if declared.kind == "derived"}
     return {
@@ -229,28 +231,26 @@ def _parts(held: Held) -> dict[str, Any]:
 
 def _unknown(kind: str, name: str) -> TypeError:
     return TypeError(
-        f"{name or 'a cache'} is of the class {kind}, which cannot be written to a file: a class whose objects a cache keeps "
-        "extends Held or Observer, or is marked with kvpress.cache.files.keep_whole"
+        f"{name or 'a cache'} is of the class {kind}, which cannot be written to a file: extend Held or Observer, or "
+        "register the class with kvpress.cache.files.keep_whole"
     )
 
 
 def _class(name: str) -> type:
     if name not in kept_whole:
-        raise ValueError(
-            f"the file holds a {name}, a class that is not known here: define or import what the press was made with first"
-        )
+        raise ValueError(f"the file holds a {name}, an unknown class: first define or import the classes of the press")
     return kept_whole[name]
 
 
 def check_names(kind: type, names: Iterable[Any]) -> None:
-    """Refuse attributes that would take the place of methods.
+    """Check that no attribute from a file replaces a method.
 
     Raises:
-        ValueError: there is one.
+        ValueError: one does, or its name is not text.
     """
     for name in names:
         if not isinstance(name, str) or callable(getattr(kind, name, None)):
-            raise ValueError(f"{kind.__name__} has no attribute {name!r} that a file could give")
+            raise ValueError(f"{kind.__name__} has no attribute {name!r} that a file may set")
 
 
 def _join(name: str, part: Any) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which streams have keys with a large vector in common before their rotary embedding, and what is encoded of such keys.
+"""Detection of a large key bias: a vector that all keys of a stream share before their rotary embedding.
 
-A stream gets an offset (`kvpress.cache.offset`) where its first encoded pairs show that it needs one; keys of other models are
-encoded as they come.
+A stream gets an offset (`kvpress.cache.offset`) if its first encoded pairs need one; all other keys are encoded unchanged.
 """
 
 from __future__ import annotations
@@ -19,46 +18,50 @@ from kvpress.cache.rotation import Channels, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 
 LIMIT = 12.0
-"""Keys get an offset where it makes their mean square so many times as large, which costs a code nearly two bits."""
+"""Keys get an offset if the bias makes their mean square larger by this factor, which costs nearly two bits per code."""
 SAMPLE, TILE = 256, 32
-"""Pairs of a stream that are looked at, in runs of so many neighbours."""
+"""Sampled pairs of a stream, and neighbours in a run of the sample."""
 BLOCK_ROWS = 4096
-"""Keys whose float32 copies are held at a time."""
+"""Keys in float32 at a time."""
 
 
 def offset_of(segment: DenseSegment, spread: Spread | None, sealing: Sealing) -> KeyOffset | None:
-    """Return the offset that pairs are to be encoded with; None where they need none.
+    """Return the offset for encoding some pairs; None where no stream needs one.
 
-    A stream keeps what was decided at its first encoded pairs, which depends on these alone.
+    The first encoded pairs of a stream alone decide about its offset, which later pairs inherit.
 
     Raises:
-        NotImplementedError: keys need one, and the angles of their rotary embedding are not linear in the position.
+        NotImplementedError: keys need an offset, but the angles of their rotary embedding are not linear in the position.
     """
     rotation = sealing.rotation
     if spread is None or rotation is None or not rotation.known:
         return None
     lengths = segment.layout.lengths
     earlier = _encoded(sealing.earlier, len(lengths))
-    fresh = [n for n, length in enumerate(lengths) if length and earlier[n] is None]
-    inherited = {n: one.key_offset for n, one in enumerate(earlier) if one is not None and one.key_offset is not None}
-    if not fresh and not inherited:
+    new_streams = [n for n, length in enumerate(lengths) if length and earlier[n] is None]
+    inherited = {
+        n: first_segment.key_offset
+        for n, first_segment in enumerate(earlier)
+        if first_segment is not None and first_segment.key_offset is not None
+    }
+    if not new_streams and not inherited:
         return None
     channels = rotation.channels(segment.keys.shape[1], segment.device)
     if channels is None:
         return None
-    found: tuple[Tensor, Tensor] | None = None
-    if fresh:
-        found = _needed(segment, spread, sealing, channels)
-        if not bool(found[1][fresh].any()):
-            found = None
-    if found is None and not inherited:
+    means_and_needs: tuple[Tensor, Tensor] | None = None
+    if new_streams:
+        means_and_needs = _needed(segment, spread, sealing, channels)
+        if not bool(means_and_needs[1][new_streams].any()):
+            means_and_needs = None
+    if means_and_needs is None and not inherited:
         return None
     dtype = torch.float16 if segment.keys.dtype == torch.float16 else torch.bfloat16
     centre = torch.zeros(len(lengths), segment.keys.shape[1], dtype=dtype, device=segment.device)
-    if found is not None:
-        needs = found[1][fresh].nonzero().flatten().tolist()
-        for n in (fresh[i] for i in needs):
-            centre[n] = found[0][n].to(dtype)
+    if means_and_needs is not None:
+        needs = means_and_needs[1][new_streams].nonzero().flatten().tolist()
+        for n in (new_streams[i] for i in needs):
+            centre[n] = means_and_needs[0][n].to(dtype)
     for n, offset in inherited.items():
         centre[n] = offset.centre[n]
     try:
@@ -66,7 +69,7 @@ def offset_of(segment: DenseSegment, spread: Spread | None, sealing: Sealing) ->
     except NotImplementedError as error:
         raise NotImplementedError(
             f"keys of {rotation.owner} share a vector before their rotary embedding that makes their mean square {LIMIT:.0f} "
-            f"times as large or more, and it cannot be taken out of them: {error}. Leave such layers as they are "
+            f"times as large or more, and it cannot be subtracted: {error}. Leave such layers uncompressed "
             "(`skip_layers`), or use a press without a codec"
         ) from error
     assert table is not None  # noqa: S101 - for type checkers
@@ -78,34 +81,34 @@ def without(offset: KeyOffset, segment: DenseSegment) -> DenseSegment:
     keys = torch.empty_like(segment.keys)
     for rows in torch.arange(segment.layout.total, device=segment.device).split(BLOCK_ROWS):
         keys[rows] = (segment.keys[rows].float() - offset.of_rows(segment, rows)).to(keys.dtype)
-    bare = segment._twin()
-    bare.keys = keys
-    return bare
+    centred = segment._twin()
+    centred.keys = keys
+    return centred
 
 
 def _encoded(segments: Sequence[Segment], streams: int) -> list[Segment | None]:
-    """Return the first encoded segment with pairs of every stream, None where there is none."""
-    found: list[Segment | None] = [None] * streams
+    """Return the first encoded segment with pairs of a stream, or None, for every stream."""
+    first_segments: list[Segment | None] = [None] * streams
     for segment in reversed(segments):
         if segment.encoded:
             for n, length in enumerate(segment.layout.lengths):
-                found[n] = segment if length else found[n]
-    return found
+                first_segments[n] = segment if length else first_segments[n]
+    return first_segments
 
 
 def _needed(segment: DenseSegment, spread: Spread, sealing: Sealing, channels: Channels) -> tuple[Tensor, Tensor]:
-    """Return the mean of the turned keys of every stream, float32 `[N, D]`, and which streams need it, bool `[N]`."""
+    """Return the mean unrotated key of every stream, float32 `[N, D]`, and whether the stream needs an offset, bool `[N]`."""
     rotation = sealing.rotation
-    assert rotation is not None  # noqa: S101 - the caller looked
+    assert rotation is not None  # noqa: S101 - the caller checked
     device = segment.device
     starts, lengths = segment.layout.on(device)
-    place = torch.arange(min(SAMPLE, -(-segment.layout.longest // TILE) * TILE), device=device)
-    run, last = place // TILE, len(place) // TILE - 1
-    # Long streams are looked at in runs from their first pair to their last one, short ones as they are.
-    spaced = run * (lengths[:, None] - TILE).clamp_min(0) // max(1, last) + place % TILE
-    place = torch.where(lengths[:, None] > len(place), spaced, place)
-    real = place < lengths[:, None]
-    rows = (starts[:, None] + place).clamp_max(segment.layout.total - 1)
+    ranks = torch.arange(min(SAMPLE, -(-segment.layout.longest // TILE) * TILE), device=device)
+    run_index, last = ranks // TILE, len(ranks) // TILE - 1
+    # Long streams are sampled in evenly spaced runs, short ones completely.
+    spaced = run_index * (lengths[:, None] - TILE).clamp_min(0) // max(1, last) + ranks % TILE
+    ranks = torch.where(lengths[:, None] > len(ranks), spaced, ranks)
+    real = ranks < lengths[:, None]
+    rows = (starts[:, None] + ranks).clamp_max(segment.layout.total - 1)
     pads = None if sealing.mask is None else _pads(sealing.mask, len(lengths), device)
     positions = positions_of(segment, pads)[rows].long()
     cos, sin = (x[0][..., channels.index].float() for x in rotation.angles(positions.view(1, -1)))
@@ -115,14 +118,14 @@ def _needed(segment: DenseSegment, spread: Spread, sealing: Sealing, channels: C
     size = (cos.square() + sin.square()).clamp_min(1e-30)
     count = real.sum(dim=1).clamp_min(1)[:, None]
     centre = (kernels.rotate_halves(keys, cos / size, -sin / size) * real[..., None]).sum(dim=1) / count
-    rest = keys - kernels.rotate_halves(centre[:, None].expand_as(keys), cos, sin)
-    # Of few pairs the mean is too close to be that of later ones.
-    after = _spread(rest, real, spread) * (count / (count - 1))[:, 0]
+    centred = keys - kernels.rotate_halves(centre[:, None].expand_as(keys), cos, sin)
+    # Correct for the mean of few pairs, which fits them better than later ones.
+    after = _spread(centred, real, spread) * (count / (count - 1))[:, 0]
     return centre, _spread(keys, real, spread) > LIMIT * after
 
 
 def _spread(keys: Tensor, real: Tensor, spread: Spread) -> Tensor:
-    """Return the mean square of keys `[N, S, D]`, of those that are `real [N, S]`, after the subtraction of a mean, `[N]`."""
+    """Return the mean square `[N]` of keys `[N, S, D]` where `real [N, S]`, less their mean by tile or stream."""
     weight = real[..., None].float()
     if spread == "tile":
         keys, weight = (x.unflatten(1, (-1, TILE)) for x in (keys, weight))
@@ -132,6 +135,6 @@ def _spread(keys: Tensor, real: Tensor, spread: Spread) -> Tensor:
 
 
 def _pads(mask: Tensor, streams: int, device: torch.device) -> Tensor:
-    """Return how many tokens of padding stand before each stream, int64 [N]."""
+    """Return the left padding of each stream, int64 [N]."""
     pads = (~mask).sum(dim=1).to(device)
     return pads.repeat_interleave(streams // len(pads))

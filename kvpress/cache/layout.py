@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pairs of every stream lie in flat storage."""
+"""Layout of streams in flat storage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Layout:
-    """Stream ``n`` occupies rows ``offsets[n] : offsets[n + 1]`` of flat ``[total, ...]`` storage.
+    """Lengths and offsets of streams: stream `n` is rows `offsets[n] : offsets[n + 1]` of flat `[total, ...]` storage.
 
-    Lengths are known on the host: they change only when pairs are sealed or evicted, never per token.
+    Lengths are on the host, since they change only when pairs are sealed or evicted, never per token.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
@@ -42,11 +42,11 @@ class Layout:
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether all streams have the same length, so that flat storage views as ``[N, T, ...]``."""
+        """Whether all streams have the same length, so that flat storage views as `[N, T, ...]`."""
         return len(set(self.lengths)) <= 1
 
     def rows(self, stream: int) -> slice:
-        """Flat rows of one stream."""
+        """Return the flat rows of one stream."""
         return slice(self.offsets[stream], self.offsets[stream + 1])
 
     @cached_property
@@ -60,13 +60,13 @@ class Layout:
         return torch.tensor(self.lengths, dtype=torch.int64)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """First row and length of every stream, int64 [N] each, on a device; copied there once."""
+        """Return first row and length of every stream, int64 [N] each, on a device; copied there once."""
         if device not in self._on_device:
             self._on_device[device] = (self.starts_tensor.to(device), self.lengths_tensor.to(device))
         return self._on_device[device]
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the tensors of the layout, for the memory report."""
         return [tensor for pair in self._on_device.values() for tensor in pair] + [
             tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)
         ]
@@ -81,7 +81,7 @@ class Layout:
         return flat[rows].masked_fill_(ranks >= lengths[:, None], fill)
 
     def streams_of(self, rows: Tensor) -> Tensor:
-        """Stream of each of the given flat rows, int64."""
+        """Return the stream of each of the flat `rows`, int64."""
         return torch.searchsorted(self.on(rows.device)[0], rows, right=True) - 1
 
     @property
@@ -90,13 +90,13 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.streams), self.lengths_tensor)
 
     def take_streams(self, streams: Sequence[int]) -> tuple[Tensor, Layout]:
-        """Rows and layout of a storage made of the given streams, in that order; repeats are allowed."""
+        """Return rows and layout of a storage of these streams, in this order; repeats are allowed."""
         index = torch.tensor(streams, dtype=torch.int64)
         return spans(self.starts_tensor[index], self.lengths_tensor[index]), Layout(self.lengths[n] for n in streams)
 
 
 def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
-    """Rows that bring back-to-back storages into stream order: stream 0 of each, then stream 1 of each, ..."""
+    """Return the rows, and their layout, that reorder concatenated storages by stream: stream 0 of all, then stream 1, ..."""
     bases = itertools.accumulate((layout.total for layout in layouts[:-1]), initial=0)
     starts = [layout.starts_tensor + base for layout, base in zip(layouts, bases, strict=True)]
     lengths = torch.stack([layout.lengths_tensor for layout in layouts], dim=1)
@@ -111,5 +111,5 @@ def spans(first: Tensor, counts: Tensor) -> Tensor:
 
 
 def row_numbers(rows: Tensor | slice, total: int, device: torch.device) -> Tensor:
-    """Flat rows of storage with `total` rows as numbers, int64, where they may be given as a slice."""
+    """Return row numbers, int64, for `rows`, which may be a slice of a storage with `total` rows."""
     return torch.arange(*rows.indices(total), device=device) if isinstance(rows, slice) else rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model without a press reads of a store: all pairs in dense tensors, where they can be read so."""
+"""Dense tensors of all pairs of a store, for models without a press."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
 def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tensor]:
     """Return keys `[B, H, seen, D]` and values `[B, H, seen, Dv]` with every stored pair in its column, evicted ones marked.
 
-    The mark is a key of NaN and a value of zero; the other way round where the first of both are latents.
+    An evicted pair has a key of NaN and a value of zero; with `latent`, a key of zero and a value of NaN.
     """
     window = store.window
     if not store.sealed:
         return window.filled_keys.contiguous(), window.filled_values.contiguous()
-    spread = []
+    arrays = []
     for which, like in enumerate((window.keys, window.values)):
         mark = float("nan") if which == int(latent) else 0.0
-        spread.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
+        arrays.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
     for segment in store.sealed:
         rows = torch.arange(segment.layout.total, device=segment.device)
-        at = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
-        for whole, stored in zip(spread, segment.read(slice(None)), strict=True):
-            whole.index_copy_(0, at, stored.to(whole.dtype))
-    keys, values = (whole.unflatten(0, (store.batch, store.heads, store.seen)) for whole in spread)
+        columns = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
+        for dense, stored in zip(arrays, segment.read(slice(None)), strict=True):
+            dense.index_copy_(0, columns, stored.to(dense.dtype))
+    keys, values = (dense.unflatten(0, (store.batch, store.heads, store.seen)) for dense in arrays)
     keys[:, :, window.first : window.first + window.length] = window.filled_keys
     values[:, :, window.first : window.first + window.length] = window.filled_values
     return keys, values
 
 
 def why_unreadable(stores: Sequence[KVStore]) -> str:
-    """Say why the layers of a cache cannot be read by a model without a press; nothing where they can.
+    """Return the reason why a model without a press cannot read the layers of a cache; empty if it can.
 
-    Transformers makes one mask for all layers and rows, by the number of pairs in the first one.
+    Transformers makes one mask for all layers and rows, from the number of pairs in the first layer.
     """
     for store in stores:
         weighted = store.window.log_weight is not None or any(part.log_weight is not None for part in store.sealed)

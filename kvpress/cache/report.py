@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache holds: bytes by component, pairs kept, bits per value."""
+"""Memory report of a cache: bytes by component, kept pairs, bits per value."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from kvpress.cache.store import KVStore
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Bytes of one layer. `kept` pairs and `seen` tokens are sums over batch rows and kv heads.
-
-    `fetched_bytes` are those of pairs that selectors read from host memory or a file since the cache began, each time.
-    """
+    """Bytes of one layer."""
 
     layer: int
+    """Index of the layer."""
     components: dict[str, int]
+    """Bytes by component."""
     uncompressed_bytes: int
+    """Bytes of the same tokens in the uncompressed cache."""
     kept: int
+    """Stored pairs, over batch rows and KV heads."""
     seen: int
+    """Pairs of the uncompressed cache, over batch rows and KV heads."""
     compressible: bool
+    """Whether this library stores the layer; otherwise the layer counts as it is on both sides."""
     fetched_bytes: int = 0
+    """Bytes of pairs that selectors have read from host memory or a file, counted at each read."""
 
     @property
     def total_bytes(self) -> int:
-        """All bytes that this layer holds."""
+        """Held bytes of the layer."""
         return sum(self.components.values())
 
 
@@ -43,16 +47,17 @@ class LayerReport:
 class MemoryReport:
     """Bytes of a cache against the uncompressed one; prints as a table.
 
-    `kept` and `seen` count pairs over all layers, batch rows and kv heads. Layers that are not compressed, such as
-    sliding windows, are listed with what they hold, and count on both sides.
+    Layers that are not compressed, such as sliding windows, are listed with their bytes, and count on both sides.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
+    """Reports of all layers."""
     value_bytes: int = 2
+    """Bytes of a number of the uncompressed cache."""
 
     @property
     def total_bytes(self) -> int:
-        """All bytes that the cache holds, scales, indexes, windows and scores included."""
+        """Held bytes of the cache: codes, scales, indexes, windows and scores."""
         return sum(layer.total_bytes for layer in self.layers)
 
     @property
@@ -62,47 +67,47 @@ class MemoryReport:
 
     @property
     def kept(self) -> int:
-        """Pairs still stored, over all layers, rows and heads."""
+        """Stored pairs, over all layers, rows and KV heads."""
         return sum(layer.kept for layer in self.layers)
 
     @property
     def seen(self) -> int:
-        """Pairs that the uncompressed cache would hold."""
+        """Pairs of the uncompressed cache, over all layers, rows and KV heads."""
         return sum(layer.seen for layer in self.layers)
 
     @property
     def file_bytes(self) -> int:
-        """Bytes that lie in files (`offload(x):to=file`); the others lie in memory."""
+        """Bytes in files (`offload(x):to=file`)."""
         return self.components.get("file", 0)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pairs that lie in host memory on purpose (`offload(x):to=host`)."""
+        """Bytes of pairs that were offloaded to host memory (`offload(x):to=host`)."""
         return self.components.get("host", 0)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes in the memory of the device that the model runs on, without those of the two others."""
+        """Bytes in the memory of the model's device: all bytes except offloaded ones."""
         return self.total_bytes - self.file_bytes - self.host_bytes
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of pairs that selectors read from host memory or files since the cache began, each time that they did."""
+        """Bytes of pairs that selectors have read from host memory or files, counted at each read."""
         return sum(layer.fetched_bytes for layer in self.layers)
 
     @property
     def compression_factor(self) -> float:
-        """How many times smaller than uncompressed."""
+        """Uncompressed bytes over held bytes."""
         return self.uncompressed_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
     def shrinking(self) -> MemoryReport:
-        """The layers that can shrink alone; windows of sliding layers and states of other kinds are left out."""
+        """Report of compressible layers only, without sliding windows and states of other kinds."""
         return MemoryReport([layer for layer in self.layers if layer.compressible], self.value_bytes)
 
     @property
     def bits_per_value(self) -> float:
-        """All bytes held, times 8, over the number of values of the uncompressed cache."""
+        """Held bytes x 8, over the number of key and value numbers of the uncompressed cache."""
         values = self.uncompressed_bytes / self.value_bytes
         return 8 * self.total_bytes / values if values else 0.0
 
@@ -146,27 +151,30 @@ class MemoryReport:
 
 
 def memory_report(cache: Any, *others: Any) -> MemoryReport:
-    """Measure a cache: the bytes of every tensor that it holds, per layer and component.
+    """Measure the bytes of all tensors of a cache, by layer and component.
 
-    Of several caches, such as branches of a conversation, sums are reported, and what they share is counted once.
+    For several caches, such as branches of a conversation, report sums, with shared tensors counted once.
+
+    Raises:
+        TypeError: an argument is not a cache.
     """
     counted: set[int] = set()
-    found = MemoryReport()
-    for each in (cache, *others):
-        if each is None or not hasattr(each, "layers"):
+    report = MemoryReport()
+    for item in (cache, *others):
+        if item is None or not hasattr(item, "layers"):
             raise TypeError(
-                f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(each).__name__}"
+                f"memory_report needs a cache, such as `outputs.past_key_values`, got {type(item).__name__}"
             )
-    for each in (cache, *others):
-        with between_passes(each):
-            found = _added(found, _measured(each, counted))
-    return found
+    for item in (cache, *others):
+        with between_passes(item):
+            report = _added(report, _measured(item, counted))
+    return report
 
 
-def _added(one: MemoryReport, two: MemoryReport) -> MemoryReport:
-    """Return a report of two sets of caches, layer by layer."""
+def _added(first: MemoryReport, second: MemoryReport) -> MemoryReport:
+    """Return the sum of two reports, layer by layer."""
     layers = []
-    for ours, theirs in zip_longest(one.layers, two.layers):
+    for ours, theirs in zip_longest(first.layers, second.layers):
         if ours is None or theirs is None:
             layers.append(ours or theirs)
             continue
@@ -182,7 +190,7 @@ def _added(one: MemoryReport, two: MemoryReport) -> MemoryReport:
                 ours.fetched_bytes + theirs.fetched_bytes,
             )
         )
-    return MemoryReport(layers, two.value_bytes)
+    return MemoryReport(layers, second.value_bytes)
 
 
 def _measured(cache: Any, counted: set[int]) -> MemoryReport:
@@ -194,15 +202,15 @@ def _measured(cache: Any, counted: set[int]) -> MemoryReport:
             reports.append(_measure(index, store, counted))
         elif isinstance(getattr(layer, "keys", None), Tensor):
             value_bytes = layer.keys.element_size()
-            held = storage_bytes([layer.keys, layer.values], counted)
+            num_bytes = storage_bytes([layer.keys, layer.values], counted)
             pairs = layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2]
             full = storage_bytes([layer.keys, layer.values])
-            reports.append(LayerReport(index, {"dense": held}, full, pairs, pairs, compressible=False))
+            reports.append(LayerReport(index, {"dense": num_bytes}, full, pairs, pairs, compressible=False))
         else:
             states = tensors_in(vars(layer))
-            held = storage_bytes(states, counted)
-            reports.append(LayerReport(index, {"states": held}, storage_bytes(states), 0, 0, compressible=False))
-    # What layers have in common counts in the first of ours, as far as it is not in the components of one.
+            num_bytes = storage_bytes(states, counted)
+            reports.append(LayerReport(index, {"states": num_bytes}, storage_bytes(states), 0, 0, compressible=False))
+    # State shared by all layers counts in the first compressible layer, unless a component includes it.
     common = storage_bytes(tensors_in(getattr(cache, "_kvpress_shared", None)), counted)
     first = next((report for report in reports if report.compressible), None)
     if common and first is not None:
@@ -221,59 +229,59 @@ def _measure(index: int, store: KVStore, counted: set[int]) -> LayerReport:
 
 
 def storage_bytes(tensors: list[Tensor], counted: set[int] | None = None) -> int:
-    """Bytes of the storages behind tensors, each once; those already `counted` not again, such as tables of all layers."""
+    """Return the bytes of the storages of tensors, each once; skip storages in `counted`, such as shared tables."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    fresh = sum(size for at, size in storages.items() if counted is None or at not in counted)
+    num_bytes = sum(size for address, size in storages.items() if counted is None or address not in counted)
     if counted is not None:
-        counted.update(at for at, size in storages.items() if size)
-    return fresh
+        counted.update(address for address, size in storages.items() if size)
+    return num_bytes
 
 
 def kept_positions(cache: Any) -> list[list[list[Tensor]]]:
-    """Return the original positions still stored, ascending: `[layer][batch row][kv head]` int64 tensors.
+    """Return the original positions of stored pairs, ascending: `[layer][batch row][KV head]` int64 tensors.
 
     A position is the index of the token in the sequence as it was passed, left padding counted. Layers that are not
-    compressed, such as sliding windows, list what they hold; layers without pairs have an empty list.
+    compressed, such as sliding windows, list their pairs; layers without pairs have an empty list.
     """
     with between_passes(cache):
         return _positions(cache)
 
 
 def _positions(cache: Any) -> list[list[list[Tensor]]]:
-    found = []
+    layers = []
     for layer in cache.layers:
         store: KVStore | None = getattr(layer, "store", None)
         if store is not None:
-            found.append(_store_positions(store))
+            layers.append(_store_positions(store))
         elif isinstance(getattr(layer, "keys", None), Tensor):
             batch, heads, length = layer.keys.shape[:3]
             seen = layer.get_seq_length()
-            at = torch.arange(seen - length, seen)
-            found.append([[at for _ in range(heads)] for _ in range(batch)])
+            positions = torch.arange(seen - length, seen)
+            layers.append([[positions for _ in range(heads)] for _ in range(batch)])
         else:
-            found.append([])
-    return found
+            layers.append([])
+    return layers
 
 
 def _store_positions(store: KVStore) -> list[list[Tensor]]:
     window = store.window
-    fresh = torch.arange(window.first, window.first + window.length)
+    newest = torch.arange(window.first, window.first + window.length)
     sealed = [(segment.layout, segment.slots().cpu().long()) for segment in store.sealed]
     rows = []
     for row in range(store.batch):
         heads = []
         for head in range(store.heads):
             n = row * store.heads + head
-            heads.append(torch.cat([*(at[layout.rows(n)] for layout, at in sealed), fresh]))
+            heads.append(torch.cat([*(slots[layout.rows(n)] for layout, slots in sealed), newest]))
         rows.append(heads)
     return rows
 
 
 def parse_bytes(text: str, name: str = "limit") -> int:
-    """Read a size such as 4GB, 512MiB or 1000000, which messages call `name`.
+    """Parse a size in bytes, such as 4GB, 512MiB or 1000000; `name` is its name in messages.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMGT])iB)?\s*", text, re.IGNORECASE)
     if match is None:
@@ -283,7 +291,7 @@ def parse_bytes(text: str, name: str = "limit") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Write a size with a binary unit."""
+    """Format a size with a binary unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings of stored keys: tables of angles that all layers share, and the positions of a segment's pairs."""
+"""Rotary embeddings of stored keys: tables of angles that all layers share, and the positions of pairs."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotates vectors `[B, heads, n, D]` by cosines and sines `[B, n, d]`, and is linear in these."""
 
 TOLERANCE = 1e-2
-"""Largest difference of an embedding that counts as linear from the model's cosines and sines, rounding apart."""
+"""Largest deviation of the tables from the model's cosines and sines, beyond rounding."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Which channels a rotary embedding turns together.
-
-    In the `order [D]`, int64, channels i and i + h of the leading 2 h are a pair; None where they are so in the keys. Pair i is
-    turned by entry ``index[i]`` of the model's cosines and sines.
-    """
+    """Pairs of channels that a rotary embedding rotates together."""
 
     index: Tensor
+    """Entry of the model's cosines and sines for every rotary pair, int64."""
     order: Tensor | None
+    """Order of channels `[D]`, int64, in which i and i + h of the first 2 h are a rotary pair; None for the given order."""
 
     @classmethod
     def of(cls, rotate: Rotate | None, cos: Tensor, sin: Tensor, dim: int) -> Channels | None:
-        """Find out which channels belong together by rotating each of `dim` alone; None where no two are turned as a pair.
+        """Detect rotary pairs by rotating each of `dim` unit vectors; return None where the model rotates no pairs.
 
-        `rotate` is the model's own function, None where it turns two halves; `cos` and `sin [1, 1, d]` are those of a position.
+        `rotate` is the model's function, None for rotation of two halves; `cos` and `sin [1, 1, d]` belong to one position.
         """
         entries, device = cos.shape[-1], cos.device
-        place = torch.arange(dim, device=device)
+        own_order = torch.arange(dim, device=device)
         if rotate is None:
             half = kernels.per_pair(cos).shape[-1]
-            return cls(place[:half], None)
+            return cls(own_order[:half], None)
         alone = torch.eye(dim, device=device)[None, None]
         numbers = torch.arange(1, entries + 1, device=device).float().expand(1, dim, entries)
         kept = rotate(alone, numbers, 0 * numbers)[0, 0].diagonal()
@@ -53,11 +51,11 @@ class Channels:
         index = kept[low].round().long() - 1
         if len(order) != dim or not bool(((index >= 0) & (index < entries)).all()):
             return None
-        turned = rotate(alone, cos.expand(1, dim, -1), sin.expand(1, dim, -1))[0, 0]
+        rotated = rotate(alone, cos.expand(1, dim, -1), sin.expand(1, dim, -1))[0, 0]
         expected = rotate_halves(alone[0, 0][:, order], cos[0, :, index], sin[0, :, index])
-        if not torch.allclose(turned[:, order], expected, atol=1e-3):
+        if not torch.allclose(rotated[:, order], expected, atol=1e-3):
             return None
-        return cls(index, None if torch.equal(order, place) else order)
+        return cls(index, None if torch.equal(order, own_order) else order)
 
 
 def _others(channels: Tensor, dim: int) -> Tensor:
@@ -69,34 +67,34 @@ def _others(channels: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding of a layer's keys: `angles` maps positions `[1, n]` to `(cos, sin)` of the model.
-
-    `rotate` is the model's function that turns vectors by them, None where it turns two halves of the leading channels. Layers
-    of one `kind` share their embedding; `owner` names the attention in messages. It is not `known` where the model has no
-    angles or no function of its own that could be found.
-    """
+    """Rotary embedding of a layer's keys."""
 
     angles: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Maps positions `[1, n]` to `(cos, sin)` of the model."""
     kind: str
+    """Key of the embedding, which layers of the same kind share."""
     owner: str
+    """Name of the attention class in messages."""
     rotate: Rotate | None = None
+    """Rotary function of the model; None for rotation of two halves of the first channels."""
     known: bool = True
+    """Whether both the angles and the rotary function of the model were located."""
 
     def channels(self, dim: int, device: torch.device) -> Channels | None:
-        """Return which of `dim` channels are turned together; None where the model is not known to turn pairs of channels."""
+        """Return the rotary pairs among `dim` channels; None where the model rotates no pairs."""
         cos, sin = (part[:, 1:].float() for part in self.angles(torch.arange(2, device=device)[None]))
         return Channels.of(self.rotate, cos, sin, dim)
 
 
 class Placed(Protocol):
-    """Pairs of some streams, of which it is known where they stand; every segment is one."""
+    """Pairs of some streams with slots; every segment implements it."""
 
     layout: Layout
     side: dict[str, Tensor]
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
 
     @property
     def contiguous(self) -> bool:
@@ -114,13 +112,13 @@ class Placed(Protocol):
 
 
 class PlacedKeys(Placed, Protocol):
-    """The same with dense keys `[total, D]`."""
+    """Placed pairs with dense keys `[total, D]`."""
 
     keys: Tensor
 
 
 class Read(Protocol):
-    """What a cache has read when it encodes: `Sealing` says more."""
+    """Part of `Sealing` that rotary tables need."""
 
     @property
     def seen(self) -> int:
@@ -128,24 +126,24 @@ class Read(Protocol):
 
     @property
     def mask(self) -> Tensor | None:
-        """Which tokens are real, bool [B, seen]; None where nothing is padded."""
+        """Real tokens, bool [B, seen]; None where nothing is padded."""
 
     @property
     def rotation(self) -> Rotation | None:
-        """The rotary embedding of the layer; None where keys are never rotated."""
+        """Rotary embedding of the layer; None where keys are not rotated."""
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all layers of the cache have in common."""
+        """State that all layers of the cache share."""
 
 
 @dataclass(eq=False)
 class Angles(Held):
     """Angles of a rotary embedding in the two tables of `Rotary`: one pair of tables for all layers of a cache.
 
-    The model rounds position times frequency to float32, which moves its angles at position 32k by up to 2e-3 rad and those
-    of the tables by another amount; a key that is rotated back and forth by the same tables does not see the difference.
-    A copied cache shares the tables, and grows them without changing those of the other.
+    The model rounds position times frequency to float32, an error of up to 2e-3 rad at position 32k, and the tables have a
+    different error. It cancels, since a key is rotated back and forth by the same tables.
+    A copied cache shares the tables; growing replaces them in one cache only.
     """
 
     coarse: Annotated[Tensor, per_layer("tables")] = field(default_factory=lambda: torch.zeros(0, 2, 0))
@@ -158,66 +156,68 @@ class Angles(Held):
         device: torch.device,
         owner: str,
     ) -> None:
-        """Hold at least that many positions.
+        """Extend the tables to at least `positions` positions.
 
         Args:
             positions: number of positions.
             compute: maps positions `[1, n]` to `(cos, sin)` of the model, `[1, n, rotary]` or `[1, n, rotary / 2]` each.
-            device: where the positions go and the tables lie.
-            owner: what is embedded so, for the message of the error.
+            device: device of positions and tables.
+            owner: name of the attention class in messages.
 
         Raises:
             NotImplementedError: the angles are not linear in the position.
         """
-        held = STEP * len(self.coarse)
-        if held >= positions:
+        num_stored = STEP * len(self.coarse)
+        if num_stored >= positions:
             return
-        starts = torch.arange(held, positions, STEP, device=device)
-        # One call, which asks for no position past the last: some embeddings choose their frequencies by the largest.
+        starts = torch.arange(num_stored, positions, STEP, device=device)
+        # One call without positions past the last, since some embeddings choose frequencies by the largest position.
         probes = (starts[[0, len(starts) // 2, -1]] + STEP - 1).clamp_max(positions - 1)
         parts = torch.arange(STEP, device=device), starts, probes
         cos, sin = compute(torch.cat(parts)[None])
         table = torch.stack([kernels.per_pair(cos[0]), kernels.per_pair(sin[0])], dim=1).float()
         fine, coarse, expected = table.split([len(part) for part in parts])
-        if held:
+        if num_stored:
             fine, coarse = self.fine, torch.cat([self.coarse, coarse])
         else:
-            # Scaled embeddings (YaRN) carry a factor in cos and sin, which stays in the coarse table.
+            # Scaled embeddings (YaRN) have a factor in cos and sin, which stays in the coarse table.
             fine, coarse = fine / fine[:1, :1], coarse.contiguous()
-        found = torch.stack(Rotary(coarse, fine, shift=probes).angles(probes), dim=1)
+        computed = torch.stack(Rotary(coarse, fine, shift=probes).angles(probes), dim=1)
         # Three entries are rounded to the dtype of the model, and the product of position and frequency to float32.
         rounding = 2 * torch.finfo(cos.dtype).eps + positions * torch.finfo(torch.float32).eps
-        if (found - expected).abs().max() > TOLERANCE + rounding:
+        if (computed - expected).abs().max() > TOLERANCE + rounding:
             raise NotImplementedError(
-                f"the rotary embedding of {owner} is not linear in the position; its keys cannot be coded"
+                f"the rotary embedding of {owner} is not linear in the position; its keys cannot be encoded"
             )
         self.coarse, self.fine = coarse, fine
 
 
 def angle_bytes(positions: int, rotary: int) -> int:
-    """Bytes of the tables of so many positions."""
+    """Return the bytes of tables for so many positions."""
     return 4 * rotary * (STEP + -(-positions // STEP))
 
 
 @dataclass(eq=False)
 class KeyRotation(Held):
-    """Where the pairs of a segment stand: the pair in slot i of stream n has position ``i - pads[n]``."""
+    """Positions and angles of the pairs of a segment: the pair in slot i of stream n has position `i - pads[n]`."""
 
     angles: Annotated[Angles, per_layer("tables")]
+    """Tables of angles."""
     pads: Annotated[Tensor | None, per_stream("indexes")] = None
+    """Left padding of each stream, int64 [N]; None for zeros."""
 
     def rotary(self, shift: Tensor, positions: Tensor | None) -> Rotary:
-        """Angles of all pairs of a segment, as the operators take them."""
+        """Return the angles of all pairs of a segment as operand of operators."""
         return Rotary(self.angles.coarse, self.angles.fine, shift, positions)
 
     def shift(self, segment: Placed) -> Tensor:
-        """Position minus row number of each stream, or minus slot where a segment lists them, int64 [N]."""
+        """Return position minus row number of each stream, or minus slot where streams have gaps, int64 [N]."""
         starts, _ = segment.layout.on(segment.device)
         shift = segment.first_slot() - starts if segment.contiguous else torch.zeros_like(starts)
         return shift if self.pads is None else shift - self.pads
 
     def unrotate(self, segment: PlacedKeys) -> Tensor:
-        """Keys of a segment as they were before their rotary embedding, float32 [total, D]."""
+        """Return the keys of a segment before their rotary embedding, float32 [total, D]."""
         rotary = self.rotary(self.shift(segment), segment.positions)
         keys = torch.empty(segment.keys.shape, device=segment.device)
         for n in range(segment.layout.streams):
@@ -229,9 +229,9 @@ class KeyRotation(Held):
 
 
 def rotation_of(sealing: Read, streams: int, device: torch.device, index: Tensor | None = None) -> KeyRotation | None:
-    """Return the positions of a layer's pairs; None where its keys are never rotated, or outside a model.
+    """Return positions and angles of a layer's pairs; None where keys are not rotated, and outside a model.
 
-    `index` are the entries of the model's cosines and sines that belong to the pairs of channels, None for all.
+    `index` lists the entries of the model's cosines and sines by rotary pair, None for all.
 
     Raises:
         NotImplementedError: the angles are not linear in the position.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers as they were before something happened to them that cannot be undone by dropping the newest pairs."""
+"""Savepoints: the state of a layer from before an event that dropping the newest pairs cannot undo."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ COUNTERS = ("since_eviction", "counted", "fixed_at", "targets", "sealed_tokens",
 
 
 class Savepoint:
-    """A store that had seen `seen` tokens, right before it was evicted from, encoded or observed.
+    """State of a store at `seen` tokens, right before an eviction, encoding or observation.
 
-    Nothing is copied: sealed pairs are never written to, observers replace their tensors, and a window that goes on is the
-    window of the store itself, of which `length` tokens are meant. So what a savepoint keeps alive is what was let go of since.
+    No tensor is copied: sealed pairs are never written to, observers replace their tensors, and a window in use is shared with
+    the store, of which the first `length` tokens belong to the savepoint. So a savepoint retains only tensors freed since then.
 
-    `unit` says where the newest pass began that can only be taken back as a whole, None where every token can be.
+    `unit` is the number of tokens seen before the newest pass that can only be removed whole; None if any token can be.
     """
 
     def __init__(self, store: Any, unit: int | None) -> None:
         self.seen, self.unit = store.seen, unit
         self.held: dict[str, Any] = {name: copy.copy(getattr(store, name)) for name in COUNTERS}
-        # Copies of segments share their tensors, but not which per-pair arrays they have.
+        # Copies of segments share their tensors, but not the dict of per-pair arrays.
         self.held |= {name: copy.deepcopy(vars(store)[name]) for name in ("segments", "dense", "codec_state")}
-        self.held["observers"] = {wanted: apart(observer) for wanted, observer in store.observers.items()}
+        self.held["observers"] = {request: apart(observer) for request, observer in store.observers.items()}
         self.window, self.length = store.window, store.window.length
         self.side, self.log_weight = dict(store.window.side), store.window.log_weight
 
     @property
     def oldest(self) -> int:
-        """How many tokens had been seen when the window was last left empty, or something else happened."""
+        """Tokens seen when the window was last empty, or at the last event before that dropping pairs cannot undo."""
         return self.seen - min(self.length, self.seen - self.held["fixed_at"])
 
     def restore(self, store: Any) -> None:
-        """Put a store back, once."""
+        """Restore a store; works once."""
         vars(store).update(self.held)
         store.seen, store.window = self.seen, self.window
         window = self.window
@@ -46,14 +46,14 @@ class Savepoint:
         window.weigh(None if self.log_weight is None else self.log_weight[..., : self.length])
 
     def tensors(self) -> list[Tensor]:
-        """Tensors kept alive."""
+        """Return the tensors that the savepoint retains."""
         parts = [*self.held["segments"], *([] if self.held["dense"] is None else [self.held["dense"]])]
-        found = [tensor for part in parts for tensors in part.tensors().values() for tensor in tensors]
-        rest = [self.side, self.log_weight, self.held["codec_state"], self.held["index"], self.held["observers"]]
-        return [*found, *self.window.tensors(), *tensors_in(rest)]
+        of_segments = [tensor for part in parts for tensors in part.tensors().values() for tensor in tensors]
+        state = [self.side, self.log_weight, self.held["codec_state"], self.held["index"], self.held["observers"]]
+        return [*of_segments, *self.window.tensors(), *tensors_in(state)]
 
     def to(self, device: torch.device | str, memo: dict[int, Any]) -> None:
-        """Move to a device, but for a window that is that of the store."""
+        """Move all tensors to a device."""
         for part in (*self.held["segments"], *([] if self.held["dense"] is None else [self.held["dense"]])):
             part.to(device, memo)
         for observer in self.held["observers"].values():
@@ -65,7 +65,7 @@ class Savepoint:
 
 
 def apart(observer: Any) -> Any:
-    """Return an observer that further passes do not change; tensors are shared, since observers never write to them."""
+    """Return a copy that later passes do not change; tensors are shared, since observers never write to them."""
     twin = copy.copy(observer)
-    vars(twin).update({name: list(held) for name, held in vars(observer).items() if isinstance(held, list)})
+    vars(twin).update({name: list(entries) for name, entries in vars(observer).items() if isinstance(entries, list)})
     return twin

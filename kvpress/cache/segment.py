@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealed pairs: the interface that every storage format fills, and the dense format.
+"""Sealed pairs: the interface of all storage formats, and the dense format.
 
-A segment holds the pairs of all streams of one layer flat, `[total, ...]`, in ascending order of slot within each stream.
-Copies of a cache share its tensors, so none is written to: what changes the pairs of a layer makes a new segment. Eviction,
-beams and batch operations all go through `take`, which returns a segment made of the given rows.
+A segment stores the pairs of all streams of one layer flat, `[total, ...]`, in ascending order of slot within each stream.
+Copies of a cache share its tensors, so none is ever written to: every change makes a new segment. Eviction, beam search and
+batch operations all call `take`, which returns a segment of some rows.
 
-A format is a dataclass with its tensors (`kvpress.cache.storage`), a field `layout: OfStreams` and `decode`. It can attend to
-itself on its own codes in `attend` and `attend_rows`, with `log_weight` added to the logits; what it leaves to this class
-decodes block by block.
+A format is a dataclass with its tensors (`kvpress.cache.storage`), a field `layout: OfStreams` and `decode`. It may override
+`attend` and `attend_rows` to read codes directly, with `log_weight` added to the logits; the defaults decode block by block.
 """
 
 from __future__ import annotations
@@ -32,30 +31,32 @@ SegmentT = TypeVar("SegmentT", bound="Segment")
 OfStreams = Annotated[Layout, own("offsets")]
 
 SLOT = 2
-"""Bytes of the place of a pair, where pairs of a stream are not contiguous, unless the pair before is 2**15 slots away."""
+"""Bytes of the slot of a pair, where a stream has gaps; more if two neighbours are 2**15 or more slots apart."""
 
 WEIGHT = 2
-"""Bytes of the logit weight of a pair where pairs were drawn."""
+"""Bytes of the log-weight of a pair where pairs were sampled."""
 
 
 @dataclass(eq=False, repr=False)
 class Segment(Held, Attended, ABC):
-    """Pairs of N streams in one storage format.
-
-    Every stream begins at slot `first[n]`; `positions` are None where it goes on without gaps. `side` holds further per-pair
-    arrays `[total]`, such as the attention mass that heavy hitters accumulate. `key_offset` is added to keys as they are read.
-    `index` caches what a selector derived from the pairs. With a `tier`, the pairs lie in files, and so do those of all
-    segments that are made of this one.
-    """
+    """Pairs of N streams in one storage format."""
 
     first: Annotated[Sequence[int], own()] = field(default=(), kw_only=True)
+    """Slot of the first pair of every stream."""
     side: Annotated[dict[str, Tensor], per_pair_or_zero("scores")] = field(default_factory=dict, kw_only=True)
+    """Per-pair arrays `[total]`, such as accumulated attention."""
     tier: FileTier | None = field(default=None, init=False)
+    """Files that hold the pairs, and those of all segments made of this one; None for memory."""
     key_offset: Annotated[KeyOffset | None, part()] = field(default=None, init=False)
+    """Vectors added to keys when they are read."""
     index: Annotated[dict[str, Any], derived("indexes")] = field(default_factory=dict, init=False)
+    """Cache of data that a selector derives from the pairs."""
     _held_slots: Annotated[Tensor | None, own("indexes")] = field(default=None, init=False)
+    """Slots (int32) or differences of slots (int16), `[total]`; None where no stream has gaps."""
     _log_weight: Annotated[Tensor | None, per_pair_or_zero("weights")] = field(default=None, init=False)
+    """Log-weights `[total]`; None for zeros."""
     _first_on: Annotated[tuple[Sequence[int], Tensor] | None, derived("indexes")] = field(default=None, init=False)
+    """`first`, and the same on the device."""
 
     def __post_init__(self) -> None:
         self.first = tuple(self.first) or (0,) * self.layout.streams
@@ -63,7 +64,7 @@ class Segment(Held, Attended, ABC):
 
     @abstractmethod
     def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return what is stored of flat rows, as dense `(keys [n, D], values [n, Dv])` in the dtype of the model."""
+        """Decode flat rows to `(keys [n, D], values [n, Dv])` in the dtype of the model, without the key offset."""
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         keys, values = self.decode(rows)
@@ -86,7 +87,7 @@ class Segment(Held, Attended, ABC):
 
     @property
     def encoded(self) -> bool:
-        """Whether a codec made it; dense pairs may also be the first ones of a stream, which stay as they are."""
+        """Whether a codec made the segment; sinks, which stay dense, may be a segment too."""
         return True
 
     def _place(self) -> None:
@@ -109,24 +110,24 @@ class Segment(Held, Attended, ABC):
         super().check(total, streams)
 
     def put(self, tier: FileTier | None) -> None:
-        """Put the pairs into files, or, with None, where memory is read fastest; tensors that others share stay what they are.
+        """Move the pairs to files or, with None, to the fastest memory; tensors that other segments share do not change.
 
         Raises:
-            OSError: there is no room.
+            OSError: no space is left.
         """
         self.tier = tier
         (tier or MemoryTier()).place(self)
 
     def away(self) -> float:
-        """Bytes per pair that lie elsewhere than in the memory of the device, and are fetched where a pair is read."""
+        """Return bytes per pair outside the memory of the device, which are fetched when the pair is read."""
         stored = [tensor for tensors in self.storage().values() for tensor in tensors if in_file(tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in stored) / max(1, self.layout.total)
 
     @property
     def log_weight(self) -> Tensor | None:
-        """Log of how many pairs each one stands for, [total], which is added to its logits; None for zeros.
+        """Log-weights [total], float32 or float16, added to the logits; None for zeros.
 
-        It is float32, or float16 where whoever set it found that enough.
+        A pair with log-weight log n stands for n equal pairs.
         """
         return self._log_weight
 
@@ -137,32 +138,32 @@ class Segment(Held, Attended, ABC):
     # -- rows ------------------------------------------------------------------------------------------------
 
     def take(self: SegmentT, rows: Tensor, layout: Layout) -> SegmentT:
-        """Return the segment made of flat `rows` (int64, on the host), laid out as `layout`."""
+        """Return the segment of flat `rows` (int64, on the host), laid out as `layout`."""
         rows = rows.to(self.device)
-        taken = self._take(Choice(rows, layout, self.layout))
-        taken._set_slots(self.slots().index_select(0, rows))
-        return taken
+        selected = self._take(Choice(rows, layout, self.layout))
+        selected._set_slots(self.slots().index_select(0, rows))
+        return selected
 
     def _take(self: SegmentT, choice: Choice) -> SegmentT:
-        """Return the segment of the chosen rows, which does not know their slots."""
-        taken = super()._take(replace(choice, origin=self.layout))
-        taken.layout, taken._held_slots, taken.first = choice.layout, None, (0,) * choice.layout.streams
-        return taken
+        """Return the segment of the chosen rows, without slots."""
+        selected = super()._take(replace(choice, origin=self.layout))
+        selected.layout, selected._held_slots, selected.first = choice.layout, None, (0,) * choice.layout.streams
+        return selected
 
     def own(self) -> Segment:
-        """Return the same pairs, none of which two streams have in common."""
+        """Return a segment of the same pairs in which streams share none."""
         return self
 
     def known(self) -> Segment:
-        """Return what codecs may look up of the streams, in their own format; of pairs, at least one of each stream."""
+        """Return the segment that codecs read the format and tables of streams from; it has a pair or more of each stream."""
         return self
 
     def located(self, rows: Tensor) -> tuple[Segment, Tensor]:
-        """Return the segment that holds the pairs of flat `rows`, and which of its rows they are."""
+        """Return the segment that stores the pairs of flat `rows`, and their rows in it."""
         return self, rows
 
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
-        """Return the segments between the given ranks of every stream: before the first bound, ..., after the last."""
+        """Split every stream at some ranks: return the segments before the first bound, ..., after the last."""
         edges = torch.tensor([[0] * self.layout.streams, *bounds, self.layout.lengths])
         return [
             self.take(spans(self.layout.starts_tensor + start, stop - start), Layout((stop - start).tolist()))
@@ -184,22 +185,22 @@ class Segment(Held, Attended, ABC):
         return joined.take(*interleave(layouts))
 
     def _join(self: SegmentT, others: Sequence[SegmentT], joint: Joint) -> SegmentT:
-        """Return the segment of all pairs of `others`, which does not know their slots."""
-        layouts = [other.layout for other in others]
+        """Return the segment of all pairs of `others`, without slots."""
+        layouts = [segment.layout for segment in others]
         joined = super()._join(others, Joint(layouts, joint.woven))
         lengths = zip(*(layout.lengths for layout in layouts), strict=True)
         joined.layout = Layout(map(sum, lengths) if joint.woven else itertools.chain(*(a.lengths for a in layouts)))
         return joined
 
     def joinable(self, other: Segment) -> bool:
-        """Whether `other` has the same format and settings, so that both can become one segment."""
+        """Return whether `other` has the same format and settings, so that both can be joined."""
         return self.joins(other, ())
 
     def joins(self, other: Held, streams: Sequence[int]) -> bool:
         if not isinstance(other, Segment):
             return False
         lengths = zip(self.layout.lengths, other.layout.lengths, strict=True)
-        return super().joins(other, [n for n, both in enumerate(lengths) if all(both)])
+        return super().joins(other, [n for n, pair_counts in enumerate(lengths) if all(pair_counts)])
 
     def side_array(self, name: str) -> Tensor:
         """Return the per-pair array `name`, float32 [total]; zeros where nothing was recorded."""
@@ -207,7 +208,7 @@ class Segment(Held, Attended, ABC):
         return torch.zeros(self.layout.total, device=self.device) if array is None else array
 
     def describe(self, pairs: Segment, without: Collection[str]) -> None:
-        """Take over the slots, weights and per-pair arrays, except those in `without`, of the pairs that this was made of."""
+        """Copy slots, log-weights and per-pair arrays, except those in `without`, from the dense pairs that were encoded."""
         self._held_slots, self.first, self.log_weight = pairs._held_slots, pairs.first, pairs.log_weight
         if self.lists_slots:
             self._held_slots = pairs.positions
@@ -216,7 +217,7 @@ class Segment(Held, Attended, ABC):
     # -- slots -----------------------------------------------------------------------------------------------
 
     lists_slots: ClassVar[bool] = False
-    """Whether kernels read the slot of every pair, so that they are held as such."""
+    """Whether kernels read slots, so that slots are stored instead of differences."""
 
     @property
     def contiguous(self) -> bool:
@@ -227,24 +228,24 @@ class Segment(Held, Attended, ABC):
     def positions(self) -> Tensor | None:
         """Slot of every pair, int32 [total], or None where every stream is contiguous.
 
-        What is held is how far each pair is from the one before, int16, unless one is too far for that or kernels read slots.
+        Stored are the differences between neighbours, int16, unless one is too large or kernels read slots.
         """
-        places = self._held_slots
-        if places is None or places.dtype == torch.int32:
-            return places
-        sums, (starts, lengths) = places.cumsum(0), self.layout.on(places.device)
+        stored = self._held_slots
+        if stored is None or stored.dtype == torch.int32:
+            return stored
+        sums, (starts, lengths) = stored.cumsum(0), self.layout.on(stored.device)
         base = self.first_slot() - sums[starts.clamp_max(len(sums) - 1)]
         return (sums + base.repeat_interleave(lengths, output_size=len(sums))).to(torch.int32)
 
     def slots(self) -> Tensor:
-        """Slot of every pair, int32 [total]."""
+        """Return the slot of every pair, int32 [total]."""
         if (positions := self.positions) is not None:
             return positions
         slots = spans(torch.tensor(self.first, dtype=torch.int64), self.layout.lengths_tensor)
         return slots.to(torch.int32).to(self.device)
 
     def first_slot(self) -> Tensor:
-        """Slot of the first pair of every stream, int64 [N]; copied to the device once."""
+        """Return the slot of the first pair of every stream, int64 [N]; copied to the device once."""
         if self._first_on is None or self._first_on[0] is not self.first:
             self._first_on = self.first, torch.tensor(self.first, dtype=torch.int64).to(self.device)
         return self._first_on[1]
@@ -259,11 +260,11 @@ class Segment(Held, Attended, ABC):
         ends = torch.tensor([(layout.offsets[n], layout.offsets[n + 1] - 1) for n in filled], device=slots.device)
         steps = slots.diff(prepend=slots[:1])
         steps[ends[:, 0]] = 0
-        *found, widest = torch.cat([slots[ends.flatten()], steps.abs().max()[None]]).tolist()
-        starts = dict(zip(filled, found[::2], strict=True))
+        *bounds_and_step, widest = torch.cat([slots[ends.flatten()], steps.abs().max()[None]]).tolist()
+        starts = dict(zip(filled, bounds_and_step[::2], strict=True))
         self.first = tuple(starts.get(n, 0) for n in range(layout.streams))
-        # They ascend, but for pairs of no token, whose slot is negative.
-        pairs = zip(filled, found[::2], found[1::2], strict=True)
+        # Slots ascend, except for pairs without a token, whose slot is negative.
+        pairs = zip(filled, bounds_and_step[::2], bounds_and_step[1::2], strict=True)
         if all(0 <= first == last - layout.lengths[n] + 1 for n, first, last in pairs):
             self._held_slots = None
         else:
@@ -273,21 +274,21 @@ class Segment(Held, Attended, ABC):
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def storage(self) -> dict[str, list[Tensor]]:
-        """Tensors that hold the pairs, by component."""
+        """Return the tensors that store the pairs, by component."""
         return self.tensors(self.stored_names())
 
     def stored_names(self) -> list[str]:
         return [name for name in self.declared() if name not in Segment.declared() and name != "layout"]
 
     def tensors(self, names: Sequence[str] | None = None, component: str = "") -> dict[str, list[Tensor]]:
-        found = super().tensors(names, component)
+        by_component = super().tensors(names, component)
         if self.tier is None:
-            return found
-        apart: dict[str, list[Tensor]] = {}
-        for within, tensors in found.items():
+            return by_component
+        by_place: dict[str, list[Tensor]] = {}
+        for component_name, tensors in by_component.items():
             for tensor in tensors:
-                apart.setdefault("file" if in_file(tensor) else within, []).append(tensor)
-        return apart
+                by_place.setdefault("file" if in_file(tensor) else component_name, []).append(tensor)
+        return by_place
 
     @property
     def value_dim(self) -> int:
@@ -295,13 +296,13 @@ class Segment(Held, Attended, ABC):
         return self.read(slice(0, 0))[1].shape[-1]
 
     def to(self, device: torch.device | str, memo: dict[int, Any] | None = None) -> None:
-        """Move everything to a device, in place; `memo` as in `moved`."""
+        """Move all tensors to a device, in place; `memo` as in `moved`."""
         vars(self).update(vars(self.moved(device, memo)))
 
 
 @dataclass(eq=False, repr=False)
 class DenseSegment(Segment):
-    """Pairs as they were computed: `keys [total, D]`, `values [total, Dv]`."""
+    """Pairs in the dtype of the model: `keys [total, D]`, `values [total, Dv]`."""
 
     keys: Annotated[Tensor, per_pair("dense")]
     values: Annotated[Tensor, per_pair("dense")]
@@ -320,8 +321,8 @@ class DenseSegment(Segment):
         layout = self.layout
         if layout.uniform and layout.longest:
             shape = (layout.streams, layout.longest, -1)
-            whole = slice(0, layout.total)
-            yield Block(slice(0, layout.streams), whole, self.keys.view(shape), self.values.view(shape))
+            all_rows = slice(0, layout.total)
+            yield Block(slice(0, layout.streams), all_rows, self.keys.view(shape), self.values.view(shape))
             return
         for n in range(layout.streams):
             rows = layout.rows(n)
@@ -333,25 +334,25 @@ class DenseSegment(Segment):
 
 
 def survivors(part: SegmentT, marked: Tensor) -> SegmentT:
-    """Return the segment made of the marked (bool [total]) pairs."""
+    """Return the segment of the pairs that `marked`, bool [total], marks."""
     layout = Layout(part.layout.pad(marked, False).sum(dim=1).tolist())
     return part if layout.lengths == part.layout.lengths else part.take(marked.nonzero().flatten(), layout)
 
 
 def read_keys(segments: Sequence[Segment], streams: Tensor, ranks: Tensor) -> Tensor:
-    """Return dense keys `[S, n, D]` at `ranks [S, n]` of some `streams [S]`, counted over all segments; int64, on the host."""
-    found: Tensor | None = None
+    """Return keys `[S, n, D]` at `ranks [S, n]` over all segments, of some `streams [S]`; both int64 on the host."""
+    gathered: Tensor | None = None
     base = torch.zeros(len(streams), 1, dtype=torch.int64)
     for segment in segments:
         starts, lengths = segment.layout.starts_tensor[streams, None], segment.layout.lengths_tensor[streams, None]
-        rows, here = starts + ranks - base, (ranks >= base) & (ranks < base + lengths)
+        rows, is_here = starts + ranks - base, (ranks >= base) & (ranks < base + lengths)
         base = base + lengths
-        if bool(here.all()):
+        if bool(is_here.all()):
             return segment.read(rows.flatten().to(segment.device))[0].unflatten(0, ranks.shape)
-        if bool(here.any()):
-            keys, _ = segment.read(rows[here].to(segment.device))
-            found = keys.new_empty(*ranks.shape, keys.shape[-1]) if found is None else found
-            found[here.to(keys.device)] = keys
-    if found is None:
+        if bool(is_here.any()):
+            keys, _ = segment.read(rows[is_here].to(segment.device))
+            gathered = keys.new_empty(*ranks.shape, keys.shape[-1]) if gathered is None else gathered
+            gathered[is_here.to(keys.device)] = keys
+    if gathered is None:
         raise ValueError("no segment holds these ranks")
-    return found
+    return gathered

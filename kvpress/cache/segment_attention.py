@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to sealed pairs: by an operator, on their own codes, or block by block where none serves."""
+"""Attention to sealed pairs: by an operator that reads codes, or block by block on decoded pairs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ BLOCK_ROWS = 4096
 
 @dataclass
 class Block:
-    """Dense pairs of some streams: `keys [S, n, D]`, `values [S, n, Dv]`, and where they come from."""
+    """Dense pairs of some streams."""
 
     streams: slice
+    """Streams of the pairs."""
     rows: slice
+    """Flat rows of the pairs."""
     keys: Tensor
+    """Keys `[S, n, D]`."""
     values: Tensor
+    """Values `[S, n, Dv]`."""
 
 
 class Attended(ABC):
-    """Pairs that are read row by row, and that an operator may read as they lie."""
+    """Base class of segments for attention: by operators where possible, else on decoded rows."""
 
     layout: Layout
 
     @property
     @abstractmethod
     def log_weight(self) -> Tensor | None:
-        """Log of how many pairs each one stands for, [total], which is added to its logits; None for zeros."""
+        """Log-weights [total], added to the logits; None for zeros."""
 
     @property
     @abstractmethod
@@ -61,11 +65,11 @@ class Attended(ABC):
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)["_read_as"] = None  # it may hold what was there
+        vars(self)["_read_as"] = None  # it may refer to the old tensors
         super().__setattr__(name, value)
 
     def blocks(self) -> Iterator[Block]:
-        """Dense blocks that cover all pairs, small enough never to amount to a dense copy."""
+        """Yield dense blocks that cover all pairs, each small enough to avoid a dense copy."""
         layout = self.layout
         for n in range(layout.streams):
             rows = layout.rows(n)
@@ -75,45 +79,49 @@ class Attended(ABC):
                 yield Block(slice(n, n + 1), part, keys[None], values[None])
 
     def operand(self) -> kernels.Rows | None:
-        """Return the pairs as the operators take them; None where they can only be read block by block."""
+        """Return the pairs as operand of operators; None where they can only be read block by block."""
         return None
 
     def as_rows(self) -> kernels.Rows | None:
-        """Return `operand`, kept for the next token."""
+        """Return `operand`, cached for the next token."""
         return self._keep("operand", self.operand)
 
     def _keep(self, name: str, make: Callable[[], RowsT]) -> RowsT:
-        """Return `make()`, the same object for every token, so that it is checked once.
+        """Return `make()`, cached, so that the operand is checked once and not for every token.
 
-        It is kept until something of the pairs is set, unless it holds tensors that only it has: those are made for each
-        call, and freed behind it. Made twice, such an operand has others.
+        The cache is cleared when an attribute of the segment is set. An operand with temporary tensors is not cached, but made
+        for each call and freed after it; it is recognised by making it twice, which gives different tensors.
         """
         kept = self._kept()
         if name in kept:
             rows = kept[name]
             return make() if rows is None else rows
-        rows, again = make(), make()
-        places, others = ([t.untyped_storage().data_ptr() for t in tensors_in(made)] for made in (rows, again))
-        self._kept()[name] = rows if places == others else None  # tables may have grown meanwhile
+        rows, remade = make(), make()
+        addresses, new_addresses = (
+            [t.untyped_storage().data_ptr() for t in tensors_in(operand)] for operand in (rows, remade)
+        )
+        self._kept()[name] = (
+            rows if addresses == new_addresses else None
+        )  # looked up again, since tables may have grown
         return rows
 
     def _kept(self) -> dict[str, Any]:
-        """What `_keep` keeps, by name; empty once something has changed."""
+        """Return the cache of `_keep` by name, emptied if the tables have changed."""
         read_as = vars(self).get("_read_as")
         if read_as is None or read_as[0] is not self._tables():
             read_as = vars(self)["_read_as"] = self._tables(), {}
         return read_as[1]
 
     def _tables(self) -> Tensor | None:
-        """What an operand holds that changes without being set on the segment."""
+        """Return the tensor of an operand that can change without setting an attribute of the segment."""
         return None
 
     def serves(self, queries: Tensor, logits: Logits) -> bool:
-        """Whether an operator attends from these queries, without decoded copies."""
+        """Return whether an operator can attend from these queries, without decoded copies."""
         return self._served(queries, logits) is not None
 
     def _served(self, queries: Tensor, logits: Logits) -> kernels.Rows | None:
-        """Return the operand where an operator should attend from these queries."""
+        """Return the operand if an operator should attend from these queries, else None."""
         rows = self.as_rows()
         if logits.softcap is not None and rows is not None and rows.key_basis is not None:
             rows = rows if rows.key_basis.centre is None else None
@@ -121,7 +129,7 @@ class Attended(ABC):
         return rows if stored is not None and kernels.serves(queries, stored) else None
 
     def _part(self, rows: kernels.Rows) -> kernels.Part:
-        """All pairs as one part of what an operator reads, kept as long as its rows are."""
+        """Return all pairs as one part for an operator, cached as long as its rows are."""
         kept = self._kept()
         lasting = kept.get("operand") is rows
         part: kernels.Part | None = kept.get("part") if lasting else None
@@ -132,30 +140,30 @@ class Attended(ABC):
         return part
 
     def as_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
-        """What an operator reads to do the same as `attend`, with what lies elsewhere in one call; None where it cannot."""
+        """Return the parts for an operator that computes `attend` together with other segments; None without one."""
         rows = self._served(queries, logits)
         return None if rows is None else [self._part(rows)]
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
         """Attend from `queries [N, M, D]` to all pairs; `hidden [total]` marks pairs to leave out.
 
-        A format that does this in its own way says in `as_parts` what does the same, or is always asked alone.
+        A format that overrides this must override `as_parts` to match; otherwise it is computed in a separate call.
         """
         if hidden is None and (rows := self._served(queries, logits)) is not None:
             return kernels.decode_parts(queries, [self._part(rows)], options_of(logits))
         parts: dict[int, list[Partial]] = {}
         for block in self.blocks():
             visible = None if hidden is None else ~hidden[block.rows].view(len(block.keys), 1, -1)
-            asking, weight = queries[block.streams], self._weight_of(block)
-            partial = attend(asking, block.keys, block.values, logits, visible, weight)
+            block_queries, weight = queries[block.streams], self._weight_of(block)
+            partial = attend(block_queries, block.keys, block.values, logits, visible, weight)
             parts.setdefault(block.streams.start, []).append(partial)
         merged = {start: merge(partials) for start, partials in parts.items()}
         if 0 in merged and len(merged[0][0]) == len(queries):
             return merged[0]
         out = torch.zeros(*queries.shape[:2], self.value_dim, device=queries.device)
         lse = torch.full(out.shape[:2], -torch.inf, device=queries.device)
-        for start, (own_out, own_lse) in merged.items():
-            out[start], lse[start] = own_out[0], own_lse[0]
+        for start, (stream_out, stream_lse) in merged.items():
+            out[start], lse[start] = stream_out[0], stream_lse[0]
         return out, lse
 
     def _weight_of(self, block: Block) -> Tensor | None:
@@ -165,9 +173,9 @@ class Attended(ABC):
     def attend_rows(
         self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
     ) -> Partial:
-        """Attend to chosen pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
+        """Attend to selected pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
 
-        They are pairs of stream `streams[i]`, int64, of stream `i % N` where that is None.
+        The pairs belong to stream `streams[i]`, int64, or to stream `i % N` without `streams`.
         """
         if (operand := self._served(queries, logits)) is not None:
             if streams is None and len(rows) != self.layout.streams:
@@ -180,23 +188,23 @@ class Attended(ABC):
         return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :], weight)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
-        """Attention that every pair receives, summed over query rows: float32 [total]; `lse [N, M]` is the whole's."""
+        """Return the attention of every pair, summed over query rows, float32 [total]; `lse [N, M]` covers all stored pairs."""
         rows = self.as_rows()
         dense = rows is not None and rows.is_plain and isinstance(rows.keys, kernels.Dense)
         if dense and kernels.available(rows.keys.storage):  # type: ignore[union-attr]
             return kernels.column_mass(queries, rows, self._ranges(queries), options_of(logits), lse=lse)  # type: ignore[arg-type]
         received = torch.zeros(self.layout.total, device=queries.device)
         for block in self.blocks():
-            asking, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)
-            for some in query_blocks(asking, block.keys):
-                shares = torch.exp(logits(asking[:, some], block.keys, weight) - total[:, some])
+            block_queries, total, weight = queries[block.streams], lse[block.streams, :, None], self._weight_of(block)
+            for query_rows in query_blocks(block_queries, block.keys):
+                shares = torch.exp(logits(block_queries[:, query_rows], block.keys, weight) - total[:, query_rows])
                 received[block.rows] += shares.sum(dim=1).flatten()
         return received
 
-    def _ranges(self, beside: Tensor) -> kernels.Ranges:
-        return kernels.Ranges(*self.layout.on(beside.device), longest=self.layout.longest)
+    def _ranges(self, like: Tensor) -> kernels.Ranges:
+        return kernels.Ranges(*self.layout.on(like.device), longest=self.layout.longest)
 
 
 def options_of(logits: Logits) -> kernels.Options:
-    """How logits are formed, as the operators take it."""
+    """Return the options of operators for these logits."""
     return kernels.Options(logits.scale, logits.softcap)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stored pairs the new tokens of a pass read, and attention to them.
+"""Pairs that a selector chose for the new tokens of a pass, and attention to them.
 
-With N streams, Q new tokens and G query heads per kv head, every token asks each stream for itself: *query stream* `t * N + n`
-is token t at stream n. What is known of each stream, `[N, ...]`, is repeated for every token.
+With N streams, Q new tokens and G query heads per KV head, pairs are selected for each token and stream: *query stream*
+`t * N + n` is token t at stream n. Data per stream, `[N, ...]`, are repeated for every token.
 """
 
 from __future__ import annotations
@@ -21,46 +21,45 @@ from kvpress.cache.segment import Segment
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is read of one segment: of its flat rows the first `counts[i]` of `rows[i]`, ascending, for query stream i.
-
-    `rows [Q * N, K]` are int32 or int64, `counts [Q * N]` int64.
-    """
+    """Selected pairs of one segment: query stream i reads the first `counts[i]` of `rows[i]`."""
 
     rows: Tensor
+    """Flat rows `[Q * N, K]`, ascending, int32 or int64."""
     counts: Tensor
+    """Number of rows `[Q * N]`, int64."""
 
     def of_tokens(self, streams: slice) -> Chosen:
-        """Return the part of some query streams."""
+        """Return the selection of some query streams."""
         return Chosen(self.rows[streams], self.counts[streams])
 
 
 Selection = list[list[Chosen]] | None
-"""What the query heads of a group read: one part per segment for each set of heads, or None for everything."""
+"""Selected pairs for each set of query heads of a GQA group, one entry per segment; None for all pairs."""
 
 
 def by_token(rows: Tensor, tokens: int) -> Tensor:
-    """View query rows `[N, G * Q, ...]` as `[Q, N, G, ...]`: token by token, what each asks of every stream."""
+    """View query rows `[N, G * Q, ...]` as `[Q, N, G, ...]`, token by token."""
     return rows[None] if tokens == 1 else rows.unflatten(1, (-1, tokens)).movedim(2, 0)
 
 
 def by_stream(rows: Sequence[Tensor], streams: int) -> Tensor:
-    """Turn results of blocks of tokens, `[q * N, G, ...]` each, back into `[N, G * Q, ...]`."""
+    """Rearrange results of blocks of tokens, `[q * N, G, ...]` each, to `[N, G * Q, ...]`."""
     blocks = [part.unflatten(0, (-1, streams)) for part in rows]
     return torch.cat(blocks).movedim(0, 2).flatten(1, 2)
 
 
 def for_tokens(per_stream: Tensor, tokens: int) -> Tensor:
-    """Repeat what is known of each stream, `[N, ...]`, for every token: `[Q * N, ...]`."""
+    """Repeat data per stream, `[N, ...]`, for every token: `[Q * N, ...]`."""
     return per_stream if tokens == 1 else per_stream.repeat(tokens, *[1] * (per_stream.dim() - 1))
 
 
 def joined(blocks: Sequence[Selection]) -> Selection:
-    """Join the selections of successive blocks of tokens; those of a layer have the same sets and segments."""
+    """Join the selections of successive blocks of tokens; all have the same sets of heads and the same segments."""
     first = blocks[0]
     if first is None or len(blocks) == 1:
         return first
-    known = [block for block in blocks if block is not None]
-    return [[_as_one(parts) for parts in zip(*heads, strict=True)] for heads in zip(*known, strict=True)]
+    selections = [block for block in blocks if block is not None]
+    return [[_as_one(parts) for parts in zip(*heads, strict=True)] for heads in zip(*selections, strict=True)]
 
 
 def _as_one(parts: Sequence[Chosen]) -> Chosen:
@@ -83,7 +82,7 @@ def attend_chosen(segment: Segment, queries: Tensor, logits: Logits, chosen: Cho
 
 
 def fetched_bytes(segments: Sequence[Segment], selection: Selection) -> int:
-    """Bytes of the pairs that a selection reads of segments which lie in host memory or in files, each time that it does."""
+    """Return bytes of pairs that a selection reads from segments in host memory or in files."""
     total = 0.0
     for i, segment in enumerate(segments):
         if size := segment.away():
@@ -93,12 +92,12 @@ def fetched_bytes(segments: Sequence[Segment], selection: Selection) -> int:
 
 
 def _read(part: Chosen) -> int:
-    # What is sent to another device is sent at full width, and nothing waits for the counts.
+    # Transfers to a device copy the full width, so that counts on the device need no synchronisation.
     return int(part.counts.sum()) if part.counts.device.type == "cpu" else part.rows.numel()
 
 
 def _tokens_at_once(segment: Segment, queries: Tensor, logits: Logits, chosen: Chosen) -> int:
-    """How many tokens `attend_rows` takes together: all where an operator reads the rows in place, else as many as fit."""
+    """Return the number of tokens per call of `attend_rows`: all if an operator reads rows in place, else as many as fit."""
     streams, dim = segment.layout.streams, queries.shape[2]
     if segment.serves(queries, logits):
         return len(queries) // streams

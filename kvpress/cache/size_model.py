@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream of a store will hold, found by the rules of the store (`KVStore`, `Window`) from numbers alone."""
+"""Prediction of the bytes of a stream, by the rules of `KVStore` and `Window`, from numbers alone."""
 
 from __future__ import annotations
 
@@ -15,35 +15,46 @@ from kvpress.cache.window import GROWTH
 
 @dataclass
 class Sealed:
-    """Pairs in one segment: bytes of their tiles, how they are held, and whether they need positions."""
+    """Pairs in one segment."""
 
     pairs: float
+    """Number of pairs."""
     tiles: float
+    """Bytes of their tiles."""
     form: str
+    """Storage format: `dense`, `encoded` or `generated`."""
     placed: bool
+    """Whether slots are stored, because the stream has gaps."""
 
 
 @dataclass
 class PlannedStream:
-    """Pairs of one row and kv head, of the mean length where streams differ (`ragged`): `dim` numbers a key, `pair_dim` a pair.
-
-    `dense` pairs are in the dense sealed segment, the oldest `placed` of them not contiguous; `window` are filled and
-    `capacity` allocated. `index_bytes` is that of a selector, `side_bytes` what observers record of a pair before it is
-    encoded and after.
-    """
+    """Pairs of one row and KV head."""
 
     dim: int
+    """Numbers in a key."""
     pair_dim: int
+    """Numbers in a pair."""
     dtype: torch.dtype
+    """Type of the model."""
     codec: Codec | None = None
+    """Codec of the layer."""
     ragged: bool = False
+    """Whether streams differ in length; this one then has the mean length."""
     index_bytes: Callable[[float], float] = lambda pairs: 0.0
+    """Maps a number of pairs to the bytes of a selector's index."""
     side_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the per-pair arrays of a pair before and after encoding."""
     segments: list[Sealed] = field(default_factory=list)
+    """Encoded segments and sinks, oldest first."""
     dense: float = 0.0
+    """Pairs in the dense sealed segment."""
     placed: float = 0.0
+    """Oldest of these pairs, which have gaps."""
     window: int = 0
+    """Pairs in the window."""
     capacity: int = 0
+    """Pairs that the window has memory for."""
 
     @property
     def pair_bytes(self) -> int:
@@ -52,12 +63,12 @@ class PlannedStream:
 
     @property
     def pairs(self) -> float:
-        """Pairs held."""
+        """Number of stored pairs."""
         return sum(part.pairs for part in self.segments) + self.dense + self.window
 
     @property
     def tail_bytes(self) -> float:
-        """What pairs that are dense only because they fill no tile take more than they would encoded."""
+        """Extra bytes of pairs that are dense only because they do not fill a tile."""
         if self.codec is None:
             return 0.0
         pairs = max(0.0, self.dense + self.window - self.codec.residual - self._sinks())
@@ -65,7 +76,7 @@ class PlannedStream:
 
     @property
     def bytes(self) -> float:
-        """Bytes held."""
+        """Held bytes."""
         open_bytes, sealed_bytes = self.side_bytes
         total: float = self.capacity * self.pair_bytes + self.window * open_bytes
         total += self.dense * (self.pair_bytes + open_bytes + (SLOT if self.placed else 0))
@@ -78,7 +89,7 @@ class PlannedStream:
         return total
 
     def read(self, tokens: int, kept: int) -> None:
-        """Take in a prompt, of which `kept` pairs stay."""
+        """Read a prompt of `tokens` tokens, of which `kept` pairs stay."""
         if kept < tokens:
             self.dense = self.placed = kept
         else:
@@ -86,7 +97,7 @@ class PlannedStream:
         self._settle(generated=False)
 
     def generate(self, tokens: int) -> None:
-        """Take in tokens one by one."""
+        """Generate tokens one by one."""
         while tokens > 0:
             step = min(tokens, self._until_settled())
             self._append(step)
@@ -94,7 +105,7 @@ class PlannedStream:
             self._settle(generated=True)
 
     def evict(self, kept: float) -> None:
-        """Keep so many pairs, evenly of all that is held, and leave what is not encoded in the dense segment."""
+        """Keep so many pairs, in proportion from all segments, and seal the dense ones."""
         share = kept / self.pairs if self.pairs else 1.0
         if share >= 1:
             return
@@ -112,7 +123,7 @@ class PlannedStream:
         return 0 if self.codec is None or self.segments else min(self.codec.sinks, self.dense + self.window)
 
     def _until_settled(self) -> int:
-        """Return after how many tokens the next tile may be full."""
+        """Return the number of tokens until the next tile may be full."""
         codec = self.codec
         if codec is None:
             return 2**62
@@ -125,14 +136,14 @@ class PlannedStream:
             return
         sinks = self._sinks()
         free = self.dense + self.window - codec.residual - sinks
-        # Streams of all lengths leave, on average, half a tile over.
+        # On average, streams of different lengths leave half a tile.
         step = codec.tile_size(not self.segments)
         tiles = max(0.0, free - (step - 1) / 2) if self.ragged else max(0, free // step * step)
         if not tiles:
             return
         if sinks:
             self.segments.append(Sealed(sinks, sinks * self.pair_bytes, "dense", self.placed > 0))
-        size = [codec.tile_bytes(round(tiles), self.dim, self.dtype, made) for made in (False, True)]
+        size = [codec.tile_bytes(round(tiles), self.dim, self.dtype, is_generated) for is_generated in (False, True)]
         form = "encoded" if size[0] == size[1] or not generated else "generated"
         self.segments.append(Sealed(tiles, size[generated], form, self.placed > sinks))
         self.dense = self.dense + self.window - sinks - tiles

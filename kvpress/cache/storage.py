@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a storage format holds, said once: taking rows, joining, moving, copying, counting and saving follow from it.
+"""Base class of storage formats, which implements taking rows, joining, moving, copying, counting and saving.
 
-A format is a dataclass that extends `Held`. Its fields are annotated with what their tensors have an entry for:
+A format is a dataclass that extends `Held`. The annotation of a field defines the unit of its tensor's entries:
 
-    codes: Annotated[Tensor, per_pair("codes")]                  every pair
-    scale: Annotated[Tensor, per_group("scales", axis="runs")]   every group of pairs, which the `Axis` in `runs` numbers
-    factor: Annotated[Tensor, per_stream("scales")]              every stream
-    book: Annotated[Tensor, per_layer("tables")]                 the layer: all of its segments hold the same
-    runs: Annotated[Runs, part("scales")]                        it holds another `Held` about the same pairs, or an `Axis`
-    shift: Annotated[Tensor | None, derived("indexes")]          made from the others, and forgotten when they change
+    codes: Annotated[Tensor, per_pair("codes")]                  each pair
+    scale: Annotated[Tensor, per_group("scales", axis="runs")]   each group of pairs, numbered by the `Axis` in `runs`
+    factor: Annotated[Tensor, per_stream("scales")]              each stream
+    book: Annotated[Tensor, per_layer("tables")]                 the layer: shared by all of its segments
+    runs: Annotated[Runs, part("scales")]                        another `Held` of the same pairs, or an `Axis`
+    shift: Annotated[Tensor | None, derived("indexes")]          computed from other fields, and dropped when they change
 
-The name is the component in the memory report; that of a part, where it has one, replaces those of what is in it. A field
-without such a note is a setting, plain data: only storages with equal settings are joined.
+The name is the component in the memory report; the name of a part, if it has one, replaces the names inside of it. A field
+without annotation is a setting, plain data: only storages with equal settings are joined.
 """
 
 from __future__ import annotations
@@ -34,35 +34,42 @@ HeldT = TypeVar("HeldT", bound="Held")
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field holds. Tensors that `stay` are not moved with the others."""
+    """Annotation of a field."""
 
     kind: str
+    """Unit that the field has an entry for."""
     component: str = ""
+    """Component in the memory report."""
     axis: str = ""
+    """Field with the `Axis` that numbers groups."""
     stay: bool = False
+    """Whether the tensor stays on its device when the others move."""
 
 
 per_pair, per_group, per_stream, per_layer, part, derived = (
     partial(Declared, kind) for kind in ("pair", "group", "stream", "layer", "part", "derived")
 )
 per_pair_or_zero = partial(Declared, "extra")
-"""A tensor per pair, or a dict of them; None, or a name that is missing, stands for zeros."""
+"""Tensor per pair, or dict of such tensors; None, or a missing name, stands for zeros."""
 own = partial(Declared, "own")
-"""What the class itself takes and joins."""
+"""Field that the class takes and joins in its own methods."""
 _SETTING = Declared("setting")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Flat `rows`, int64, that a storage is made of, laid out as `layout`; `origin` is how they were laid out before."""
+    """Rows that a new storage is made of."""
 
     rows: Tensor
+    """Flat rows of the old storage, int64."""
     layout: Layout
+    """Layout of the new storage."""
     origin: Layout
+    """Layout of the old storage."""
 
     @cached_property
     def streams(self) -> Tensor:
-        """For every stream of the layout, the one that its first row came from, int64."""
+        """Old stream of the first row of every new stream, int64."""
         first = torch.tensor(self.layout.offsets[:-1], device=self.rows.device)
         if not self.layout.total:
             return torch.zeros_like(first)
@@ -71,33 +78,35 @@ class Choice:
 
 @dataclass(frozen=True)
 class Joint:
-    """How storages are put together: back to back, or `woven`, stream by stream, where all streams are equally long."""
+    """Arrangement in which storages are joined."""
 
     layouts: Sequence[Layout]
+    """Layout of each storage."""
     woven: bool = False
+    """Whether to join stream by stream, possible if all streams are equally long; otherwise back to back."""
 
     def pairs(self, arrays: Sequence[Tensor | None]) -> Tensor | None:
-        """Join arrays with an entry for every pair; zeros stand for those that are None."""
+        """Join arrays with an entry for every pair; None stands for zeros."""
         like = next((array for array in arrays if array is not None), None)
         if like is None:
             return None
-        whole = [
+        filled = [
             like.new_zeros(layout.total, *like.shape[1:]) if array is None else array
             for array, layout in zip(arrays, self.layouts, strict=True)
         ]
         if not self.woven:
-            return memory.joined(whole)
+            return memory.joined(filled)
         shapes = [(layout.streams, layout.longest) for layout in self.layouts]
-        return memory.joined([a.unflatten(0, shape) for a, shape in zip(whole, shapes, strict=True)], dim=1).flatten(
+        return memory.joined([a.unflatten(0, shape) for a, shape in zip(filled, shapes, strict=True)], dim=1).flatten(
             0, 1
         )
 
 
 class Held:
-    """Tensors of a storage format; see the module."""
+    """Base class of storage formats; see the module docstring."""
 
     formats: ClassVar[dict[str, type[Held]]] = {}
-    """All formats by name, for what was saved."""
+    """All formats by name, for reading files."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -106,19 +115,19 @@ class Held:
     @classmethod
     @cache
     def declared(cls) -> dict[str, Declared]:
-        """Return what every field holds, axes before what lies along them.
+        """Return the annotation of every field, each axis before the fields that use it.
 
         Raises:
-            TypeError: a tensor, or what holds some, is not declared.
+            TypeError: a field with tensors has no annotation.
         """
         hints = get_type_hints(cls, include_extras=True)
-        found = {f.name: getattr(hints[f.name], "__metadata__", (_SETTING,))[0] for f in fields(cls)}  # type: ignore[arg-type]
-        for name, declared in found.items():
+        declarations = {f.name: getattr(hints[f.name], "__metadata__", (_SETTING,))[0] for f in fields(cls)}  # type: ignore[arg-type]
+        for name, declared in declarations.items():
             kinds = [kind for kind in (hints[name], *get_args(hints[name])) if isinstance(kind, type)]
             if declared is _SETTING and any(issubclass(kind, (Tensor, Held)) for kind in kinds):
-                raise TypeError(f"{cls.__name__}.{name} must say what it has an entry for, such as per_pair('codes')")
-        axes = {declared.axis for declared in found.values()}
-        return {name: found[name] for name in sorted(found, key=lambda name: name not in axes)}
+                raise TypeError(f"{cls.__name__}.{name} must declare its entries, such as per_pair('codes')")
+        axes = {declared.axis for declared in declarations.values()}
+        return {name: declarations[name] for name in sorted(declarations, key=lambda name: name not in axes)}
 
     @classmethod
     @cache
@@ -128,7 +137,7 @@ class Held:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         for name, declared in self.declared().items():
             value = getattr(self, name)
             if isinstance(value, Tensor) or (
@@ -138,7 +147,7 @@ class Held:
         raise ValueError(f"{type(self).__name__} holds no tensors")
 
     def stored_names(self) -> list[str]:
-        """Return the names of the fields that hold the pairs themselves, not what is known of them."""
+        """Return the names of the fields that store keys and values."""
         return list(self.declared())
 
     def _twin(self: HeldT) -> HeldT:
@@ -147,7 +156,7 @@ class Held:
         return twin
 
     def _with(self: HeldT, change: Callable[[str, Declared, Any], Any]) -> HeldT:
-        """Return a copy whose fields hold what `change` makes of them; settings stay and what is derived is forgotten."""
+        """Return a copy with `change` applied to every field; settings stay, derived fields are cleared."""
         twin = self._twin()
         for name, declared in self.declared().items():
             value = getattr(self, name)
@@ -159,10 +168,10 @@ class Held:
         return twin
 
     def _place(self) -> None:
-        """Put new tensors where the format keeps them."""
+        """Move new tensors to the tier of the format."""
 
     def _take(self: HeldT, choice: Choice) -> HeldT:
-        """Return what is held of the chosen rows."""
+        """Return the storage of some rows."""
         inside = self._choices(choice)
         groups: dict[str, Tensor] = {}
 
@@ -185,15 +194,15 @@ class Held:
         return self._with(taken)
 
     def _choices(self, choice: Choice) -> dict[str, Choice]:
-        """Return what is chosen of parts that hold some of the pairs only."""
+        """Return the choice for each part that stores some of the pairs only."""
         del choice
         return {}
 
     def _join(self: HeldT, others: Sequence[HeldT], joint: Joint) -> HeldT:
-        """Return what is held of the pairs of all `others`, of which this is the first."""
+        """Return the storage of the pairs of all `others`, of which this is the first."""
 
         def joined(name: str, declared: Declared, value: Any) -> Any:
-            values = [getattr(other, name) for other in others]
+            values = [getattr(storage, name) for storage in others]
             if isinstance(value, Axis):
                 return value.join(values, [layout.total for layout in joint.layouts], self.device)
             if declared.kind == "part":
@@ -201,18 +210,18 @@ class Held:
             if declared.kind in ("own", "layer") or (declared.kind == "stream" and joint.woven):
                 return value
             if isinstance(value, dict):
-                return {key: joint.pairs([held.get(key) for held in values]) for key in set().union(*values)}
+                return {key: joint.pairs([arrays.get(key) for arrays in values]) for key in set().union(*values)}
             return joint.pairs(values) if declared.kind in ("pair", "extra") else memory.joined(values)
 
         return self._with(joined)
 
     def weaves(self) -> bool:
-        """Whether storages like this can be woven: no entry is shared by pairs that would come to lie apart."""
-        held = [getattr(self, name) for name, declared in self.declared().items() if declared.kind == "part"]
-        return all(value is None or (not isinstance(value, Axis) and value.weaves()) for value in held)
+        """Return whether storages like this can be woven, because no entry belongs to several pairs."""
+        parts = [getattr(self, name) for name, declared in self.declared().items() if declared.kind == "part"]
+        return all(value is None or (not isinstance(value, Axis) and value.weaves()) for value in parts)
 
     def joins(self, other: Held, streams: Sequence[int]) -> bool:
-        """Whether `other` is held alike, so that both can be joined; `streams` are those that have pairs in both."""
+        """Return whether `other` has the same format and settings, so that both can be joined; `streams` have pairs in both."""
         return type(self) is type(other) and all(
             _alike(declared, getattr(self, name), getattr(other, name), streams)
             for name, declared in self.declared().items()
@@ -220,10 +229,10 @@ class Held:
         )
 
     def check(self, total: int, streams: int) -> None:
-        """Check the lengths of all tensors against each other, as of a storage of `total` pairs of so many streams.
+        """Check types and lengths of all fields for a storage of `total` pairs in so many streams.
 
         Raises:
-            ValueError: a tensor has another length, or a field is of another type than it is declared.
+            ValueError: a tensor has another length, or a field has another type than declared.
         """
         hints, kind = self.hints(), type(self).__name__
         lengths: dict[str, int] = {}
@@ -246,12 +255,12 @@ class Held:
                     raise ValueError(f"{name} of {kind} has shape {shape}, not {expected[declared.kind]} entries")
 
     def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
-        """Return the numbers of pairs and streams of a part."""
+        """Return the number of pairs and of streams of a part."""
         del name
         return total, streams
 
     def __deepcopy__(self: HeldT, memo: dict[int, Any]) -> HeldT:
-        """Return a copy that shares all tensors; what segments of a layer have in common is in common to their copies too."""
+        """Return a copy that shares all tensors; objects that segments of a layer share are shared by their copies too."""
         twin = self._twin()
         for name, value in vars(self).items():
             if isinstance(value, Held):
@@ -261,13 +270,13 @@ class Held:
         return twin
 
     def moved(self: HeldT, device: torch.device | str, memo: dict[int, Any] | None = None) -> HeldT:
-        """Return a copy on a device; what several of them share is moved once where they are given the same `memo`."""
+        """Return a copy on a device; shared objects are moved once if all calls pass the same `memo`."""
         memo = {} if memo is None else memo
         return self._with(lambda name, declared, value: value if declared.stay else moved(value, device, memo))
 
     def tensors(self, names: Sequence[str] | None = None, component: str = "") -> dict[str, list[Tensor]]:
-        """Return every tensor by component, all under `component` where it is given; with `names`, of these fields only."""
-        found: dict[str, list[Tensor]] = {}
+        """Return all tensors by component, or all under `component` if it is set; with `names`, of these fields only."""
+        by_component: dict[str, list[Tensor]] = {}
         for name, declared in self.declared().items():
             value, within = getattr(self, name), component or declared.component
             if declared.kind == "setting" or (names is not None and name not in names):
@@ -275,22 +284,22 @@ class Held:
             parts = value.tensors(None, within) if isinstance(value, Held) else {within: tensors_in(value)}
             for key, tensors in parts.items():
                 if tensors:
-                    found.setdefault(key, []).extend(tensors)
-        return found
+                    by_component.setdefault(key, []).extend(tensors)
+        return by_component
 
 
 class Axis(Held):
-    """Which entries of other tensors belong to a pair, where they are not one each."""
+    """Maps pairs to entries of other tensors, where pairs share entries."""
 
     def take(self, rows: Tensor) -> tuple[Axis, Tensor]:
-        """Return the axis of the given rows, and which entries they still need, int64."""
+        """Return the axis of some rows, and the entries that these need, int64."""
         raise NotImplementedError
 
     def entries(self, total: int) -> int:
-        """Return the number of entries that belong to `total` pairs.
+        """Return the number of entries for `total` pairs.
 
         Raises:
-            ValueError: the axis is one of another number of pairs.
+            ValueError: the axis has another number of pairs.
         """
         raise NotImplementedError
 
@@ -300,14 +309,14 @@ class Axis(Held):
 
 
 def is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; of containers, the items are not looked at."""
+    """Return whether a value has an annotated type; items of containers are not checked."""
     origin = get_origin(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
     if origin is Literal:
         return value in get_args(hint)
     if origin in (Union, UnionType):
-        return any(is_of(value, each) for each in get_args(hint))
+        return any(is_of(value, option) for option in get_args(hint))
     if hint is int:
         return type(value) is int and value >= 0
     kind = origin or hint
@@ -319,7 +328,7 @@ def _alike(declared: Declared, mine: Any, theirs: Any, streams: Sequence[int]) -
         return bool(mine == theirs)
     if mine is theirs or mine is None or theirs is None:
         return mine is theirs
-    if declared.kind == "layer":  # what came from a file equals what the codec makes, and is another object
+    if declared.kind == "layer":  # tables from a file equal those of the codec, but are other objects
         return isinstance(mine, Tensor) and isinstance(theirs, Tensor) and torch.equal(mine, theirs)
     if isinstance(mine, Held):
         return mine.joins(theirs, streams)
@@ -329,25 +338,25 @@ def _alike(declared: Declared, mine: Any, theirs: Any, streams: Sequence[int]) -
 
 
 def moved(value: Any, device: torch.device | str, memo: dict[int, Any]) -> Any:
-    """Return tensors, containers of them and what has a `moved` of its own on a device, everything else as it is."""
+    """Move tensors, containers of them and objects with `moved` to a device; return all other values unchanged."""
     if id(value) in memo:
         return memo[id(value)][1]
     if isinstance(value, Tensor):
-        found: Any = value.to(device)
+        result: Any = value.to(device)
     elif hasattr(value, "moved"):
-        found = value.moved(device, memo)
+        result = value.moved(device, memo)
     elif type(value) is dict:
-        found = {key: moved(item, device, memo) for key, item in value.items()}
+        result = {key: moved(item, device, memo) for key, item in value.items()}
     elif type(value) in (list, tuple):
-        found = type(value)(moved(item, device, memo) for item in value)
+        result = type(value)(moved(item, device, memo) for item in value)
     else:
         return value
-    memo[id(value)] = value, found  # the original too, so that no other object gets its id
-    return found
+    memo[id(value)] = value, result  # the reference keeps the id from being reused
+    return result
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in containers, in the fields of dataclasses, and in what lists its `tensors`."""
+    """Return all tensors in containers, fields of dataclasses, and objects with `tensors`."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """All pairs of one attention layer: encoded segments, one dense sealed segment, and the open window.
 
-Slots ascend through these three parts within every stream. Nothing here knows transformers; `kvpress.hf` puts a store behind
-a cache layer.
+Slots ascend through these three parts within every stream. This module does not depend on transformers; `kvpress.hf` connects
+a store to a cache layer.
 
-What a copy (`copy.deepcopy`) shares with its original: the tensors of sealed segments and of `Held` objects in the codec
-state, which are never written to. It has a window, observers, per-pair arrays and everything else of its own. The dict that all
-layers of a cache have in common is copied with the cache: angle tables are shared, what a selector remembers of a step is not.
+A copy (`copy.deepcopy`) shares with its original the tensors of sealed segments and of `Held` objects in the codec state,
+which are never written to. The window, observers, per-pair arrays and all other state are copied. The dict that all layers of a
+cache share is copied with the cache: angle tables are shared, the state that a selector keeps of a step is not.
 """
 
 from __future__ import annotations
@@ -32,30 +32,20 @@ from kvpress.cache.storage import moved, tensors_in
 from kvpress.cache.window import Cursor, RealTokens, Window
 
 Reader = Callable[[Tensor], list[Partial]]
-"""Attends from `queries [N, G * Q, D]` to some of the pairs of each encoded segment, each token to its own."""
+"""Attends from `queries [N, G * Q, D]` to the pairs of encoded segments that were selected for each token."""
 Opened = Callable[[Window, RealTokens | None], Partial]
-"""Attends from the newest tokens to what is chosen of the window's."""
+"""Attends from the newest tokens to the selected pairs of the window."""
 
 
 class KVStore(Rollback):
-    """Pairs of `B` rows and `H` kv heads.
+    """Pairs of `B` rows and `H` KV heads.
 
-    `seen` counts the tokens that the sequence has consumed, pads included; `mask`, where a method takes it, is the
-    boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `since_eviction` counts the tokens generated
-    since the last eviction that comes after so many of them, up to the `counted`-th token; `settled` are the tokens seen
-    when `settle` looked for full tiles without waiting;
-    `targets` are the pairs per head that each row was last cut down to, `sealed_tokens` the real tokens of each row that
-    the window no longer holds. `codec_state` is what codecs keep of this layer: tensors, containers of them, and objects with
-    `tensors`, `moved` and, where they differ from row to row, `select_rows`. `index` caches what selectors derived from all
-    encoded pairs; it is forgotten when these change in any other way than by further ones. `observers` watch the layer, as
-    `kvpress.observe.observer` says.
-
-    `fetched` counts the bytes of pairs that selectors read of segments which lie in host memory or in files.
-
-    `Rollback` says which of the newest tokens can be taken back.
+    `mask`, where a method takes it, is the boolean `[B, seen]` mask of real tokens, or None where nothing is padded. `Rollback`
+    defines which of the newest tokens can be removed again.
     """
 
     fetched: int = 0
+    """Bytes of pairs that selectors have read from host memory or files."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.batch, self.heads = keys.shape[:2]
@@ -64,24 +54,32 @@ class KVStore(Rollback):
         self.dense = None
         self.window = Window.empty_like(keys, values)
         self.seen = 0
+        """Tokens that the sequence has consumed, padding included."""
         self.since_eviction = self.counted = 0
+        """Tokens generated since the last eviction during decoding, counted up to token number `counted`."""
         self.settled: list[int] = []
+        """Values of `seen` at which `settle` looked for full tiles without waiting."""
         self.targets: list[int] | None = None
+        """Pairs per head that the last eviction left in each row."""
         self.sealed_tokens: list[int] | None = None
+        """Real tokens of each row that are no longer in the window."""
         self.observers: dict[Any, Any] = {}
+        """Observers of the layer (`kvpress.observe.observer`)."""
         self.codec_state: dict[str, Any] = {}
+        """State of codecs: tensors, containers of them, objects with `tensors`, `moved` and, if rows differ, `select_rows`."""
         self.index: dict[str, Any] = {}
+        """Cache of data that selectors derive from encoded pairs; it stays valid only while pairs are appended."""
         self.fixed_at = 0
         self.journal: list[Savepoint] | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where new pairs come, and are attended to."""
+        """Device of the window, on which attention runs."""
         return self.window.keys.device
 
     @property
     def settled_at(self) -> int | None:
-        """Tokens seen when `settle` last looked for full tiles without waiting, None where it never did."""
+        """Value of `seen` when `settle` last looked for full tiles without waiting; None before that."""
         return self.settled[-1] if self.settled else None
 
     @settled_at.setter
@@ -90,12 +88,12 @@ class KVStore(Rollback):
 
     @property
     def dense(self) -> DenseSegment | None:
-        """The dense sealed segment, which no rows have in common: pairs that they have are copied when it is asked for."""
-        held = self._dense
-        own = None if held is None else held.own()
-        if own is not held:
-            self.dense = own
-        return own  # type: ignore[return-value]
+        """Dense sealed segment, unshared: pairs that rows share are copied at the first access."""
+        stored = self._dense
+        unshared = None if stored is None else stored.own()
+        if unshared is not stored:
+            self.dense = unshared
+        return unshared  # type: ignore[return-value]
 
     @dense.setter
     def dense(self, dense: Segment | None) -> None:
@@ -103,20 +101,20 @@ class KVStore(Rollback):
 
     @property
     def _dense(self) -> Segment | None:
-        """The dense sealed segment as it is held."""
+        """Dense sealed segment, in which rows may share pairs."""
         return vars(self)["dense"]
 
     @property
     def sealed(self) -> list[Segment]:
-        """All sealed parts, oldest first."""
+        """All sealed segments, oldest first."""
         return self.segments if self._dense is None else [*self.segments, self._dense]
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add new tokens `[B, H, n, D]` at the end."""
         if (keys.shape[0], keys.shape[1]) != (self.batch, self.heads) or keys.shape[3] != self.window.keys.shape[3]:
-            held = (self.batch, self.heads, "*", self.window.keys.shape[3])
+            shape = (self.batch, self.heads, "*", self.window.keys.shape[3])
             raise ValueError(
-                f"this cache holds keys of shape {held} (batch, kv heads, tokens, head dim) but the model brings "
+                f"this cache holds keys of shape {shape} (batch, kv heads, tokens, head dim) but the model brings "
                 f"{tuple(keys.shape)}; use one cache per model and batch"
             )
         if keys.dtype != self.dtype:
@@ -125,9 +123,9 @@ class KVStore(Rollback):
         self.seen += keys.shape[2]
 
     def ready(self, mask: RealTokens | None, spare: int) -> Cursor | None:
-        """Return where a static step writes its token, after making room; None where only `append` can add it.
+        """Return the cursor at which a static step writes its token, after making room; None where only `append` works.
 
-        `mask` covers the new token; a full window grows by `spare`.
+        `mask` covers the new token; a full window grows by `spare` tokens.
         """
         pads = self.window.pads(mask, self.window.length + 1)
         if pads is None or self.window.side or self._hides_sealed(mask):
@@ -136,7 +134,7 @@ class KVStore(Rollback):
         return self.window.cursor_at(pads)
 
     def count_token(self) -> None:
-        """Count the token of a static step, which itself leaves all counters on the host alone."""
+        """Count the token of a static step, which does not update the counters on the host."""
         self.window.length += 1
         self.seen += 1
 
@@ -152,31 +150,31 @@ class KVStore(Rollback):
         opened: Opened | None = None,
         causal: bool = True,
     ) -> Partial:
-        """Attend from the newest tokens' `queries [B, Hq, Q, D]` to everything stored and visible.
+        """Attend from the newest tokens' `queries [B, Hq, Q, D]` to all stored, visible pairs.
 
-        Layers that share `mask` find out once what follows from it. `sinks [Hq]` are extra logits without a value. A
-        `reader` reads the segments, unless the mask hides tokens in them: then all visible pairs are read. `opened` reads the
-        window, unless its pairs have weights of their own: then all of it is read. Without `causal`, new tokens see later ones.
+        Layers that pass the same `RealTokens` compute its counts once. `sinks [Hq]` are extra logits without a value. `reader`
+        reads the segments, unless the mask hides tokens in them: then all visible pairs are read. `opened` reads the window,
+        unless its pairs have log-weights: then all of it is read. Without `causal`, new tokens see later ones.
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
         rows = group_queries(queries, self.heads)
         parts: list[Partial] = []
-        together: list[kernels.Part] = []  # what one call of an operator reads
+        operator_parts: list[kernels.Part] = []  # read by one call of an operator
         options = kernels.Options(logits.scale, logits.softcap)
         mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
         hides = self._hides_sealed(mask)
-        whole = self.sealed
+        fully_read = self.sealed
         if reader is not None and self.segments and not hides:
             parts += reader(rows)
-            whole = self.sealed[len(self.segments) :]
-        for segment in whole:
+            fully_read = self.sealed[len(self.segments) :]
+        for segment in fully_read:
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
-            asked = segment.as_parts(rows, logits) if hidden is None else None
-            if asked is None:
+            operands = segment.as_parts(rows, logits) if hidden is None else None
+            if operands is None:
                 parts.append(segment.attend(rows, logits, hidden))
             else:
-                together += asked
+                operator_parts += operands
         if opened is not None and self.window.log_weight is None:
             parts.append(opened(self.window, mask))
         elif self.window.length:
@@ -185,13 +183,13 @@ class KVStore(Rollback):
             if newest is None:
                 parts.append(self.window.attend(rows, logits, new, mask))
             else:
-                together.append(newest)
+                operator_parts.append(newest)
                 options = replace(options, causal=new if new > 1 else 0)
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
             parts.append((extra.new_zeros(*rows.shape[:2], self.window.values.shape[-1]), extra))
-        return kernels.decode_parts(rows, together, options, parts) if together else merge(parts)
+        return kernels.decode_parts(rows, operator_parts, options, parts) if operator_parts else merge(parts)
 
     def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""
@@ -201,37 +199,37 @@ class KVStore(Rollback):
 
     def _hidden(self, segment: Segment, mask: Tensor) -> Tensor:
         row = (segment.layout.stream_of_row // self.heads).to(mask.device)
-        # The mask may lie where the model's inputs do, which is another device where layers are spread over several.
+        # The mask is on the device of the model's inputs, which may differ if layers are spread over several devices.
         return ~mask[row, segment.slots().to(mask.device).long()].to(self.device)
 
     # -- sealing ---------------------------------------------------------------------------------------------
 
     def open_segment(self, mask: Tensor | None) -> DenseSegment:
         """Return the dense sealed segment and the real tokens of the window as one segment; changes nothing."""
-        fresh = self.window.segment(mask)
-        return fresh if self.dense is None else DenseSegment.join([self.dense, fresh])
+        newest = self.window.segment(mask)
+        return newest if self.dense is None else DenseSegment.join([self.dense, newest])
 
     def seal(self, dense: DenseSegment | None, mask: Tensor | None) -> None:
-        """Replace the dense sealed segment and empty the window; `dense` holds what of them is kept."""
+        """Replace the dense sealed segment and empty the window; `dense` holds the pairs of both that are kept."""
         self.dense = dense if dense is not None and dense.layout.total else None
         self.window = self.window.emptied(self.seen)
         self.sealed_tokens = [self.seen] * self.batch if mask is None else mask.sum(dim=1).tolist()
 
     def close(self, mask: Tensor | None) -> None:
-        """Seal the window as it is, so that copies share it; tokens that were open still are."""
+        """Seal all pairs of the window, so that copies share them; open tokens stay open."""
         self.seal(self.open_segment(mask), mask)
 
     def hold_in_common(self, copies: int, mask: Tensor | None) -> None:
-        """Seal everything, and hold once what so many rows in a row have in common: they hold the same pairs."""
+        """Seal all pairs, and store them once for each `copies` consecutive rows, which hold the same pairs."""
         if self.batch % copies or self.window.side or any(part.side for part in self.sealed):
-            return  # observers go on to write down what each row makes of its pairs
+            return  # per-pair arrays will differ from row to row
         self.close(mask)
         self._choose_rows([row - row % copies for row in range(self.batch)])
 
     def evict(self, kept: Sequence[Tensor], mask: Tensor | None, opened: DenseSegment | None = None) -> None:
-        """Keep, of every stream's stored pairs in order, those that `kept[n]` (bool) marks; free the others.
+        """Keep the pairs of each stream n that `kept[n]`, bool, marks in order of rank; free the others.
 
-        `opened` is what `open_segment` returns, where that is known.
+        `opened` is the result of `open_segment` if the caller has it.
         """
         opened = self.open_segment(mask) if opened is None else opened
         parts: list[Segment] = [*self.segments, opened]
@@ -240,25 +238,25 @@ class KVStore(Rollback):
             rows, _ = interleave([part.layout for part in parts])
             marked = torch.empty_like(marked).index_copy_(0, rows.to(marked.device), marked)
         *encoded, dense = marked.split([part.layout.total for part in parts])
-        left = [survivors(segment, own) for segment, own in zip(self.segments, encoded, strict=True)]
-        self.segments = [segment for segment in left if segment.layout.total]
+        kept_segments = [survivors(segment, marks) for segment, marks in zip(self.segments, encoded, strict=True)]
+        self.segments = [segment for segment in kept_segments if segment.layout.total]
         self.index, self.fixed_at = {}, self.seen
         self.seal(survivors(opened, dense), mask)
 
     def replace_dense(
         self, keys: Tensor | None = None, values: Tensor | None = None, sides: dict[str, Tensor] | None = None
     ) -> None:
-        """Put other keys, values or per-pair arrays in the place of those of the dense sealed segment.
+        """Replace keys, values or per-pair arrays of the dense sealed segment.
 
-        All are flat, `[total, ...]`, in its order. Copies of the cache keep theirs. Call it right after `evict`: `crop` cannot
-        bring back what was replaced.
+        All are flat, `[total, ...]`, in its order. Copies of the cache do not change. Call it right after `evict`, since
+        `crop` cannot restore replaced pairs.
 
         Raises:
-            ValueError: there is no dense segment, or a shape is another.
+            ValueError: there is no dense segment, or a shape differs.
         """
         dense = self.dense
         if dense is None:
-            raise ValueError("this layer holds no dense sealed pairs that could be replaced")
+            raise ValueError("this layer holds no dense sealed pairs to replace")
         for name, array in ({"keys": keys, "values": values} | (sides or {})).items():
             shape = getattr(dense, name).shape if name in ("keys", "values") else dense.keys.shape[:1]
             if array is not None and array.shape != shape:
@@ -267,25 +265,27 @@ class KVStore(Rollback):
         twin.keys = twin.keys if keys is None else keys.to(dense.keys)
         twin.values = twin.values if values is None else values.to(dense.values)
         twin.side |= {name: array.to(dense.device, torch.float32) for name, array in (sides or {}).items()}
-        self.dense, self.window.cursor = twin, None  # a recorded step must not read what was there
+        self.dense, self.window.cursor = twin, None  # a recorded step must not read the old tensors
 
     def weigh(self, weights: dict[int, Tensor]) -> None:
-        """Give all sealed pairs of some streams other logit weights: `weights[n]`, float32 or float16, in their order.
+        """Set the log-weights of all sealed pairs of some streams: `weights[n]`, float32 or float16, in order of rank.
 
-        Copies of the cache keep theirs. Call it right after `evict`, as `replace_dense`.
+        Copies of the cache do not change. Call it right after `evict`, like `replace_dense`.
 
         Raises:
-            ValueError: a stream holds another number of pairs, or a weight is not finite.
+            ValueError: a stream has a different number of pairs, or a weight is not finite.
         """
-        held = [0] * (self.batch * self.heads)  # a layer may keep nothing where layers compete
+        num_pairs = [0] * (self.batch * self.heads)  # a layer may keep nothing where layers compete
         for part in self.sealed:
-            held = [count + length for count, length in zip(held, part.layout.lengths, strict=True)]
+            num_pairs = [count + length for count, length in zip(num_pairs, part.layout.lengths, strict=True)]
         for n, weight in weights.items():
-            if weight.shape != (held[n],):
-                raise ValueError(f"log_weight of stream {n} must have shape ({held[n]},), got {tuple(weight.shape)}")
+            if weight.shape != (num_pairs[n],):
+                raise ValueError(
+                    f"log_weight of stream {n} must have shape ({num_pairs[n]},), got {tuple(weight.shape)}"
+                )
             if not bool(weight.isfinite().all()):
                 raise ValueError("log_weight must be finite")
-        used, parts = [0] * len(held), []
+        used, parts = [0] * len(num_pairs), []
         for part in (part.own() for part in self.sealed):
             old = (
                 next(iter(weights.values())).new_zeros(part.layout.total)
@@ -301,14 +301,14 @@ class KVStore(Rollback):
             twin.log_weight = flat
             parts.append(twin)
         self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self._dense is not None else None
-        self.index, self.window.cursor = {}, None  # a recorded step must not read what was there
+        self.index, self.window.cursor = {}, None  # a recorded step must not read the old tensors
 
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False, turn: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
-        With `wait`, only every `codec.interval` tokens: ragged streams would otherwise take turns at every token, and at such
-        times all rows are looked at. `turn` marks the end of a prompt or turn that was evicted from: a `whole` codec then
-        encodes pairs that fill no tile too. What is encoded of a row, and when, depends on its own pairs alone.
+        With `wait`, do so only every `codec.interval` tokens, since in ragged streams some tile would otherwise fill at almost
+        every token; then all rows are checked. `turn` marks the end of a prompt or turn with an eviction: a `whole` codec then
+        also encodes partial tiles. The pairs of a row that are encoded, and when, depend on that row alone.
         """
         if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.interval(self.device):
             return
@@ -323,24 +323,23 @@ class KVStore(Rollback):
         sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun, turn)
         if not any(ends):
             return
-        first, old, rest = opened.cut(sinks, ends)
-        known = tuple(segment.known() for segment in self.segments)
-        offset = offset_of(
-            old, codec.spread, replace(sealing, earlier=known)
-        )  # which may refuse, before anything changes
+        first, old, dense_tail = opened.cut(sinks, ends)
+        templates = tuple(segment.known() for segment in self.segments)
+        # May raise, so it comes before any change.
+        offset = offset_of(old, codec.spread, replace(sealing, earlier=templates))
         self.save()
         before = list(self.segments)
-        self.seal(rest, sealing.mask)
+        self.seal(dense_tail, sealing.mask)
         try:
             if first.layout.total:
                 self._prepend(first)
             earlier = tuple(part.known() for part in self.segments)
-            own = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-            segment = codec.encode(old if offset is None else without(offset, old), own)
+            codec_input = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
+            segment = codec.encode(old if offset is None else without(offset, old), codec_input)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
-        except OSError:  # no room where pairs are kept: all of them stay in memory
+        except OSError:  # no space in the tier: all pairs stay in memory
             self.segments = before
             self.seal(opened, sealing.mask)
             raise
@@ -350,7 +349,7 @@ class KVStore(Rollback):
         self._join_tail()
 
     def _prepend(self, first: DenseSegment) -> None:
-        """Put pairs of rows that hold no sealed ones yet before all segments."""
+        """Insert pairs of rows without sealed pairs before all segments."""
         if self.segments and self.segments[0].joinable(first):
             self.segments[0] = Segment.join([self.segments[0], first])
         else:
@@ -367,7 +366,7 @@ class KVStore(Rollback):
     # -- batch operations ------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the given batch rows, in that order; repeats, as of beams, have their sealed pairs in common."""
+        """Keep some batch rows, in this order; repeated rows, as in beam search, share their sealed pairs."""
         order = rows.tolist()
         self._choose_rows(order)
         self.window.select_rows(rows)
@@ -377,12 +376,12 @@ class KVStore(Rollback):
         self.targets = None if self.targets is None else [self.targets[row] for row in order]
         if self.sealed_tokens is not None:
             self.sealed_tokens = [self.sealed_tokens[row] for row in order]
-        for held in (*self.observers.values(), *self.codec_state.values()):
-            if hasattr(held, "select_rows"):
-                held.select_rows(rows)
+        for state in (*self.observers.values(), *self.codec_state.values()):
+            if hasattr(state, "select_rows"):
+                state.select_rows(rows)
 
     def _choose_rows(self, order: Sequence[int]) -> None:
-        """Make the sealed pairs of the rows those of the given ones."""
+        """Replace the sealed pairs by those of the rows in `order`."""
         streams = [row * self.heads + head for row in order for head in range(self.heads)]
         chosen = [CommonSegment.of(segment, streams) for segment in self.segments]
         self.segments, self.index = [segment for segment in chosen if segment.layout.total], {}
@@ -393,7 +392,7 @@ class KVStore(Rollback):
     # -- observers and devices ---------------------------------------------------------------------------------------------
 
     def forget(self, needed: Collection[Any]) -> None:
-        """Drop the observers that are not needed any more, and the per-pair arrays that they recorded."""
+        """Remove observers that are not `needed`, and their per-pair arrays."""
         for name in [name for name in self.observers if name not in needed]:
             for side in self.observers.pop(name).sides:
                 self.window.side.pop(side, None)
@@ -401,7 +400,7 @@ class KVStore(Rollback):
                     segment.side.pop(side, None)
 
     def to(self, device: torch.device | str, memo: dict[int, Any] | None = None) -> None:
-        """Move everything to a device, in place; stores that are given the same `memo` share there what they share here."""
+        """Move all tensors to a device, in place; stores that pass the same `memo` go on sharing tensors."""
         memo = {} if memo is None else memo
         for segment in self.sealed:
             segment.to(device, memo)
@@ -416,34 +415,34 @@ class KVStore(Rollback):
     # -- accounting ------------------------------------------------------------------------------------------
 
     def stored(self) -> list[int]:
-        """Pairs stored of every stream, window included."""
+        """Return the number of stored pairs of every stream, window included."""
         counts = [self.window.length] * (self.batch * self.heads)
         for segment in self.sealed:
             counts = [count + length for count, length in zip(counts, segment.layout.lengths, strict=True)]
         return counts
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Every tensor that this layer holds, by component."""
-        held: dict[str, list[Tensor]] = {
+        """Return all tensors of this layer, by component."""
+        by_component: dict[str, list[Tensor]] = {
             "window": self.window.tensors(),
             "scores": tensors_in([self.window.side, self.observers]),
             "codec state": tensors_in(self.codec_state),
             "indexes": tensors_in(self.index),
         }
-        held = {name: tensors for name, tensors in held.items() if tensors}
+        by_component = {name: tensors for name, tensors in by_component.items() if tensors}
         for segment in self.sealed:
             for name, tensors in segment.tensors().items():
-                held.setdefault(name, []).extend(tensors)
+                by_component.setdefault(name, []).extend(tensors)
         if self.journal:
-            held["rollback"] = [tensor for point in self.journal for tensor in point.tensors()]
-        return held
+            by_component["rollback"] = [tensor for point in self.journal for tensor in point.tensors()]
+        return by_component
 
     def written(self) -> dict[str, Any]:
-        """What a file holds of it: everything but what is kept to take tokens back."""
+        """Return the state for a file: everything except savepoints."""
         return {**vars(self), "journal": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
-        """Copy what changes; sealed segments copy themselves without their tensors."""
+        """Copy mutable state; copies of sealed segments share their tensors."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         for name in ("segments", "dense", "window", "observers", "codec_state", "settled", "journal"):

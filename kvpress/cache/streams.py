@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer stores, stream by stream, for methods that choose among all pairs without copying them."""
+"""Stored pairs of a layer stream by stream, for methods that choose among all pairs without copying them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvpress.cache.store import KVStore
 
 
 def real_slots(store: KVStore, mask: Tensor | None) -> list[Tensor]:
-    """Slots of the real tokens of every row, int64, ascending, on the host; `mask [B, seen]` as in `Stored`."""
+    """Return the slots of the real tokens of every row, int64, ascending, on the host; `mask [B, seen]` as in `Stored`."""
     if mask is None:
         return [torch.arange(store.seen)] * store.batch
     return [row.nonzero().flatten() for row in mask.cpu()]
 
 
 class Stored:
-    """The pairs of one layer, padding left out: `slots[n]` are those of stream `n`, int64, ascending, on the host.
+    """Pairs of one layer without padding: `slots[n]` are the slots of stream `n`, int64, ascending, on the host.
 
-    Pairs of no token, whose slot is negative, have the slot of the pair before them; the first ones keep theirs.
+    Pairs without a token, whose slot is negative, get the slot of the previous pair, if there is one.
     `mask [B, seen]` marks real tokens, None where nothing is padded.
     """
 
     def __init__(self, store: KVStore, mask: Tensor | None) -> None:
         self.store = store
-        fresh = [at[at >= store.window.first] for at in real_slots(store, mask)]
-        self.slots = [at for at in fresh for _ in range(store.heads)]
+        in_window = [row_slots[row_slots >= store.window.first] for row_slots in real_slots(store, mask)]
+        self.slots = [row_slots for row_slots in in_window for _ in range(store.heads)]
         for segment in reversed(store.sealed):
             parts = segment.slots().cpu().long().split(segment.layout.lengths)
             self.slots = [torch.cat(pair).cummax(0).values for pair in zip(parts, self.slots, strict=True)]
@@ -41,7 +41,7 @@ class Stored:
             if begin < end:
                 parts.append(segment.read(slice(first + begin, first + end)))
             before += length
-        at = (self.slots[stream][max(start, before) : stop] - window.first).to(window.keys.device)
+        indices = (self.slots[stream][max(start, before) : stop] - window.first).to(window.keys.device)
         row, head = divmod(stream, store.heads)
-        parts.append((window.keys[row, head, at], window.values[row, head, at]))
+        parts.append((window.keys[row, head, indices], window.values[row, head, indices]))
         return parts

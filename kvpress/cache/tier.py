@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where encoded pairs lie: in memory, or in a file, of which only the pages that are read are fetched."""
+"""Tiers of encoded pairs: memory, or a memory-mapped file, of which only the pages that are read are loaded."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PREFIX = "kvpress-pairs-"
 
 
 class Tier(ABC):
-    """Where the tensors lie that a storage format has for every pair, or group of pairs."""
+    """Place of the tensors of a storage format with an entry for each pair or group."""
 
     def place(self, held: Held) -> None:
-        """Put the tensors of a storage that is not in use yet where they are kept; what is there already stays.
+        """Move the tensors of a new storage to this tier; tensors that are there already stay.
 
         Raises:
-            OSError: there is no room; what was begun is gone.
+            OSError: no space is left; partial files are removed.
         """
         names = held.stored_names()
         for name, declared in held.declared().items():
@@ -43,34 +43,34 @@ class Tier(ABC):
 
     @abstractmethod
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor there."""
+        """Return the tensor in this tier."""
 
 
 class MemoryTier(Tier):
-    """Keeps pairs in the memory of their device, on huge pages where that helps."""
+    """Memory of the pairs' device, on huge pages where that helps."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor there."""
+        """Return the tensor in this tier."""
         return memory.moved(tensor)
 
 
 @dataclass(frozen=True)
 class FileTier(Tier):
-    """Keeps what a storage format has for every pair, or group of pairs, in files of a `folder`, the system's where None.
+    """Files with the tensors of a storage format that have an entry for each pair or group.
 
-    A file has no name any more once it is mapped: the system removes it with the last cache that reads it, and when the
-    process ends in whatever way. Nothing is written to it later, as to no sealed pair. A cache on another device has
-    its pairs there, in no file.
+    Each file is unlinked after it is mapped: the system frees it with the last cache that reads it, and when the process ends
+    for any reason. Files, like all sealed pairs, are never written again. Pairs on a device other than the CPU stay there.
     """
 
     folder: str | None = field(default=None, compare=False)
+    """Folder of the files; None for the temporary folder of the system."""
 
     def written(self) -> dict[str, Any]:
-        """What a file of a cache holds of it: not the folder, which may not be there where it is read."""
+        """Return the state for a saved cache, without the folder, which may not exist on another machine."""
         return {"folder": None}
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor there.
+        """Return the tensor in this tier.
 
         Raises:
             OSError: the folder cannot be written to, or is full.
@@ -80,16 +80,16 @@ class FileTier(Tier):
             return tensor
         file, path = tempfile.mkstemp(prefix=PREFIX, dir=self.folder)
         try:
-            left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            # Written, not assigned through the mapping: there a full disk would end the process.
-            while left:
-                left = left[os.write(file, left) :]
+            remaining = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+            # Written by system calls, since a full disk would kill the process on a write through the mapping.
+            while remaining:
+                remaining = remaining[os.write(file, remaining) :]
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"{size:,} bytes of pairs cannot be kept in a file of {self.folder or tempfile.gettempdir()}: "
-                f"{error.strerror}; give a folder with more room",
+                f"{error.strerror}; use a folder with more space",
             ) from error
         finally:
             os.close(file)
@@ -99,13 +99,13 @@ class FileTier(Tier):
 
 
 def in_file(tensor: Tensor) -> bool:
-    """Whether a tensor is mapped from a file of a tier."""
+    """Return whether a tensor is mapped from a file of a tier."""
     path = tensor.untyped_storage().filename if tensor.device.type == "cpu" else None
     return path is not None and os.path.basename(path).startswith(PREFIX)
 
 
 def _read_at_random(tensor: Tensor) -> None:
-    """Tell the system that pages around one that is read are not wanted."""
+    """Advise the system not to read ahead."""
     advice = getattr(mmap, "MADV_RANDOM", None)
     if advice is not None:
         libc = ctypes.CDLL(None)

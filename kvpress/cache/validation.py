@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a store that came from a file: lengths and types agree with each other, so that no kernel reads past an end.
+"""Checks of a store from a file: lengths and types are consistent, so that no kernel reads out of bounds.
 
-Each check takes time and memory in proportion to the header of the file, not to the numbers that stand in it.
+Each check takes time and memory in proportion to the header of the file, not to the numbers in it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvpress.cache.window import Window
 from kvpress.kernels import Dense, Packed
 
 COUNTERS = ("batch", "heads", "seen", "since_eviction", "counted", "fixed_at")
-"""Attributes of a store that are numbers of rows, heads or tokens."""
+"""Attributes of a store that count rows, heads or tokens."""
 
 
 def check_store(store: Any, length: int) -> None:
     """Check a store that has seen `length` tokens.
 
     Raises:
-        ValueError: a part of it is missing, of another type, or of another length than the others give it.
+        ValueError: an attribute is missing, has a wrong type, or a length that contradicts others.
     """
     if not isinstance(store, KVStore):
         raise ValueError(f"the store is a {type(store).__name__}")
@@ -56,7 +56,7 @@ def check_store(store: Any, length: int) -> None:
 
 
 def _check_names(value: Any, like: Any) -> None:
-    """Check that an object has the attributes of another one, and no further ones that its class does not name."""
+    """Check that an object has the attributes of `like`, and no others except annotated ones."""
     names, usual = set(vars(value)), set(vars(like))
     if wrong := (usual - names) | (names - usual - set(type(like).__annotations__)):
         raise ValueError(f"attributes of {type(like).__name__} differ in {', '.join(sorted(wrong))}")
@@ -79,19 +79,19 @@ def _check_window(store: KVStore, window: Window, length: int) -> None:
         if side is not None and (not isinstance(side, Tensor) or side.shape != window.keys.shape[:3]):
             raise ValueError(f"{name!r} of the window is not one number for each of its tokens")
     if window.cursor is not None or store.journal is not None:
-        raise ValueError("the window has a cursor, or the store a journal, which no file has")
+        raise ValueError("the window has a cursor, or the store a journal, which files never contain")
 
 
 def _segments(store: KVStore) -> list[Segment]:
-    held = [*store.segments, *([] if vars(store)["dense"] is None else [vars(store)["dense"]])]
-    for segment in held:
+    segments = [*store.segments, *([] if vars(store)["dense"] is None else [vars(store)["dense"]])]
+    for segment in segments:
         if not isinstance(segment, Segment):
             raise ValueError(f"a segment is a {type(segment).__name__}")
-    return held
+    return segments
 
 
 def _check_pairs(segment: Segment, store: KVStore) -> None:
-    """Check that the first and the last pair can be read, as pairs of the shape that the window has."""
+    """Check that the first and the last pair can be read, with the shape of the window's pairs."""
     if not segment.layout.total:
         return
     rows = torch.tensor([0, segment.layout.total - 1])
@@ -105,19 +105,21 @@ def _window_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(store: KVStore) -> None:
-    """Check what a store keeps of every row."""
+    """Check the attributes of a store with an entry for every row."""
     for name in ("targets", "sealed_tokens"):
         numbers = getattr(store, name)
         if numbers is not None and (not _are_ints(numbers) or len(numbers) != store.batch):
             raise ValueError(f"{name} are {numbers!r}, not one number for each of {store.batch} rows")
-    if not _are_ints(store.settled) or not all(isinstance(held, dict) for held in (store.observers, store.codec_state)):
+    if not _are_ints(store.settled) or not all(
+        isinstance(state, dict) for state in (store.observers, store.codec_state)
+    ):
         raise ValueError("observers or the state of codecs are of another type")
-    for wanted, observer in store.observers.items():
-        _check_observer(observer, wanted.make(), store.batch)
+    for request, observer in store.observers.items():
+        _check_observer(observer, request.make(), store.batch)
 
 
 def _check_observer(observer: Any, new: Any, batch: int) -> None:
-    """Check that an observer is what a new one becomes: attributes of the same types, and tensors of so many rows."""
+    """Check that an observer has the attribute types of a `new` one, and tensors of `batch` rows."""
     kind = type(new).__name__
     if type(observer) is not type(new) or observer.sides != new.sides:
         raise ValueError(f"an observer is not a {kind} of {new.sides}")
@@ -133,7 +135,7 @@ def _check_observer(observer: Any, new: Any, batch: int) -> None:
 
 
 def _check_index(index: Any, streams: int, length: int, total: int | None = None) -> None:
-    """Check what selectors looked up of all pairs, or of the `total` pairs of a segment."""
+    """Check the indexes of selectors, over all pairs or over the `total` pairs of a segment."""
     if not isinstance(index, dict):
         raise ValueError(f"an index is a {type(index).__name__}")
     for value in index.values():
@@ -145,18 +147,18 @@ def _check_entry(value: Any, streams: int, length: int, total: int | None) -> No
     kind, declared = type(value), [field.name for field in fields(value)]
     hints = get_type_hints(kind)
     for name in declared:
-        if name not in vars(value) or not is_of(held := vars(value)[name], hints[name]):
+        if name not in vars(value) or not is_of(field_value := vars(value)[name], hints[name]):
             raise ValueError(f"{name} of {kind.__name__} is missing or not {hints[name]}")
-        if isinstance(held, Layout):
-            if held.streams != streams or min(held.lengths) < 0 or held.longest > length:
+        if isinstance(field_value, Layout):
+            if field_value.streams != streams or min(field_value.lengths) < 0 or field_value.longest > length:
                 raise ValueError(
                     f"{name} of {kind.__name__} is not a layout of {streams} streams of at most {length} tokens"
                 )
             if name == "layout":
-                total = held.total
-        elif isinstance(held, (Dense, Packed)):
-            _check_entry(held, streams, length, None)
-            held.check(name, held.storage.shape[0] if total is None else total)
+                total = field_value.total
+        elif isinstance(field_value, (Dense, Packed)):
+            _check_entry(field_value, streams, length, None)
+            field_value.check(name, field_value.storage.shape[0] if total is None else total)
     tensors = [vars(value)[name] for name in declared if isinstance(vars(value)[name], Tensor)]
     if total is not None and any(tensor.shape[:1] != (total,) for tensor in tensors[:1]):
         raise ValueError(f"{kind.__name__} does not have {total} entries")

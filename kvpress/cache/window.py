@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open end of a layer: a preallocated dense block that new tokens are written into."""
+"""Open end of a layer: a preallocated dense block that new tokens are written to."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GROWTH = 16
 
 
 class RealTokens:
-    """Which of the tokens seen are real, `real [B, seen]`.
+    """Mask of the real tokens among those seen, `real [B, seen]`, with counts cached on the host.
 
-    The number of pads in front of each row is read from the device once, and from `before` without waiting for it: real tokens
-    of an earlier pass that these continue, with nothing but real tokens behind. It answers every question where all other
-    tokens are real. Elsewhere each question waits, so answers are kept: all layers of a forward pass share one of these.
+    The left padding of each row is read from the device once, or copied without synchronisation from `before`, the mask of an
+    earlier pass that this one extends by real tokens only. If all other tokens are real, every count follows from it. Otherwise
+    each count synchronises with the device and is cached, so all layers of a forward pass share one object.
     """
 
     def __init__(self, real: Tensor, before: RealTokens | None = None) -> None:
@@ -36,7 +36,7 @@ class RealTokens:
             self._front, self._has_holes = before._front, before._has_holes
 
     def _in_front(self) -> list[int] | None:
-        """Return the pads in front of each row; None where tokens behind a real one are pads."""
+        """Return the left padding of each row; None if there is padding after a real token."""
         if self._front is None and not self._has_holes:
             pads, contiguous = _padding(self.real)
             *counts, exact = torch.cat([pads, contiguous[None].to(pads.dtype)]).tolist()
@@ -50,7 +50,7 @@ class RealTokens:
         return pads is not None and not any(pads)
 
     def counts(self, end: int) -> list[int]:
-        """Real tokens of each row among the first `end`."""
+        """Return the number of real tokens of each row among the first `end`."""
         if (pads := self._in_front()) is not None:
             return [max(0, min(end, self.real.shape[1]) - pad) for pad in pads]
         if end not in self._counts:
@@ -58,7 +58,7 @@ class RealTokens:
         return self._counts[end]
 
     def left_padding(self, first: int, length: int) -> list[int] | None:
-        """Pads in front of each row of the `length` mask from `first`; None if there are holes elsewhere."""
+        """Return the left padding of each row in slots `first, ..., first + length - 1`; None if there is other padding."""
         if (in_front := self._in_front()) is not None:
             return [min(max(0, pad - first), length) for pad in in_front]
         key = (first, length)
@@ -69,10 +69,10 @@ class RealTokens:
 
 
 class Cursor:
-    """How far a window is filled, on its device: what a recorded step reads and moves instead of host counters.
+    """Filled length of a window, on its device: a recorded step reads and advances it instead of host counters.
 
     `starts` and `lengths [N]` are the streams of the block as flat rows, after `pads[b]` tokens of left padding;
-    `end [1]` is the first free token. `part` is the block as an operator reads it, once it was asked for.
+    `end [1]` is the first free token. `part` caches the block as an operator reads it.
     """
 
     def __init__(self, window: Window, pads: list[int]) -> None:
@@ -83,11 +83,11 @@ class Cursor:
         self.part: kernels.Part | None = None
 
     def move(self, tokens: int) -> None:
-        """Follow `tokens` new tokens."""
+        """Advance by `tokens` new tokens."""
         self._counters += tokens
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the tensors of the cursor, for the memory report."""
         return [self.starts, self._counters]
 
 
@@ -95,7 +95,7 @@ class Window:
     """`keys [B, H, capacity, D]` and `values [B, H, capacity, Dv]`, of which the first `length` tokens are filled.
 
     Token `i` of the window is in slot `first + i` of the sequence, in every row and head. Growth is by 1/64 of the
-    length, so that writing stays amortised constant and the slack stays below 2%. `cursor`, once something asked for it,
+    length, so that appending is amortised constant time and slack stays below 2%. `cursor`, created on demand,
     follows `length` on the device until the block or its weights are replaced. `log_weight [B, H, capacity]`, None for
     zeros, is added to the logits of the tokens; it is zero past the filled part.
     """
@@ -111,7 +111,7 @@ class Window:
 
     @classmethod
     def empty_like(cls, keys: Tensor, values: Tensor, first: int = 0) -> Window:
-        """Return a window without tokens and without memory, for pairs shaped like these."""
+        """Return a window without tokens and without memory, for pairs of this shape."""
         return cls(_empty(keys, 0), _empty(values, 0), first)
 
     @property
@@ -135,7 +135,7 @@ class Window:
         return None if self.log_weight is None else self.log_weight[..., : self.length]
 
     def weigh(self, log_weight: Tensor | None) -> None:
-        """Give the filled tokens weights `[B, H, length]`."""
+        """Set the log-weights `[B, H, length]` of the filled tokens; None for zeros."""
         self.log_weight = self.cursor = None
         if log_weight is not None:
             spare = (0, self.capacity - self.length)
@@ -145,7 +145,7 @@ class Window:
         """Write new tokens `[B, H, n, D]` after the filled part."""
         new = keys.shape[2]
         if self.capacity == 0 and owns_storage(keys) and owns_storage(values):
-            # A prefill hands its tensors over instead of being copied; the next growth makes them contiguous.
+            # The tensors of a prefill are adopted, not copied; the next growth makes them contiguous.
             self.keys, self.values, self.length, self.log_weight, self.cursor = keys, values, new, None, None
         else:
             end = self.length + new
@@ -162,25 +162,25 @@ class Window:
             self.side[name] = grown
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` more tokens, or 1/64 of the length, if there is none for another."""
+        """Grow a full window by `tokens` tokens, or by 1/64 of its length if that is more."""
         if self.length == self.capacity:
             self._grow(self.length + max(tokens, self.length // 64))
 
     def write(self, keys: Tensor, values: Tensor) -> None:
-        """Write one token `[B, H, 1, D]` at the cursor and move it, all on the device; the caller counts it in `length`."""
+        """Write one token `[B, H, 1, D]` at the cursor and advance it, all on the device; the caller updates `length`."""
         assert self.cursor is not None  # noqa: S101 - for type checkers; `cursor_at` made it
         self.keys.index_copy_(2, self.cursor.end, keys)
         self.values.index_copy_(2, self.cursor.end, values)
         self.cursor.move(1)
 
     def cursor_at(self, pads: list[int]) -> Cursor:
-        """Return the cursor of a window whose rows begin with so many pads."""
+        """Return the cursor for rows with left padding `pads`."""
         if self.cursor is None or self.cursor.pads != pads:
             self.cursor = Cursor(self, pads)
         return self.cursor
 
     def pads(self, mask: RealTokens | None, length: int) -> list[int] | None:
-        """Pads in front of each row of the first `length` tokens; None if there are holes elsewhere."""
+        """Return the left padding of each row in the first `length` tokens; None if there is other padding."""
         return [0] * self.keys.shape[0] if mask is None else mask.left_padding(self.first, length)
 
     def _grow(self, capacity: int) -> None:
@@ -195,13 +195,13 @@ class Window:
             self.log_weight = torch.nn.functional.pad(self.log_weight, spare)
 
     def emptied(self, first: int) -> Window:
-        """Return a window like this one without tokens and buffers, of which the next token is in slot `first`."""
+        """Return an empty window with the same shape and per-pair arrays, whose next token gets slot `first`."""
         window = Window.empty_like(self.keys, self.values, first)
         window.side = {name: array[..., :0].clone() for name, array in self.side.items()}
         return window
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest `tokens` tokens."""
+        """Remove the newest `tokens` tokens."""
         self.length, self.cursor = self.length - tokens, None
         self.weigh(self.filled_log_weight)
         self.side = {name: array[..., : self.length] for name, array in self.side.items()}
@@ -217,14 +217,14 @@ class Window:
         )
 
     def as_part(self, queries: Tensor, mask: RealTokens | None) -> kernels.Part | None:
-        """The real tokens as an operator reads them; None where it cannot."""
+        """Return the real tokens as input of an operator; None where operators do not run."""
         pads = self.pads(mask, self.length)
         return None if pads is None or not kernels.serves(queries, self.keys) else self.part(pads)
 
     def part(self, pads: list[int]) -> kernels.Part:
-        """The block as flat rows: stream `n` starts at `n * capacity`, after its padding.
+        """Return the block as flat rows: stream `n` starts at `n * capacity`, after its padding.
 
-        It is told once, but for the tensors that a prefill has handed over: their rows are a copy, freed behind the call.
+        The result is cached, unless a prefill's tensors were adopted: their rows are a copy, freed after the call.
         """
         cursor = self.cursor_at(pads)
         if cursor.part is not None:
@@ -236,14 +236,14 @@ class Window:
         return part
 
     def rows(self) -> kernels.Rows:
-        """The block as flat rows."""
+        """Return the block as flat rows."""
         weight = None if self.log_weight is None else self.log_weight.flatten()
         return kernels.Rows(
             kernels.Dense(self.keys.flatten(0, 2)), kernels.Dense(self.values.flatten(0, 2)), log_weight=weight
         )
 
     def streams(self, pads: list[int]) -> tuple[Tensor, Tensor]:
-        """First row and number of rows of every stream in the block as flat rows, behind left padding."""
+        """Return the first flat row and the number of rows of every stream, left padding excluded."""
         batch, heads = self.keys.shape[:2]
         starts = torch.arange(batch * heads, device=self.keys.device) * self.capacity
         lengths = torch.full_like(starts, self.length)
@@ -253,7 +253,7 @@ class Window:
         return starts + before, lengths - before
 
     def segment(self, mask: Tensor | None) -> DenseSegment:
-        """Return the tokens that `mask [B, seen]` marks, or all of them, as a sealed segment; changes nothing."""
+        """Return the tokens that `mask [B, seen]` marks, or all, as a sealed segment; the window does not change."""
         (batch, heads), chosen, counts = self.keys.shape[:2], None, [self.length] * self.keys.shape[0]
         if mask is not None:
             real = mask[:, self.first : self.first + self.length].to(self.keys.device)
@@ -274,7 +274,7 @@ class Window:
         return sealed
 
     def visible(self, rows: int, new: int, real: Tensor | None) -> Tensor | None:
-        """Which tokens each of the `rows = G * new` query rows sees: broadcasts to `[N, M, length]`, None for all."""
+        """Return a mask of visible tokens for `rows = G * new` query rows, broadcastable to `[N, M, length]`; None for all."""
         visible = None
         device = self.keys.device
         if new > 1:
@@ -287,7 +287,7 @@ class Window:
         return visible
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the given batch rows, in that order; repeats are allowed."""
+        """Keep some batch rows, in this order; repeats are allowed."""
         rows = rows.to(self.keys.device)
         self.cursor = None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
@@ -295,17 +295,17 @@ class Window:
         self.log_weight = None if self.log_weight is None else self.log_weight.index_select(0, rows)
 
     def written(self) -> dict[str, Any]:
-        """Return what is written to a file: the filled part, without the room behind it."""
+        """Return the state for a file: the filled part, without free capacity."""
         filled = {"keys": self.filled_keys, "values": self.filled_values, "log_weight": self.filled_log_weight}
         return {**vars(self), **filled, "cursor": None}
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, side arrays aside."""
+        """Return all tensors except per-pair arrays."""
         cursor = [] if self.cursor is None else self.cursor.tensors()
         return [self.keys, self.values, *cursor] + ([] if self.log_weight is None else [self.log_weight])
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything to a device, in place."""
+        """Move all tensors to a device, in place."""
         self.cursor = None
         self.keys, self.values = self.keys.to(device), self.values.to(device)
         self.side = {name: array.to(device) for name, array in self.side.items()}
@@ -318,18 +318,18 @@ def _empty(like: Tensor, capacity: int) -> Tensor:
 
 
 def left_padding(real: Tensor) -> Tensor | None:
-    """Padding tokens `[B]` in front of each row of a mask `[B, n]`; None if there are holes elsewhere."""
+    """Return the left padding `[B]` of each row of a mask `[B, n]`; None if there is other padding."""
     pads, contiguous = _padding(real)
     return pads if bool(contiguous) else None
 
 
 def _padding(real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pads `[B]` of each row of a mask `[B, n]`, and whether all stand in front, a bool on its device."""
+    """Return the pads `[B]` of each row of a mask `[B, n]`, and whether all are on the left, a bool on its device."""
     pads = (~real).sum(dim=1)
     in_front = torch.arange(real.shape[1], device=real.device) >= pads[:, None]
     return pads, (in_front == real).all()
 
 
 def owns_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, so that keeping it keeps nothing else alive."""
+    """Return whether a tensor covers its whole storage, so that a reference to it keeps no other memory alive."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

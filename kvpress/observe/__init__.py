@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses see of a model that reads: calls of layers, stored pairs, whole passes, and observers that remember."""
+"""Input of presses while a model runs: layer calls, views of stored pairs, forward passes and observers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that were read behind a prompt, for an eviction to put beside those that stay."""
+"""Pairs of tokens that were read after a prompt, for the next eviction to add to the kept ones."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from kvpress.observe.observer import Observer, Wanted
 
 
 class ReadBehind(Observer):
-    """Keys `[B, H, n, D]` and values of one layer that wait for its next eviction; None where none do."""
+    """Keys `[B, H, n, D]` and values of one layer, to be added at its next eviction; None without any."""
 
     def __init__(self) -> None:
         self.pairs: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        """How many pairs wait, per head."""
+        """Number of pairs per head."""
         return 0 if self.pairs is None else self.pairs[0].shape[2]
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the pairs, and wait no longer."""
+        """Return the pairs and remove them."""
         pairs, self.pairs = self.pairs, None
         return pairs
 
     def observe(self, call: LayerCall) -> None:
-        """Whoever reads behind the prompt fills it in."""
+        """Do nothing: the press that reads the tokens sets `pairs`."""
 
     def tensors(self) -> list[Tensor]:
         return list(self.pairs or ())
 
     def select_rows(self, rows: Tensor) -> None:
-        """Pairs are taken before anything else happens to the cache."""
+        """Drop the pairs; they are taken before rows are selected."""
         self.pairs = None
 
     def to(self, device: torch.device | str) -> None:
@@ -41,10 +41,10 @@ class ReadBehind(Observer):
 
 
 BEHIND = Wanted(ReadBehind)
-"""The observer of a layer that holds what was read behind its prompt."""
+"""Observer of pairs that were read after the prompt."""
 
 
 def waiting(call: LayerCall) -> int:
-    """How many pairs per head wait for the next eviction of a layer."""
-    held: ReadBehind | None = call.store.observers.get(BEHIND)
-    return 0 if held is None else held.length
+    """Return the number of pairs per head to be added at the next eviction of a layer."""
+    observer: ReadBehind | None = call.store.observers.get(BEHIND)
+    return 0 if observer is None else observer.length

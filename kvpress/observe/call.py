@@ -24,7 +24,7 @@ Cells = Callable[[int], Tensor]
 
 @dataclass
 class NewTokens:
-    """The new tokens of a forward pass, and the tokens before them, as one layer meets them."""
+    """New tokens of a forward pass and the tokens before them."""
 
     seen_before: int
     """Tokens seen before this pass, padding included."""
@@ -33,13 +33,13 @@ class NewTokens:
     prompt_start: int = 0
     """Tokens seen before the prompt or turn that this pass belongs to."""
     prompt_end: int = 0
-    """Tokens seen once a prompt that is read in several passes ends; 0 for other passes."""
+    """Tokens seen at the end of a prompt that is read in several passes; 0 for other passes."""
     chunk: int | None = None
-    """Tokens of a prompt after which it is evicted from while it is read; None if it is not."""
+    """Tokens of a prompt between two evictions while it is read; None for a single eviction at its end."""
     candidates: bool = False
-    """Whether several tokens behind a prompt count as generated ones, because they may be taken back."""
+    """Whether several tokens after a prompt count as generated, because they may be removed again."""
     around: bool = False
-    """Whether stored pairs lie before and behind the tokens, which see all of them (masked diffusion)."""
+    """Whether stored pairs lie before and after the tokens, which see all of them (masked diffusion)."""
     copies: int = 1
     """Consecutive rows of the batch that began with the same prompt."""
     ids: Tensor | None = None
@@ -51,15 +51,15 @@ class NewTokens:
     tracker: Callable[[], Any] | None = None
     """Returns the tracker of spans in the ids of all tokens (`kvpress.observe.spans`)."""
     shared: dict[str, Any] = field(default_factory=dict)
-    """State that all layers of a cache have in common."""
+    """State that all layers of a cache share."""
 
 
 @dataclass
 class AttentionLayer:
-    """The attention layer of a call, and its place among the others."""
+    """Attention layer of a call."""
 
     module: nn.Module
-    """The attention module."""
+    """Attention module."""
     index: int
     """Index among all attention layers."""
     count: int
@@ -71,13 +71,13 @@ class AttentionLayer:
     rotates: bool = True
     """Whether the layer applies a rotary embedding to queries and keys."""
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """The model's rotary function of `(vectors, cos, sin)`; None where it has none."""
+    """Rotary function of the model, of `(vectors, cos, sin)`; None where it has none."""
     rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Maps positions `[B, n]` to `(cos, sin)`, each `[B, n, d]`; None where the layer has no rotary embedding."""
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """Turns cached latents into keys and values; None where the module caches keys and values."""
+    """Expands cached latents to keys and values; None where the module caches keys and values."""
     reads_itself: bool = False
-    """Whether the module reads its cache by its own code, so that only its pairs are visible: queries are `[B, H, Q, 0]`."""
+    """Whether the module reads the cache in code of its own, so that queries are unavailable, `[B, H, Q, 0]`."""
 
 
 @dataclass
@@ -85,9 +85,9 @@ class LayerCall:
     """One forward pass of one attention layer."""
 
     layer: AttentionLayer
-    """The layer."""
+    """Attention layer."""
     tokens: NewTokens
-    """The new tokens."""
+    """New tokens."""
     store: KVStore
     """Pairs of the layer."""
     kwargs: dict[str, Any]
@@ -97,7 +97,7 @@ class LayerCall:
     phase: Phase = "prefill"
     """Whether the tokens belong to a prompt or turn, or are generated."""
     queries: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Queries `[B, Hq, Q, D]` as the attention function got them, rotated."""
+    """Queries `[B, Hq, Q, D]` that the attention function received, rotated."""
     logits: Logits = field(default_factory=lambda: Logits(1.0))
     """Scale and soft cap of the logits."""
     sinks: Tensor | None = None
@@ -105,37 +105,37 @@ class LayerCall:
     lse: Tensor | None = None
     """Log-sum-exp of the pass, `[N, M]`; None where the model's own attention ran."""
     window_lse: Tensor | None = None
-    """Log-sum-exp over the window alone, where a pattern computed a part of it."""
+    """Log-sum-exp over the window alone, where a pattern computed only some tiles."""
     read: Selection = None
-    """Sealed pairs that each new token read; None for all of them."""
+    """Sealed pairs that each new token read; None for all."""
     attentions: Tensor | None = None
-    """Attention weights, where the model returned them."""
+    """Attention weights; None where the model does not return them."""
     left: dict[int, int] = field(default_factory=dict)
-    """Pairs that the ratio of the next eviction refers to, for rows that earlier evictions of this prompt have cut."""
+    """Pairs that the next ratio refers to, by row, where earlier evictions of this prompt have cut the row."""
     written: tuple[Tensor, Tensor] | None = None
-    """Keys and values `[B, H, Q, D]` that the module put into its cache."""
+    """Keys and values `[B, H, Q, D]` that the module wrote to its cache."""
     output: Any = None
-    """Output of the module, once it has returned."""
+    """Output of the module; None until it returns."""
     by_hand: bool = False
-    """Whether the call was made of bare tensors, whose caller counts the pairs that it gets back, not the tokens seen."""
+    """Whether the caller passed tensors without a model, and counts returned pairs, not tokens seen."""
 
     @property
     def cache(self) -> Any:
-        """The cache of all layers; presses find it under this name in `kwargs`, whatever transformers calls it."""
+        """Cache of all layers, `past_key_values` in `kwargs` under every version of transformers."""
         return self.kwargs["past_key_values"]
 
     def count(self, tokens: int) -> None:
-        """Work out the phase of a pass of so many new tokens."""
-        fresh = self.tokens.seen_before == 0 or self.tokens.seen_before < self.tokens.prompt_end
-        self.phase = "prefill" if fresh or (tokens > 1 and not self.tokens.candidates) else "decode"
+        """Set the phase of a pass of so many new tokens."""
+        in_prompt = self.tokens.seen_before == 0 or self.tokens.seen_before < self.tokens.prompt_end
+        self.phase = "prefill" if in_prompt or (tokens > 1 and not self.tokens.candidates) else "decode"
 
     @property
     def is_first_prompt(self) -> bool:
-        """Whether the pass reads the prompt that a cache begins with: there is nothing before it to go back to."""
+        """Whether the pass reads the prompt that a cache begins with, so that no earlier state exists."""
         return self.phase == "prefill" and self.tokens.prompt_start == 0
 
     def keep_store(self, unit: int | None = None) -> None:
-        """Note that something but new pairs is about to come to the store; see `KVStore.save`."""
+        """Save the store before a change that dropping pairs cannot undo; see `KVStore.save`."""
         if self.is_first_prompt:
             self.store.fix()
         else:
@@ -143,7 +143,7 @@ class LayerCall:
 
     @property
     def follows_eviction(self) -> bool:
-        """Whether a part of a prompt was read and evicted from right before this pass."""
+        """Whether an eviction within the prompt came right before this pass."""
         return bool(
             self.tokens.chunk
             and self.tokens.prompt_end
@@ -151,7 +151,7 @@ class LayerCall:
         )
 
     def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
-        """Return a call without the tensors of its pass: those of all layers together would outweigh the cache.
+        """Return a call without the tensors of its pass, which over all layers would be larger than the cache.
 
         `angles` maps `(like, positions)` to `(cos, sin)`; None where the layer has no rotary embedding.
         """
@@ -173,16 +173,16 @@ class LayerCall:
         )
 
     def need(self, what: str) -> None:
-        """Refuse to give `what` of a module that reads its cache by itself."""
+        """Raise NotImplementedError if the module reads its cache itself, so that `what` is unavailable."""
         if self.layer.reads_itself:
             raise NotImplementedError(
-                f"{type(self.layer.module).__name__} reads its cache by itself, so {what} are not known; use a press that "
+                f"{type(self.layer.module).__name__} reads its cache by itself, so {what} are unavailable; use a press that "
                 "scores pairs by their keys and values, such as knorm, keydiff, streaming_llm or random"
             )
 
     @property
     def sealing(self) -> Sealing:
-        """What a codec may look at when it encodes what this layer holds."""
+        """Input of a codec that encodes pairs of this layer."""
         rotation = Rotation(
             self.angles,
             str(getattr(self.layer.module, "layer_type", None)),
@@ -201,15 +201,19 @@ class LayerCall:
 
     @property
     def whole_lse(self) -> Tensor:
-        """Log-sum-exp of the pass over all parts; attention over sealed pairs always leaves it."""
+        """Log-sum-exp of the pass over all stored pairs.
+
+        Raises:
+            ValueError: the attention function of the model ran, which returns none.
+        """
         if self.lse is None:
             raise ValueError("the model's own attention ran, which returns no log-sum-exp")
         return self.lse
 
     def lse_of(self, rows: slice, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Log-sum-exp of queries over all pairs and sinks, float32 `[b, H, G, n]`, whatever the pass itself read.
+        """Return the log-sum-exp of queries over all pairs and sinks, float32 `[b, H, G, n]`, also if the pass read only some.
 
-        `rows` are those of the batch, `tokens` indexes into this pass, and `logits [b, H, G, n, T]` are those of the window.
+        `rows` are rows of the batch, `tokens` indexes into this pass, and `logits [b, H, G, n, T]` cover the window.
         """
         shape = self.store.batch, self.store.heads, -1, self.queries.shape[2]
         if self.lse is None:
@@ -217,32 +221,32 @@ class LayerCall:
             if self.sinks is None:
                 return window
             return torch.logaddexp(window, self.sinks.float().view(1, self.store.heads, -1, 1).to(window.device))
-        found = self.lse.view(shape)[rows][..., tokens]
+        pass_lse = self.lse.view(shape)[rows][..., tokens]
         if self.window_lse is None:
-            return found
-        part = self.window_lse.view(shape)[rows][..., tokens]
-        others = found + torch.log1p(-torch.exp((part - found).clamp_max(0)))
-        return torch.logaddexp(logits.logsumexp(dim=-1), others)
+            return pass_lse
+        window_lse = self.window_lse.view(shape)[rows][..., tokens]
+        sealed_lse = pass_lse + torch.log1p(-torch.exp((window_lse - pass_lse).clamp_max(0)))
+        return torch.logaddexp(logits.logsumexp(dim=-1), sealed_lse)
 
     @property
     def position_embeddings(self) -> tuple[Tensor, Tensor] | None:
-        """The `(cos, sin)`, each `[1 or B, Q, d]`, that the layer was handed for its new tokens; None where it was not."""
+        """`(cos, sin)`, each `[1 or B, Q, d]`, that the layer received for its new tokens; None where it received none."""
         return rotary_parts(self.kwargs.get("position_embeddings"))
 
     def unrotated(self, vectors: Tensor) -> Tensor:
-        """Return vectors of this pass's tokens as they were before the rotary embedding."""
-        given = self.position_embeddings
-        return self.unrotate(vectors, *given) if given is not None and self.layer.rotates else vectors
+        """Undo the rotary embedding of vectors of this pass's tokens."""
+        embeddings = self.position_embeddings
+        return self.unrotate(vectors, *embeddings) if embeddings is not None and self.layer.rotates else vectors
 
     def next_positions(self, rows: Sequence[int], seen: int, count: int) -> Tensor:
-        """Return the positions `[b, count]` of the tokens that come next in some rows, of which `seen` were read."""
-        given = self.kwargs.get("position_ids") if self.tokens.axes is None else self.tokens.axes
+        """Return the positions `[b, count]` of the next tokens of some rows that have seen `seen` tokens."""
+        positions = self.kwargs.get("position_ids") if self.tokens.axes is None else self.tokens.axes
         device = self.queries.device
-        ahead = torch.arange(count, device=device)[None]
-        if not isinstance(given, Tensor) or given.dim() < 2 or given.numel() == 0:
-            return ahead + seen
-        newest = given.reshape(-1, *given.shape[-2:])[:, :, -1].amax(dim=0).to(device)
-        return (newest if len(newest) > 1 else newest.expand(max(rows) + 1))[list(rows), None] + 1 + ahead
+        offsets = torch.arange(count, device=device)[None]
+        if not isinstance(positions, Tensor) or positions.dim() < 2 or positions.numel() == 0:
+            return offsets + seen
+        newest = positions.reshape(-1, *positions.shape[-2:])[:, :, -1].amax(dim=0).to(device)
+        return (newest if len(newest) > 1 else newest.expand(max(rows) + 1))[list(rows), None] + 1 + offsets
 
     def unrotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo the rotation of `vectors [B, heads, n, D]` by `cos` and `sin [B, n, d]`, in float32.
@@ -265,11 +269,11 @@ class LayerCall:
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(cos, sin)`, each `[B, n, d]`, of this layer's rotary embedding at `positions [B, n]`."""
         if self.layer.rotary_angles is None:
-            raise NotImplementedError(f"found no rotary embedding beside {type(self.layer.module).__name__}")
+            raise NotImplementedError(f"no rotary embedding belongs to {type(self.layer.module).__name__}")
         return self.layer.rotary_angles(positions)
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Softmax over the last axis of `scores [N, G, n, T]`, with the layer's learned attention sinks if any."""
+        """Compute the softmax over the last axis of `scores [N, G, n, T]`, with the layer's learned attention sinks if any."""
         if self.sinks is None:
             return torch.softmax(scores, dim=-1)
         sinks = self.sinks.float().view(1, self.store.heads, -1, 1).expand(self.store.batch, -1, -1, -1)
@@ -278,7 +282,7 @@ class LayerCall:
 
 
 def rotary_parts(embeddings: Any) -> tuple[Tensor, Tensor] | None:
-    """Return a rotary embedding as `(cos, sin)`, also where a model has it as complex numbers; None for anything else."""
+    """Return a rotary embedding as `(cos, sin)`, also from complex numbers; None for anything else."""
     if isinstance(embeddings, Tensor) and embeddings.is_complex():
         return embeddings.real, embeddings.imag
     if isinstance(embeddings, tuple) and len(embeddings) == 2 and all(isinstance(part, Tensor) for part in embeddings):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observer of where queries lie before rotation: their mean, and the mean size of their rotary pairs."""
+"""Observer of the mean query before rotation, and the mean length of its rotary pairs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class QueryCentres(Observer):
 
     @staticmethod
     def _like(call: LayerCall) -> Tensor | None:
-        given = call.position_embeddings
-        return None if given is None else given[0]
+        embeddings = call.position_embeddings
+        return None if embeddings is None else embeddings[0]
 
     def means(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the mean query and the mean pair sizes, `[b, Hq, D]` each, of the given batch rows."""
+        """Return the mean query and the mean pair sizes, `[b, Hq, D]` each, of some batch rows."""
         if self.count is None or self.total is None or self.sizes is None:
             raise ValueError("no queries have been observed yet")
         count = self.count[rows].clamp_min(1)[:, None, None]
@@ -54,21 +54,21 @@ class QueryCentres(Observer):
 
 
 def pair_sizes(call: LayerCall, vectors: Tensor, like: Tensor | None) -> Tensor:
-    """Return for every channel of `vectors [B, heads, n, D]` the length of the rotary pair it belongs to, float32.
+    """Return for every channel of `vectors [B, heads, n, D]` the length of its rotary pair, float32.
 
-    The layout of pairs is that of the model: a quarter turn maps each channel to its partner. A channel that is not turned
-    is its own pair. `like [B, n, d]` is a cosine of the embedding, None where there is none.
+    Rotating by 90 degrees maps each channel to its partner, in any layout of the model. A channel that is not rotated
+    is a pair by itself. `like [B, n, d]` is a cosine of the rotary embedding; None without one.
     """
     vectors = vectors.float()
     if like is None or not call.layer.rotates:
         return vectors.abs()
     zero = torch.zeros_like(like, dtype=torch.float32)
-    turned = call.rotate(vectors, zero, zero + 1) - call.rotate(vectors, zero, zero)
-    return torch.hypot(vectors, turned)
+    partner = call.rotate(vectors, zero, zero + 1) - call.rotate(vectors, zero, zero)
+    return torch.hypot(vectors, partner)
 
 
 def pair_weights(call: LayerCall, like: Tensor | None, dim: int) -> Tensor:
-    """Return `[D]`: half for channels of a pair, which is counted twice, and 1 for those that are not turned."""
+    """Return `[D]`: 1/2 for channels of a rotary pair, which counts twice, and 1 for channels that are not rotated."""
     ones = torch.ones(1, 1, 1, dim, device=None if like is None else like.device)
     if like is None or not call.layer.rotates:
         return ones.flatten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observer of the attention's input, for presses that score from hidden states."""
+"""Observer of hidden states that enter attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpress.observe.observer import Observer
 
 
 class HiddenStates(Observer):
-    """The attention input of the newest `size` tokens, and of a whole prompt where `prompt` says so: `states [B, n, hidden]`.
+    """Attention input `states [B, n, hidden]` of the newest `size` tokens; with `prompt`, of the whole prompt.
 
-    Kept only for presses that compute their score from hidden states, as presses written for NVIDIA kvpress may.
+    Used only by presses that score from hidden states, as presses written for NVIDIA kvpress may.
     """
 
     held = ("states",)

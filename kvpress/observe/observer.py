@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses watch while a model reads: observers, one per layer of a cache.
+"""Observers: state of one layer that is recorded while a model runs, for presses to read.
 
-An observer sees the queries of every forward pass as the attention function got them, which is exact for every model
-(fused projections, query norms, any rotary embedding) and costs no second projection. Scorers read observers when
-they score; all of their state lives in the cache.
+An observer reads the queries that the attention function received, which is exact for every model (fused projections,
+query norms, any rotary embedding) and needs no second projection. Scorers read observers; the cache holds their state.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from kvpress.observe.call import LayerCall
 @keep_whole
 @dataclass(frozen=True, init=False)
 class Wanted:
-    """A wish for an observer: its class and the arguments that it is made with.
-
-    Equal wishes are served by one observer; different arguments are different wishes.
-    """
+    """Request for an observer. Equal requests share one observer."""
 
     kind: type[Any]
+    """Class of the observer."""
     arguments: tuple[Any, ...]
+    """Arguments of its constructor."""
 
     def __init__(self, kind: type[Any], *arguments: Any) -> None:
         object.__setattr__(self, "kind", kind)
@@ -41,30 +39,31 @@ class Wanted:
 
     @property
     def by_token(self) -> bool:
-        """Whether the observer holds what it saw token by token."""
+        """Whether the observer records token by token."""
         return bool(getattr(self.kind, "by_token", False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wanted:
-        """A wish says what is wanted, and nothing of a request."""
+        """Return the same object: it holds no state of a layer."""
         return self
 
 
 class Observer(ABC):
     """State of one layer that grows with every forward pass.
 
-    Its attributes are written to files: they hold plain data, tensors and containers of these only. `sides` names the per-pair
-    arrays that it records, which move with the pairs: two observers of different arguments have different names. `held` are
-    its own tensors `[B, ...]`, None while there is nothing to hold. A tensor that is held, or that is a per-pair array, is
-    replaced and never written to: what was kept to take tokens back (`KVStore.save`) shares it. `by_token` says that what was
-    seen is held token by token, up to the `end`-th, so that `crop` forgets the newest exactly. `sums_attention` says that it
-    needs the log-sum-exp of every query over all pairs, which a pattern does not compute.
+    Attributes are written to files: plain data, tensors and containers of these only. Never write into a tensor of the state or
+    into a per-pair array, but replace it: savepoints (`KVStore.save`) share it.
     """
 
     sides: tuple[str, ...] = ()
+    """Names of the per-pair arrays that it records, which move with the pairs; they differ where the arguments differ."""
     held: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold a tensor `[B, ...]`, or None while it is empty."""
     by_token: ClassVar[bool] = False
+    """Whether it records token by token, so that `crop` can remove the newest ones exactly."""
     sums_attention: ClassVar[bool] = False
+    """Whether it needs the log-sum-exp of every query over all pairs, which a pattern does not compute."""
     end: int = 0
+    """Tokens recorded so far, if `by_token`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -72,19 +71,19 @@ class Observer(ABC):
 
     @abstractmethod
     def observe(self, call: LayerCall) -> None:
-        """Take in one forward pass, after its attention."""
+        """Record one forward pass, after its attention."""
 
     def tensors(self) -> list[Tensor]:
-        """Tensors held, for the memory report."""
+        """Return the tensors of the state, for the memory report."""
         return [tensor for name in self.held if (tensor := getattr(self, name)) is not None]
 
     def held_bytes(self, tokens: int, group: int, dim: int, dtype: torch.dtype) -> float:
-        """Bytes of them for each row and kv head, with so many query heads in its `group`, once so many tokens were read."""
+        """Return bytes per row and KV head with `group` query heads, after `tokens` tokens."""
         del tokens, group, dim, dtype
         return 0
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the given batch rows, in that order."""
+        """Keep some batch rows, in this order."""
         self._replace(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
     def to(self, device: torch.device | str) -> None:
@@ -98,12 +97,12 @@ class Observer(ABC):
                 setattr(self, name, change(tensor))
 
     def crop(self, tokens: int) -> None:
-        """Forget the newest tokens, of one that holds what it saw `by_token`."""
-        raise NotImplementedError(f"{type(self).__name__} does not hold tokens apart")
+        """Remove the newest tokens; only for observers that record `by_token`."""
+        raise NotImplementedError(f"{type(self).__name__} does not record token by token, so it cannot be cropped")
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """Spread non-negative integers over [0, 1), the same ones to the same place."""
+    """Hash non-negative integers to [0, 1), float64; equal integers give equal numbers."""
     mixed = (numbers * 0x9E3779B1) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
     return (mixed ^ (mixed >> 13)).double() / 2**32

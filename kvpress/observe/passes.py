@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole forward pass, once every layer has been followed: what happens across layers, and reading tokens once more."""
+"""One forward pass of all layers, for methods that work across layers or that read tokens again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Watch = Callable[[LayerCall], None]
 
 
 class ReadTokens(Observer):
-    """Ids of the newest tokens that a cache has read, `[B, n]` in parts; the first of them is column `end - n`."""
+    """Ids of the newest tokens that a cache has read, `[B, n]`, stored in parts; the first id belongs to slot `end - n`."""
 
     by_token = True
 
@@ -28,7 +28,7 @@ class ReadTokens(Observer):
         self.known = True
 
     def add(self, ids: Tensor | None, seen_before: int, new: int) -> None:
-        """Take in a pass of `new` tokens; without their ids, or after tokens read elsewhere, the earlier ones are dropped."""
+        """Record a pass of `new` tokens; drop earlier ids where `ids` is None or tokens in between are missing."""
         if ids is None or seen_before != self.end:
             self.parts = []
         self.known = ids is not None and (self.known or seen_before != self.end)
@@ -38,18 +38,18 @@ class ReadTokens(Observer):
 
     @property
     def ids(self) -> Tensor | None:
-        """Everything remembered as one tensor; None where tokens came without ids."""
+        """All recorded ids as one tensor; None where tokens came without ids."""
         if not self.known or not self.parts:
             return None
         self.parts = [torch.cat(self.parts, dim=1)]
         return self.parts[0]
 
     def forget(self) -> None:
-        """Start afresh with the next pass."""
+        """Drop all ids; recording begins again with the next pass."""
         self.parts, self.known = [], True
 
     def observe(self, call: LayerCall) -> None:
-        """Layers do not see ids: the session adds them."""
+        """Do nothing: the session adds ids, which layers do not receive."""
 
     def tensors(self) -> list[Tensor]:
         return list(self.parts)
@@ -67,58 +67,61 @@ class ReadTokens(Observer):
 
 
 TOKENS = Wanted(ReadTokens)
-"""The observer, in the store of a cache's first layer, that remembers what was read."""
+"""Observer of token ids, in the store of a cache's first layer."""
 
 
 @dataclass
 class ReadRow:
-    """One row of the batch: the slots of its real tokens, and the ids and slots of those of the newest prompt."""
+    """Tokens of one row of the batch."""
 
     real: Tensor
+    """Slots of all real tokens."""
     tokens: list[int]
+    """Ids of the newest prompt."""
     slots: Tensor
+    """Slots of the newest prompt."""
 
 
 class PassReader(Protocol):
-    """Runs the decoder behind a cache without anything else happening (`kvpress.hf.Session`)."""
+    """Runs the decoder on further tokens of a cache, without compression (`kvpress.hf.Session`)."""
 
     model: Any
 
     def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
-        """Read further tokens and take them back."""
+        """Read further tokens, then remove them from the cache."""
 
     def reread(self, done: Pass, tokens: int) -> None:
-        """Read the newest tokens once more, in place."""
+        """Read the newest tokens again, in place."""
 
 
 @dataclass
 class Pass:
-    """A forward pass that all layers have been followed in.
-
-    `calls` holds one `LayerCall` per layer that this library stores, without queries and hidden states. `ids [B, n]` are
-    the newest tokens the cache has seen, back to the end of the prompt before, or None if they came as embeddings;
-    `mask [B, seen]` marks real tokens, None where nothing is padded. `position [..., B or 1, 1]` is that of the next token.
-    """
+    """Finished forward pass of all layers."""
 
     cache: Any
+    """Cache of all layers."""
     calls: list[LayerCall]
+    """One call per layer whose pairs this library stores, without queries and hidden states."""
     ids: Tensor | None
+    """Newest tokens `[B, n]`, back to the end of the previous prompt; None where they came as embeddings."""
     position: Tensor
+    """Position of the next token, `[..., B or 1, 1]`."""
     reader: PassReader = field(repr=False)
+    """Reads further tokens."""
 
     @property
     def model(self) -> Any:
-        """The model that made the pass."""
+        """Model of the pass."""
         return self.reader.model
 
     @property
     def phase(self) -> Phase:
-        """Whether a prompt was read or a token generated."""
+        """Whether the pass read a prompt or generated tokens."""
         return self.calls[0].phase
 
     @property
     def mask(self) -> Tensor | None:
-        """Real tokens of all that the cache has seen."""
+        """Real tokens among all seen ones, bool `[B, seen]`; None where nothing is padded."""
         return self.calls[0].tokens.mask
 
     @property
@@ -127,40 +130,38 @@ class Pass:
         return self.calls[0].store.seen
 
     def rows(self) -> list[ReadRow]:
-        """Return what each row has read of this prompt, on the host.
+        """Return the tokens of this prompt for each row, on the host.
 
         Raises:
-            ValueError: it was given as embeddings, so that there is nothing to read again.
+            ValueError: the prompt came as embeddings, so there are no ids to read again.
         """
         if self.ids is None:
-            raise ValueError(
-                "this press reads the prompt again, so it must be given as input_ids, not as inputs_embeds"
-            )
+            raise ValueError("this press reads the prompt again: pass it as input_ids, not as inputs_embeds")
         first, rows = self.seen - self.ids.shape[1], []
-        for ids, at in zip(self.ids.cpu(), real_slots(self.calls[0].store, self.mask), strict=True):
-            read = at[at >= first]
-            rows.append(ReadRow(at, ids[read - first].tolist(), read))
+        for ids, slots in zip(self.ids.cpu(), real_slots(self.calls[0].store, self.mask), strict=True):
+            prompt_slots = slots[slots >= first]
+            rows.append(ReadRow(slots, ids[prompt_slots - first].tolist(), prompt_slots))
         return rows
 
     @property
     def rereadable_tokens(self) -> int:
-        """How many of the newest tokens can be read once more: their ids are known, and every layer holds them densely."""
-        known = 0 if self.ids is None else self.ids.shape[1]
-        return min(known, *(call.store.rereadable_tokens for call in self.calls))
+        """Number of newest tokens that can be read again: their ids are recorded, and every layer stores them densely."""
+        num_ids = 0 if self.ids is None else self.ids.shape[1]
+        return min(num_ids, *(call.store.rereadable_tokens for call in self.calls))
 
     def read(self, ids: Tensor, watch: Watch | None = None) -> None:
-        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, behind the cache and take them back.
+        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cached tokens, then remove them from the cache.
 
-        `watch` sees every layer after its attention.
+        `watch` is called with every layer after its attention.
 
-        Nothing is observed, evicted, encoded or selected, and no logits are computed. Rows with fewer tokens are filled up
-        on the right, where what they are filled with influences nothing before it. Windows keep the room that they grew by.
+        Nothing is observed, evicted, encoded or selected, and no logits are computed. Pad shorter rows on the right, where
+        padding changes nothing before it. Windows stay as large as they grew.
         """
         self.reader.read(self, ids, watch)
 
     def reread(self, tokens: int) -> None:
-        """Read the newest `tokens` once more at their positions, everything stored visible, and keep the new pairs.
+        """Read the newest `tokens` again at their positions, with all stored pairs visible, and keep the new pairs.
 
-        There are at most `rereadable_tokens` of them. What observers recorded of them stays.
+        At most `rereadable_tokens`. Records of observers do not change.
         """
         self.reader.reread(self, tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of images and videos stand in their pictures: which picture, frame, row and column."""
+"""Picture, frame, row and column of the tokens of images and videos."""
 
 from __future__ import annotations
 
@@ -12,55 +12,59 @@ from torch import Tensor
 from kvpress.observe.view import View
 
 UNKNOWN = -1
-"""Each coordinate of text, and of pictures of which no grid is known."""
+"""Coordinate of text tokens, and of pictures without a grid."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The tokens of one picture in reading order: frames one after the other, each row by row; an image is one frame."""
+    """Shape of one picture in tokens, which come frame by frame and row by row."""
 
     frames: int
+    """Number of frames, 1 for an image."""
     rows: int
+    """Rows of a frame."""
     columns: int
+    """Columns of a frame."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens the picture has."""
+        """Number of tokens."""
         return self.frames * self.rows * self.columns
 
 
 def lay_out(ids: Tensor, grids: Mapping[int, Sequence[Grid]], before: int) -> Tensor:
-    """Return picture, frame, row and column of every token, int32 `[B, Q, 4]`, `UNKNOWN` where there are none.
+    """Return picture, frame, row and column of every token, int32 `[B, Q, 4]`, `UNKNOWN` outside of pictures.
 
-    A picture is named by the column of its first token, of which `before` come ahead of `ids [B, Q]`, so that those of a row
-    have different names. `grids` are, by the id of their tokens, those of all rows, row by row:
-    a picture has as many tokens as its grid, whatever text stands between, and lies in one row. Where tokens and grids do not
-    agree, nothing is known of pictures with that id.
+    The number of a picture is the slot of its first token, where `before` tokens precede `ids [B, Q]`; it is unique in a row.
+    `grids` lists, by placeholder id, the pictures of all rows, row by row. A picture has as many tokens as its grid, with or
+    without text in between, and lies in one row. Where tokens and grids disagree, all pictures with that id are `UNKNOWN`.
     """
     cells = torch.full((*ids.shape, 4), UNKNOWN, dtype=torch.int32)
-    for token, own in grids.items():
+    for token, pictures in grids.items():
         row, column = (ids == token).nonzero(as_tuple=True)
-        sizes = torch.tensor([grid.tokens for grid in own], dtype=torch.long)
-        if not own or int(sizes.sum()) != len(row) or not bool(sizes.all()):
+        sizes = torch.tensor([grid.tokens for grid in pictures], dtype=torch.long)
+        if not pictures or int(sizes.sum()) != len(row) or not bool(sizes.all()):
             continue
-        number = torch.arange(len(own)).repeat_interleave(sizes)
+        number = torch.arange(len(pictures)).repeat_interleave(sizes)
         start = (sizes.cumsum(0) - sizes)[number]
         if bool((row[start] != row).any()):
             continue
-        height, width = (torch.tensor([getattr(grid, name) for grid in own])[number] for name in ("rows", "columns"))
-        place = torch.arange(len(row)) - start
-        found = [before + column[start], place // (height * width), place // width % height, place % width]
-        cells[row, column] = torch.stack(found, dim=-1).int()
+        height, width = (
+            torch.tensor([getattr(grid, name) for grid in pictures])[number] for name in ("rows", "columns")
+        )
+        rank = torch.arange(len(row)) - start
+        coordinates = [before + column[start], rank // (height * width), rank // width % height, rank % width]
+        cells[row, column] = torch.stack(coordinates, dim=-1).int()
     return cells
 
 
 def cells_of(view: View) -> Tensor | None:
-    """Return picture, frame, row and column of the pairs of a view, `[b, h, n, 4]`; None where no grid is known at all."""
+    """Return picture, frame, row and column of the pairs of a view, `[b, h, n, 4]`; None if the model reads no images."""
     tracker = None if view.call.tokens.tracker is None else view.call.tokens.tracker()
     if tracker is None or tracker.cells is None:
         return None
-    mask, found = view.call.tokens.mask, []
+    mask, cells = view.call.tokens.mask, []
     for row, positions in zip(view.rows, view.positions.cpu(), strict=True):
-        own = tracker.cells[row] if mask is None else tracker.cells[row][mask[row].cpu()]
-        found.append(own[positions])
-    return torch.stack(found).to(view.positions.device)
+        row_cells = tracker.cells[row] if mask is None else tracker.cells[row][mask[row].cpu()]
+        cells.append(row_cells[positions])
+    return torch.stack(cells).to(view.positions.device)

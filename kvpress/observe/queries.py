@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of queries: the newest ones, an even sample of them, and their moments."""
+"""Observers of queries: the newest ones, an even sample, and moments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpress.observe.observer import Observer, hashed
 
 
 class RecentQueries(Observer):
-    """The newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+    """Newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
 
     held = ("queries",)
 
@@ -30,16 +30,16 @@ class RecentQueries(Observer):
         new = call.queries[:, :, -self.size :]
         if self.queries is not None and new.shape[2] < self.size:
             new = torch.cat([self.queries[:, :, new.shape[2] - self.size :], new], dim=2)
-        # A copy of the tail: a view would keep the queries of the whole prompt alive.
+        # Copied, since a view would keep the queries of the whole prompt in memory.
         self.queries = new.clone(memory_format=torch.contiguous_format)
 
 
 class SampledQueries(Observer):
-    """At most `size` queries of every row, spread evenly over what was read: `queries [B, Hq, <= size, D]`.
+    """At most `size` queries of every row, spread evenly over its tokens: `queries [B, Hq, <= size, D]`.
 
-    Those with the smallest `order [B, <= size]`, a hash of their place among the real tokens of the row, infinite where a row
-    had fewer; so neither padding nor the chunks of a prompt change which they are. They are held as they were before rotation;
-    those of tokens that are `repeated` behind the cache, which a press hands over, are held as they asked.
+    Queries with the smallest `order [B, <= size]` are kept. It is a hash of the token's index among the real tokens of its row,
+    infinite where a row has too few, so that neither padding nor chunks of a prompt change the sample. Queries are stored
+    before rotation; with `repeated`, a press adds those of tokens that it reads again, which are stored rotated.
     """
 
     held = ("queries", "order")
@@ -54,40 +54,42 @@ class SampledQueries(Observer):
             return
         length = call.queries.shape[2]
         if call.tokens.mask is None:
-            place = torch.arange(call.tokens.seen_before, call.tokens.seen_before + length).expand(call.store.batch, -1)
+            index_in_row = torch.arange(call.tokens.seen_before, call.tokens.seen_before + length).expand(
+                call.store.batch, -1
+            )
         else:
-            place = torch.where(call.tokens.mask, call.tokens.mask.cumsum(dim=1) - 1, -1)[:, -length:]
-        self.add(call, place)
+            index_in_row = torch.where(call.tokens.mask, call.tokens.mask.cumsum(dim=1) - 1, -1)[:, -length:]
+        self.add(call, index_in_row)
 
     def add(self, call: LayerCall, place: Tensor) -> None:
-        """Take in the queries of a pass; `place [B, n]` is where their tokens stand in their row, negative for padding."""
+        """Record queries; `place [B, n]` is each token's index among the real ones of its row, negative for padding."""
         place = place.to(call.queries.device)
         order = torch.where(place >= 0, hashed(place.clamp_min(0)), torch.inf)
         order, chosen = order.topk(min(self.size, order.shape[1]), largest=False)
         queries = call.queries.gather(2, _wide(chosen[:, None], call.queries))
-        given = None if self.repeated else call.position_embeddings
-        if given is not None and call.layer.rotates:
-            cos, sin = (part[torch.arange(len(part), device=part.device)[:, None], chosen] for part in given)
+        embeddings = None if self.repeated else call.position_embeddings
+        if embeddings is not None and call.layer.rotates:
+            cos, sin = (part[torch.arange(len(part), device=part.device)[:, None], chosen] for part in embeddings)
             queries = call.unrotate(queries, cos, sin).to(call.queries.dtype)
         if self.queries is not None and self.order is not None:
-            order, best = torch.cat([self.order, order], dim=1).topk(
+            order, smallest = torch.cat([self.order, order], dim=1).topk(
                 min(self.size, self.order.shape[1] + order.shape[1]), largest=False
             )
             queries = torch.cat([self.queries, queries], dim=2)
-            queries = queries.gather(2, _wide(best[:, None], queries))
+            queries = queries.gather(2, _wide(smallest[:, None], queries))
         self.queries, self.order = queries, order
 
 
 def _wide(index: Tensor, like: Tensor) -> Tensor:
-    """Return an index over the last but one axis of `like`, for all of its last axis."""
+    """Expand an index over the second to last axis of `like` along its last axis."""
     return index[..., None].expand(*like.shape[:-2], -1, like.shape[-1])
 
 
 class QueryStats(Observer):
-    """Mean and covariance of the queries before rotation, per query head, over all real tokens but the first `skip`.
+    """Mean and covariance of the queries before rotation, per query head, over all real tokens except the first `skip`.
 
     Running moments, float32: `count [B]`, `mean [B, Hq, D]` and `spread [B, Hq, D, D]`, the sum of centred products.
-    Centred, because the mean of queries is often far larger than their deviation.
+    Products are centred because the mean of queries is often far larger than their deviation.
     """
 
     held = ("count", "mean", "spread")
@@ -100,12 +102,14 @@ class QueryStats(Observer):
 
     def observe(self, call: LayerCall) -> None:
         block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
-        for part in passes(call, block):
-            new = _moments(part.unrotated(part.queries.float()), self._counted(part))
-            self.count, self.mean, self.spread = _pool(self.tensors(), new) if self.tensors() else new
+        for block_call in passes(call, block):
+            block_moments = _moments(block_call.unrotated(block_call.queries.float()), self._counted(block_call))
+            self.count, self.mean, self.spread = (
+                _pool(self.tensors(), block_moments) if self.tensors() else block_moments
+            )
 
     def _counted(self, call: LayerCall) -> Tensor:
-        """Mark the queries of a pass that count, float32 `[B, n]`."""
+        """Return 1 for the queries that count and 0 for the others, float32 `[B, n]`."""
         batch, _, length, _ = call.queries.shape
         device = call.queries.device
         if call.tokens.mask is None:
@@ -115,7 +119,7 @@ class QueryStats(Observer):
         return (real & (real.cumsum(dim=1) > self.skip))[:, -length:].float()
 
     def moments(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of the given batch rows."""
+        """Return `(mean [b, Hq, D], covariance [b, Hq, D, D])` of some batch rows."""
         if self.count is None:
             raise ValueError("no queries have been observed yet")
         count, mean, spread = (tensor[rows] for tensor in self.tensors())
@@ -123,7 +127,7 @@ class QueryStats(Observer):
 
 
 def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
-    """Cut a pass into passes of at most `size` tokens, for observers that need queries turned back or in float32."""
+    """Split a pass into passes of at most `size` tokens, to bound the memory of unrotated or float32 queries."""
     length = call.queries.shape[2]
     if length <= size:
         yield call
@@ -148,7 +152,7 @@ def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:
 
 
 def _moments(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and summed centred products of `vectors [B, Hq, n, D]` under `weights [B, n]` of 0 and 1."""
+    """Return count, mean and summed centred products of `vectors [B, Hq, n, D]` under `weights [B, n]` of 0 and 1."""
     count, weights = weights.sum(dim=1), weights[:, None, :, None]
     mean = (vectors * weights).sum(dim=2) / count.clamp_min(1.0)[:, None, None]
     centred = (vectors - mean[:, :, None]) * weights
@@ -156,7 +160,7 @@ def _moments(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pool(old: Sequence[Tensor], new: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of two disjoint sets as one."""
+    """Merge the moments of two disjoint sets."""
     count = old[0] + new[0]
     share = (new[0] / count.clamp_min(1.0))[:, None, None]
     step = new[1] - old[1]

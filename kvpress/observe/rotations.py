@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary embedding that every token was given, as its layer was handed it."""
+"""Observer of the rotary embedding that a layer received for every token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvpress.observe.observer import Observer, Wanted
 
 
 class Rotations(Observer):
-    """Keeps the `cos` and `sin` `[1 or B, T, d]` that a layer was handed, from the column `first` on.
+    """`cos` and `sin`, each `[1 or B, T, d]`, that a layer received for slots `first` and later.
 
-    They are right whatever positions a caller gave, and for embeddings whose frequencies change with the length. Layers of a
-    model are handed the same tensors, so that those of all layers take the memory of one.
+    Exact for any position ids, and for embeddings whose frequencies change with the length. Layers of a model receive the same
+    tensors, so that all layers together take the memory of one.
     """
 
     by_token = True
@@ -27,14 +27,14 @@ class Rotations(Observer):
 
     @property
     def end(self) -> int:  # type: ignore[override]
-        """Columns up to which embeddings are held."""
+        """One past the last recorded slot."""
         return self.first + sum(cos.shape[1] for cos, _ in self.parts)
 
     def observe(self, call: LayerCall) -> None:
-        given = call.position_embeddings
-        if given is not None:
+        embeddings = call.position_embeddings
+        if embeddings is not None:
             self.first = self.first if self.parts else call.tokens.seen_before
-            self.parts.append(given)
+            self.parts.append(embeddings)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in part]
@@ -51,20 +51,20 @@ class Rotations(Observer):
     def crop(self, tokens: int) -> None:
         while tokens and self.parts:
             cos, sin = self.parts.pop()
-            left = max(0, cos.shape[1] - tokens)
-            tokens -= cos.shape[1] - left
-            if left:
-                self.parts.append((cos[:, :left], sin[:, :left]))
+            remaining = max(0, cos.shape[1] - tokens)
+            tokens -= cos.shape[1] - remaining
+            if remaining:
+                self.parts.append((cos[:, :remaining], sin[:, :remaining]))
 
     def of_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return `(cos, sin)`, each `[b, T, d]`, of some batch rows."""
         batch = max(cos.shape[0] for cos, _ in self.parts)
-        both = (torch.cat([part[which].expand(batch, -1, -1) for part in self.parts], dim=1) for which in (0, 1))
+        tables = (torch.cat([part[which].expand(batch, -1, -1) for part in self.parts], dim=1) for which in (0, 1))
         cos, sin = (
-            whole.expand(max(rows) + 1, -1, -1)[list(rows)] if batch == 1 else whole[list(rows)] for whole in both
+            table.expand(max(rows) + 1, -1, -1)[list(rows)] if batch == 1 else table[list(rows)] for table in tables
         )
         return cos, sin
 
 
 ROTATIONS = Wanted(Rotations)
-"""Wish of presses that turn keys back, or to other positions."""
+"""Observer for presses that undo the rotation of keys, or rotate them to other positions."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of tokens: which ones there are, found in the ids that a cache has read.
+"""Spans of tokens, such as chat turns, tagged text or images, located in the ids that a cache has read.
 
-A rule (`Spans`) says which tokens belong together; a `SpanTracker` reads the ids of every pass once and finds what rules ask.
-Positions are those of a row's own tokens, padding not counted, as in a `View`.
+A rule (`Spans`) defines which tokens belong together; a `SpanTracker` reads the ids of every pass once and locates the texts of
+the rules. Positions do not count padding, as in a `View`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 
 Span = tuple[int, int]
-"""First token, and the first one behind."""
+"""First token, and one past the last token."""
 
 Piece = Callable[[int], str]
-"""The text of a token id."""
+"""Maps a token id to its text."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A text that was found in a row: the tokens that hold any of it, `start` to `end`, and which of several texts it is."""
+    """Occurrence of a text in a row."""
 
     start: int
+    """First token that holds a part of the text."""
     end: int
+    """One past the last such token."""
     which: int
+    """Index of the text in `Spans.texts`."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Says which tokens of a row belong together; rules derive from it. `texts` are what has to be found in the row."""
+    """Base class of rules that define which tokens of a row belong together."""
 
     reads_tokens: ClassVar[bool] = True
 
     @property
     def key(self) -> str:
-        """What equal rules have in common, also after a file was written and read."""
-        told = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
-        return f"{type(self).__name__}{told}"
+        """Equal for equal rules, also after saving and loading."""
+        settings = tuple(getattr(self, entry.name) for entry in fields(self) if entry.compare)
+        return f"{type(self).__name__}{settings}"
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -54,29 +57,29 @@ class Spans:
 
     @property
     def text_of(self) -> Piece:
-        """The text of a token id."""
+        """Maps a token id to its text."""
         raise NotImplementedError(f"{type(self).__name__} needs no text")
 
     def finder(self) -> Marks | Runs:
-        """Return what finds marks in the tokens of one row."""
+        """Return an object that locates marks in the tokens of one row."""
         return Marks(self.texts, self.text_of)
 
     def within(self, marks: Sequence[Mark], seen: int) -> list[Span]:
-        """Return the spans of a row of `seen` tokens in which `marks` were found, ascending."""
+        """Return the spans, ascending, of a row of `seen` tokens with these `marks`."""
         raise NotImplementedError
 
     @property
     def absent(self) -> str | None:
-        """What to warn of where a first prompt has no such spans; None where that is as it may be."""
+        """Warning for a first prompt without such spans; None for no warning."""
         return None
 
     def check(self, tokens: int) -> None:
-        """Refuse a prompt of so many tokens that the spans do not lie in."""
+        """Raise ValueError if spans end past a prompt of so many tokens."""
 
 
 @dataclass(frozen=True)
 class Ranges(Spans):
-    """The tokens at given positions, wherever they come from."""
+    """Tokens at fixed positions."""
 
     spans: tuple[Span, ...]
 
@@ -89,24 +92,28 @@ class Ranges(Spans):
         for start, end in self.spans:
             if end > tokens:
                 raise ValueError(
-                    f"the range of tokens {start}:{end} ends behind a prompt of {tokens} tokens (padding not counted): ranges "
-                    "must lie in the first prompt; protect what comes later by tags or roles"
+                    f"the range of tokens {start}:{end} ends past a prompt of {tokens} tokens (padding not counted): ranges "
+                    "must lie in the first prompt; protect later tokens by tags or roles"
                 )
 
 
 @dataclass(frozen=True)
 class Between(Spans):
-    """What lies between an opening and a closing tag, `whole` with the tags themselves.
+    """Tokens between an opening and a closing tag.
 
-    An opening tag inside a span is a part of it, and a closing one outside is text. A span that is not closed yet reaches to
-    the newest token, unless only those that are `closed` count.
+    An opening tag inside a span belongs to the span; a closing tag outside of one is plain text.
     """
 
     opening: str
+    """Opening tag."""
     closing: str
+    """Closing tag."""
     piece: Piece = field(compare=False, repr=False)
+    """Maps a token id to its text."""
     whole: bool = True
+    """Whether spans include the tags."""
     closed: bool = False
+    """Whether to leave out a span without a closing tag; otherwise it ends at the newest token."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -131,15 +138,16 @@ class Between(Spans):
 
 @dataclass(frozen=True)
 class Turns(Spans):
-    """The turns of a `role`, only the `newest` one if so: each from its own header to the header of the next turn.
-
-    `headers` are the texts that begin a turn, of every role.
-    """
+    """Turns of one role, each from its header to the header of the next turn."""
 
     role: str
+    """Role of the turns."""
     headers: tuple[tuple[str, str], ...]
+    """Role and header text of every role."""
     piece: Piece = field(compare=False, repr=False)
+    """Maps a token id to its text."""
     newest: bool = False
+    """Whether to return the newest turn only."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -158,9 +166,10 @@ class Turns(Spans):
 
 @dataclass(frozen=True)
 class Pictures(Spans):
-    """Images and videos: runs of tokens whose ids, one of `tokens`, stand for them."""
+    """Images and videos: runs of their placeholder tokens."""
 
     tokens: tuple[int, ...]
+    """Ids of placeholder tokens."""
 
     def finder(self) -> Runs:
         return Runs(self.tokens)
@@ -171,11 +180,11 @@ class Pictures(Spans):
     @property
     def absent(self) -> str:
         ids = " or ".join(map(str, self.tokens))
-        return f"the prompt has no image or video tokens (id {ids}), so a press that takes from these does nothing"
+        return f"the prompt has no image or video tokens (id {ids}), so a press that compresses these does nothing"
 
 
 class Runs:
-    """Runs of some ids in one row, found as its tokens come."""
+    """Incremental search for runs of some ids in one row."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
@@ -183,7 +192,7 @@ class Runs:
         self.read = 0
 
     def feed(self, ids: Tensor) -> None:
-        """Take in the ids of further tokens."""
+        """Read the ids of further tokens."""
         inside = torch.isin(ids, torch.tensor(self.tokens, dtype=ids.dtype)).to(torch.int8)
         steps = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
         starts, ends = ((steps == sign).nonzero().flatten().tolist() for sign in (1, -1))
@@ -197,7 +206,7 @@ class Runs:
 
 
 class Marks:
-    """The marks of one row, found in its tokens as these come."""
+    """Incremental search for texts in the tokens of one row."""
 
     def __init__(self, texts: Sequence[str], piece: Piece) -> None:
         self.texts, self.piece = texts, piece
@@ -207,38 +216,38 @@ class Marks:
         self.read = 0
 
     def feed(self, ids: Tensor) -> None:
-        """Take in the ids of further tokens."""
+        """Read the ids of further tokens."""
         pieces = [self.piece(token) for token in ids.tolist()]
-        known = sum(map(len, self.tail))
+        num_searched = sum(map(len, self.tail))
         first, pieces = self.read - len(self.tail), [*self.tail, *pieces]
         ends = list(itertools.accumulate(map(len, pieces)))
         text, self.read = "".join(pieces), first + len(pieces)
-        self.found += _marks(text, self.texts, known, ends, first)
-        keep, held = len(pieces), 0
-        while keep and held < self.reach:
-            keep -= 1
-            held += len(pieces[keep])
-        self.tail = pieces[keep:]
+        self.found += _marks(text, self.texts, num_searched, ends, first)
+        first_kept, kept_length = len(pieces), 0
+        while first_kept and kept_length < self.reach:
+            first_kept -= 1
+            kept_length += len(pieces[first_kept])
+        self.tail = pieces[first_kept:]
 
 
-def _marks(text: str, texts: Sequence[str], known: int, ends: list[int], first: int) -> Iterable[Mark]:
-    """Yield the places of `texts` that end behind the first `known` characters; of those that begin together, the longest."""
-    places: dict[int, tuple[int, int]] = {}
-    for which, wanted in enumerate(texts):
-        at = text.find(wanted)
-        while at >= 0:
-            if at + len(wanted) > known and len(wanted) > places.get(at, (0, 0))[0]:
-                places[at] = (len(wanted), which)
-            at = text.find(wanted, at + 1)
-    for at, (length, which) in sorted(places.items()):
-        yield Mark(first + bisect_right(ends, at), first + bisect_right(ends, at + length - 1) + 1, which)
+def _marks(text: str, texts: Sequence[str], num_searched: int, ends: list[int], first: int) -> Iterable[Mark]:
+    """Yield occurrences of `texts` that end after the first `num_searched` characters; at each start, the longest only."""
+    longest: dict[int, tuple[int, int]] = {}
+    for which, searched in enumerate(texts):
+        start = text.find(searched)
+        while start >= 0:
+            if start + len(searched) > num_searched and len(searched) > longest.get(start, (0, 0))[0]:
+                longest[start] = (len(searched), which)
+            start = text.find(searched, start + 1)
+    for start, (length, which) in sorted(longest.items()):
+        yield Mark(first + bisect_right(ends, start), first + bisect_right(ends, start + length - 1) + 1, which)
 
 
 class SpanTracker(Observer):
-    """What a layer knows of spans: `done[key][row]`, how far those of a rule have been dealt with.
+    """Progress of a layer in spans: `done[key][row]` is the token up to which the spans of a rule have been handled.
 
-    That of the first layer also holds the ids of all tokens, `ids [B, seen]`, int32 on the host, and what rules found in them;
-    of a model that reads images also picture, frame, row and column of each, `cells [B, seen, 4]`, int32 on the host.
+    The tracker of the first layer also stores the ids of all tokens, `ids [B, seen]`, int32 on the host, and the marks of each
+    rule. If the model reads images, it stores picture, frame, row and column of each token, `cells [B, seen, 4]`, int32.
     """
 
     held: ClassVar[tuple[str, ...]] = ("ids", "cells")
@@ -252,7 +261,7 @@ class SpanTracker(Observer):
         self._find_again()
 
     def written(self) -> dict[str, Any]:
-        """What a file holds of it; marks are found again."""
+        """Return the state for a file, without marks, which are searched again."""
         return {
             "ids": self.ids,
             "cells": self.cells,
@@ -264,11 +273,11 @@ class SpanTracker(Observer):
 
     @property
     def known(self) -> int:
-        """Of how many tokens the ids are known, padding counted."""
+        """Number of tokens whose ids are stored, padding counted."""
         return 0 if self.ids is None else self.ids.shape[1]
 
     def observe(self, call: LayerCall) -> None:
-        """Take in the ids of a pass."""
+        """Store the ids of a pass."""
         self.end = call.store.seen
         if call.layer.depth or call.tokens.ids is None:
             return
@@ -286,14 +295,14 @@ class SpanTracker(Observer):
         return torch.cat([earlier, cells], dim=1)
 
     def find(self, rule: Spans, mask: Tensor | None) -> list[list[Span]]:
-        """Return the spans of a rule in every row, of whose tokens `mask [B, seen]` marks the real ones, None for all.
+        """Return the spans of a rule in every row; `mask [B, seen]` marks real tokens, None for all.
 
         Raises:
-            ValueError: not all tokens are known.
+            ValueError: the ids of some tokens are missing.
         """
         if self.ids is None or (mask is not None and mask.shape[1] != self.known):
             raise ValueError(
-                "spans are found in token ids, of which this cache has not seen all; read everything under the press"
+                "spans are located in token ids, and this cache lacks some; read all tokens under the press"
             )
         rows = self._marks.setdefault(rule, [rule.finder() for _ in self.ids])
         start = self._columns.get(rule, 0)
@@ -323,35 +332,35 @@ class SpanTracker(Observer):
         self._columns: dict[Spans, int] = {}
 
     def to(self, device: torch.device | str) -> None:
-        """Ids stay on the host, where texts are found."""
+        """Do nothing: ids stay on the host."""
 
 
 SPANS = Wanted(SpanTracker)
-"""The observer of rules that read tokens."""
+"""Observer for rules that read tokens."""
 
 
 def spans_in(rule: Spans, call: LayerCall) -> list[list[Span]]:
     """Return the spans of a rule in every row of a layer's call.
 
     Raises:
-        ValueError: they are found in token ids, which are not known.
+        ValueError: the rule reads token ids, which are missing.
     """
     if rule.reads_tokens:
         if call.tokens.tracker is None:
             raise ValueError(
-                "spans of tags, roles and images are found while a model reads: use the press inside `with press(model)`"
+                "spans of tags, roles and images are located while a model runs: use the press inside `with press(model)`"
             )
-        found: Any = call.tokens.tracker()
-        return found.find(rule, call.tokens.mask)
+        tracker: Any = call.tokens.tracker()
+        return tracker.find(rule, call.tokens.mask)
     rows, seen = call.store.batch, call.store.seen
     lengths = [seen] * rows if call.tokens.mask is None else call.tokens.mask.sum(dim=1).tolist()
     return [rule.within((), length) for length in lengths]
 
 
 def inside(spans: Sequence[Sequence[Span]], seen: int, positions: Tensor) -> Tensor:
-    """Mark which of the `positions [b, h, n]`, below `seen`, lie in the spans of their row, `[b, h, n]`."""
+    """Return whether each of `positions [b, h, n]`, all below `seen`, lies in a span of its row, bool `[b, h, n]`."""
     marked = torch.zeros(len(spans), seen, dtype=torch.bool)
-    for row, own in enumerate(spans):
-        for start, end in own:
+    for row, row_spans in enumerate(spans):
+        for start, end in row_spans:
             marked[row, start:end] = True
     return marked.to(positions.device).gather(1, positions.flatten(1)).view(positions.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer stores, as scorers see it: rows of equal length, padding removed."""
+"""Views of the pairs that a layer stores, the input of scorers: rows of equal length without padding."""
 
 from __future__ import annotations
 
@@ -23,32 +23,39 @@ LOG_WEIGHT = "log_weight"
 
 @dataclass
 class View:
-    """Stored pairs of some batch rows and kv heads that all hold equally many: what a scorer sees.
+    """Stored pairs of some batch rows and KV heads that all store equally many: the input of a scorer.
 
-    Padding is gone: each row is as if it had been read alone. Shapes: `keys [b, h, n, D]`, `values [b, h, n, Dv]`,
-    `positions [b, h, n]` original positions, ascending; `rows` and `heads` say which part of the layer this is;
-    `seen` counts the real tokens of these rows. `vectors` gathers keys and values, once a scorer asks for them.
-
-    `target` is how many pairs a head is to keep on average, of `available` in a layer that nothing but its ratios has cut.
-    Views that together cover all kv heads of the same rows are each other's `group`; what is worked out for all of them can be
-    left in `memo`. `hidden` names the observer of hidden states. A view of some pairs only says of which ones it is a part:
-    `whole`, and their `index [b, h, n]` there.
+    Padding is removed, so that each row looks as if the model had read it alone.
     """
 
     call: LayerCall
+    """Forward pass of the layer."""
     rows: list[int]
+    """Batch rows of the view."""
     heads: slice
+    """KV heads of the view."""
     vectors: Callable[[], tuple[Tensor, Tensor]]
+    """Gathers keys and values at the first access to either of them."""
     positions: Tensor
+    """Original positions `[b, h, n]`, ascending."""
     seen: int
+    """Real tokens that each of these rows has seen."""
     side: dict[str, Tensor]
+    """Per-pair arrays `[b, h, n]` by name."""
     target: int = 0
+    """Pairs that a head keeps on average after the eviction."""
     available: int = 0
+    """Pairs per head in a layer that only its ratios have cut."""
     group: list[View] = field(default_factory=list, repr=False)
+    """Views that together cover all KV heads of the same rows."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Results that scorers cache for the whole group."""
     hidden: Wanted | None = None
+    """Observer of hidden states."""
     whole: View | None = field(default=None, repr=False)
+    """View that these pairs were chosen from; None where they are all of a head's pairs."""
     index: Tensor | None = field(default=None, repr=False)
+    """Rank of each pair in `whole`, `[b, h, n]`."""
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:
@@ -76,13 +83,13 @@ class View:
 
     @property
     def streams(self) -> list[int]:
-        """Streams of the layer that the view shows, row by row."""
+        """Streams of the layer that the view covers, row by row."""
         heads = self.call.store.heads
         return [row * heads + head for row in self.rows for head in range(*self.heads.indices(heads))]
 
     @property
     def groups(self) -> int:
-        """Query heads per kv head."""
+        """Query heads per KV head."""
         self.call.need("its query heads")
         return self.call.queries.shape[1] // self.call.store.heads
 
@@ -92,50 +99,54 @@ class View:
         start, stop, _ = self.heads.indices(self.call.store.heads)
         return tensor[self.rows, start * groups : stop * groups]
 
-    def observer(self, wanted: Wanted) -> Any:
-        """Return the observer of this layer that was wanted."""
-        if wanted not in self.call.store.observers:
+    def observer(self, request: Wanted) -> Any:
+        """Return an observer of this layer.
+
+        Raises:
+            ValueError: nothing requested this observer before the tokens were read.
+        """
+        if request not in self.call.store.observers:
             if self.call.store.observers or not self.call.by_hand:
                 raise ValueError(
-                    f"{wanted.kind.__name__} is read, and nothing watched it: list it in `wants` of the press that scores, and "
-                    "of a wrapper that reads it"
+                    f"{request.kind.__name__} has recorded nothing: list it in `wants` of the press that reads it, and of a "
+                    "wrapper that reads it"
                 )
             raise ValueError(
-                "this press scores what is observed while a model reads: use it inside `with press(model)`, or call it with an "
-                "attention module, its hidden_states and their position_embeddings in kwargs"
+                "this press scores from observers, which record while a model runs: use it inside `with press(model)`, or call "
+                "it with an attention module, its hidden_states and their position_embeddings in kwargs"
             )
-        return self.call.store.observers[wanted]
+        return self.call.store.observers[request]
 
     @property
     def layer(self) -> int:
-        """Number of the attention layer."""
+        """Index of the attention layer."""
         return self.call.layer.index
 
     def numbers(self, seed: int = 0) -> Tensor:
-        """Uniform numbers `[b, h, n]` that depend on layer, length, head, position and seed only."""
+        """Return uniform random numbers `[b, h, n]` that depend on layer, length, head, position and seed only."""
         generator = torch.Generator().manual_seed(seed + 1_000_003 * self.layer + self.seen)
-        drawn = torch.rand(self.call.store.heads, self.seen, generator=generator)[self.heads]
-        return drawn.to(self.positions.device).expand(len(self.rows), -1, -1).gather(2, self.positions)
+        uniform = torch.rand(self.call.store.heads, self.seen, generator=generator)[self.heads]
+        return uniform.to(self.positions.device).expand(len(self.rows), -1, -1).gather(2, self.positions)
 
-    def recorded(self, wanted: Wanted) -> Tensor:
-        """Return the per-pair array `[b, h, n]` that an observer records; zeros where it saw nothing."""
-        name = self.observer(wanted).sides[0]
+    def recorded(self, request: Wanted) -> Tensor:
+        """Return the per-pair array `[b, h, n]` that an observer records; zeros where it recorded nothing."""
+        name = self.observer(request).sides[0]
         return self.side[name] if name in self.side else torch.zeros(self.shape, device=self.positions.device)
 
-    def newest_queries(self, wanted: Wanted) -> Tensor:
-        """Return the newest real queries that a wanted `RecentQueries` holds, `[b, Hq, <= size, D]`."""
-        queries = self.query_heads(self.observer(wanted).queries)
+    def newest_queries(self, request: Wanted) -> Tensor:
+        """Return the newest real queries of a `RecentQueries` observer, `[b, Hq, <= size, D]`."""
+        queries = self.query_heads(self.observer(request).queries)
         return queries[:, :, -min(self.seen, queries.shape[2]) :]
 
-    def observing_queries(self, wanted: Wanted) -> Tensor:
-        """How many of the queries that a wanted `AttentionMass` added up could see each pair, `[b, h, n]`."""
-        observed: int = self.observer(wanted).queries
+    def observing_queries(self, request: Wanted) -> Tensor:
+        """Return how many queries of an `AttentionMass` observer could see each pair, `[b, h, n]`."""
+        observed: int = self.observer(request).queries
         return (self.seen - self.positions).clamp_max(observed)
 
     def attention(self, queries: Tensor) -> Tensor:
-        """Attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, float32.
+        """Return attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, float32.
 
-        It is causal, but for the queries of a block that the pairs lie around.
+        Attention is causal, except where pairs lie before and behind the queries (masked diffusion).
         """
         batch, heads, length, _ = self.keys.shape
         width = queries.shape[2]
@@ -144,8 +155,8 @@ class View:
         if LOG_WEIGHT in self.side:
             scores = scores + self.side[LOG_WEIGHT][:, :, None, None]
         if not self.call.tokens.around:
-            at = torch.arange(self.seen - width, self.seen, device=self.keys.device)
-            future = self.positions[:, :, None, None, :] > at[:, None]
+            newest_positions = torch.arange(self.seen - width, self.seen, device=self.keys.device)
+            future = self.positions[:, :, None, None, :] > newest_positions[:, None]
             scores = scores.masked_fill_(future, float("-inf"))
         if self.call.sinks is None:
             return torch.softmax(scores, dim=-1)
@@ -155,26 +166,26 @@ class View:
         return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
     def unrotated_keys(self) -> Tensor:
-        """Return the keys as they were before the rotary embedding, `[b, h, n, D]`, float32."""
+        """Return the keys before the rotary embedding, `[b, h, n, D]`, float32."""
         self.call.need("keys before the rotary embedding")
         keys = self.keys.float()
         if not self.call.layer.rotates:
             return keys
-        turned = zip(keys.split(1, dim=1), self.rotations(self.positions + self.shift), strict=True)
-        return torch.cat([self.call.unrotate(head, *angles) for head, angles in turned], dim=1)
+        keys_and_angles = zip(keys.split(1, dim=1), self.rotations(self.positions + self.shift), strict=True)
+        return torch.cat([self.call.unrotate(head, *angles) for head, angles in keys_and_angles], dim=1)
 
     @property
     def shift(self) -> Tensor:
-        """How far keys have been turned away from their positions, `[b, h, n]`."""
+        """Positions by which keys were rotated away from their own, `[b, h, n]`."""
         return self.side["shift"].long() if "shift" in self.side else torch.zeros_like(self.positions)
 
     def rotations(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for every kv head, `(cos, sin)`, each `[b, n, d]`, of the tokens at `positions [b, h, n]`.
+        """Yield, for every KV head, `(cos, sin)`, each `[b, n, d]`, of the tokens at `positions [b, h, n]`.
 
-        They are those that the tokens were given, where `Rotations` watched; else those of the model's own embedding.
+        They come from the `Rotations` observer where it recorded all tokens, and else from the model's rotary embedding.
 
         Raises:
-            NotImplementedError: not all tokens were watched, and those that were got another embedding than the model's own.
+            NotImplementedError: some tokens are not recorded, and the recorded ones differ from the model's rotary embedding.
         """
         watched = self.call.store.observers.get(ROTATIONS)
         if watched is None or not watched.parts or watched.first:
@@ -187,14 +198,14 @@ class View:
             yield cos.gather(1, index), sin.gather(1, index)
 
     def _columns(self, positions: Tensor) -> Tensor:
-        """Return where the tokens at `positions [b, h, n]` stand in the batch, padding counted."""
+        """Return the slots of the tokens at `positions [b, h, n]`, padding counted."""
         if self.call.tokens.mask is None:
             return positions
         columns = [self.call.tokens.mask[row].nonzero().flatten().to(positions.device) for row in self.rows]
         return torch.stack([real[at] for real, at in zip(columns, positions, strict=True)])
 
     def _check_rotations(self, watched: Rotations | None) -> None:
-        """Refuse to work with the model's own embedding where the newest tokens were given another one."""
+        """Raise if the rotary embedding of the newest tokens differs from the model's at their positions."""
         if watched is None or not watched.parts:
             watched = Rotations()
             watched.observe(self.call)
@@ -214,7 +225,7 @@ class View:
             )
 
     def pairs(self, index: Tensor) -> View:
-        """Return a view of some pairs only: those at `index [b, h, m]`, ascending, in what every head stores."""
+        """Return a view of the pairs of ranks `index [b, h, m]`, ascending, of every head."""
 
         def chosen(source: Tensor) -> Tensor:
             return source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
@@ -246,7 +257,7 @@ class View:
         return self.keys[:, head : head + 1], self.values[:, head : head + 1]
 
     def per_head(self) -> list[View]:
-        """Split into views of one kv head each, to bound the memory of a scorer."""
+        """Split into views of one KV head each, to bound the memory of a scorer."""
         start = self.heads.start
         return [
             replace(
@@ -260,15 +271,15 @@ class View:
         ]
 
 
-def view_groups(call: LayerCall, opened: DenseSegment | None = None, apart: bool = False) -> list[list[View]]:
-    """Return everything the layer stores: one group per set of rows, whose views together cover all kv heads.
+def view_groups(call: LayerCall, opened: DenseSegment | None = None, by_row: bool = False) -> list[list[View]]:
+    """Return views of all stored pairs: one group per set of rows, whose views together cover all KV heads.
 
-    Rows that hold equally many real tokens share a group, unless they are to be `apart`: then group b is row b. Its heads share
-    one view, unless head-wise eviction has made them differ in length: then every head is a view of its own. `opened` is what
-    `KVStore.open_segment` returns, where that is known.
+    Rows with equally many real tokens share a group; with `by_row`, group b is row b. The heads of a group share one view if
+    they store equally many pairs; otherwise each head has its own view. `opened` is the result of `KVStore.open_segment`
+    if the caller has it.
     """
     store, mask = call.store, call.tokens.mask
-    if not store.sealed and mask is None and (store.batch == 1 or not apart):
+    if not store.sealed and mask is None and (store.batch == 1 or not by_row):
         return [[_whole_window(call)]]
     opened = store.open_segment(mask) if opened is None else opened
     parts: list[Segment] = [*store.segments, opened]
@@ -277,14 +288,14 @@ def view_groups(call: LayerCall, opened: DenseSegment | None = None, apart: bool
     pads = None if mask is None else (~mask).cumsum(dim=1).to(store.window.keys.device)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in range(store.batch):
-        key = (row if apart else 0, real[row], *counts[row * store.heads : (row + 1) * store.heads])
+        key = (row if by_row else 0, real[row], *counts[row * store.heads : (row + 1) * store.heads])
         groups.setdefault(key, []).append(row)
-    found = []
+    views = []
     for (_, seen, *lengths), rows in groups.items():
         even = len(set(lengths)) == 1
         spans = [slice(0, store.heads)] if even else [slice(h, h + 1) for h in range(store.heads)]
-        found.append([_gather(call, parts, pads, rows, span, seen) for span in spans])
-    return found
+        views.append([_gather(call, parts, pads, rows, span, seen) for span in spans])
+    return views
 
 
 def _whole_window(call: LayerCall) -> View:
@@ -306,14 +317,14 @@ def _gather(
     if len(parts) == 1 and streams == list(range(parts[0].layout.streams)):
         chosen, order, longest = [(parts[0], slice(None))], None, parts[0].layout.longest
     else:
-        taken = [part.layout.take_streams(streams) for part in parts]
-        order, layout = interleave([found for _, found in taken])
-        chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, taken, strict=True)]
+        selections = [part.layout.take_streams(streams) for part in parts]
+        order, layout = interleave([layout_of_part for _, layout_of_part in selections])
+        chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, selections, strict=True)]
         longest = layout.longest
 
     def joined(arrays: Sequence[Tensor]) -> Tensor:
-        whole = arrays[0] if order is None else torch.cat(list(arrays)).index_select(0, order.to(arrays[0].device))
-        return whole.unflatten(0, (len(rows), len(span), longest))
+        flat = arrays[0] if order is None else torch.cat(list(arrays)).index_select(0, order.to(arrays[0].device))
+        return flat.unflatten(0, (len(rows), len(span), longest))
 
     def of_pairs(array: Callable[[Segment], Tensor]) -> Tensor:
         return joined([array(part)[index] for part, index in chosen])
@@ -337,9 +348,9 @@ def _log_weight(part: Segment) -> Tensor:
 
 
 def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Arguments of `score` and `compress` for one view: its rows only, padding removed.
+    """Return the arguments of `score` and `compress` for one view: its rows only, padding removed.
 
-    Of a view of some pairs only, those of its first head are the tokens that hidden states, angles and attention are of.
+    In a view of some pairs only, hidden states, angles and attention cover the tokens of its first head's pairs.
     """
     call = view.call
     states = None if view.hidden is None else getattr(call.store.observers.get(view.hidden), "states", None)
@@ -355,21 +366,21 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
             embeddings = [part[view.rows if part.shape[0] > 1 else slice(None)][:, -view.seen :] for part in embeddings]
         attentions = None if attentions is None else attentions[view.rows][:, :, -view.seen :, -view.seen :]
     if view.index is not None:
-        at = view.positions[:, 0] - (view.seen - hidden.shape[1])
-        if hidden.shape[1] and bool((at >= 0).all()):
-            rows = torch.arange(len(at), device=at.device)[:, None]
-            hidden = hidden[rows.to(hidden.device), at.to(hidden.device)]
+        indices = view.positions[:, 0] - (view.seen - hidden.shape[1])
+        if hidden.shape[1] and bool((indices >= 0).all()):
+            rows = torch.arange(len(indices), device=indices.device)[:, None]
+            hidden = hidden[rows.to(hidden.device), indices.to(hidden.device)]
             kwargs["cache_position"] = view.positions[0, 0]
             if embeddings is not None:
-                embeddings = [part.expand(len(at), -1, -1)[rows, at] for part in embeddings]
+                embeddings = [part.expand(len(indices), -1, -1)[rows, indices] for part in embeddings]
             if attentions is not None:
-                attentions = attentions[rows[..., None], :, at[:, :, None], at[:, None]].permute(0, 3, 1, 2)
+                attentions = attentions[rows[..., None], :, indices[:, :, None], indices[:, None]].permute(0, 3, 1, 2)
     if embeddings is not None:
         kwargs["position_embeddings"] = tuple(embeddings)
     return call.layer.module, hidden, view.keys, view.values, attentions, kwargs
 
 
 def hook_arguments(call: LayerCall) -> dict[str, Any]:
-    """Keyword arguments of a module's forward pass, as a `forward_hook` written for NVIDIA kvpress expects them."""
+    """Return keyword arguments of a module's forward pass, as a `forward_hook` written for NVIDIA kvpress expects them."""
     positions = torch.arange(call.tokens.seen_before, call.store.seen, device=call.hidden_states.device)
     return {**call.kwargs, "hidden_states": call.hidden_states, "cache_position": positions}

@@ -66,7 +66,7 @@ def test_ranges_and_separators_name_the_same_shots() -> None:
     ranges = " ".join(f"{shot.start}:{shot.stop}" for shot in SHOTS[0])
     by_range = kvpress.get_press(f"shotkv:0.5,shots={ranges},window_size={WINDOW}")
     assert positions(prefill(model, by_range, ROWS[0])) == positions(prefill(model, press(), ROWS[0]))
-    with pytest.raises(ValueError, match="16:26 ends behind a prompt of 20 tokens"):
+    with pytest.raises(ValueError, match="16:26 ends past a prompt of 20 tokens"):
         prefill(model, by_range, ROWS[0][:, :20])
 
 

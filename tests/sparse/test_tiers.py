@@ -136,7 +136,7 @@ def test_a_full_disk_loses_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(f"offload({SELECTORS['quest']}):folder={tmp_path}")(model):
         monkeypatch.setattr(os, "write", write_until_full)
-        with pytest.raises(OSError, match=r"cannot be kept in a file of .*No space left.*more room"):
+        with pytest.raises(OSError, match=r"cannot be kept in a file of .*No space left.*more space"):
             model(tokens(2, 300), past_key_values=cache)
     assert not os.listdir(tmp_path)
     store = cache.layers[0].store

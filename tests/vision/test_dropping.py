@@ -296,7 +296,7 @@ def test_models_and_presses_that_cannot_be_handed_fewer_tokens_are_refused(
 def test_prompts_that_cannot_be_handed_on_in_part_are_refused() -> None:
     model, ids = tiny_model("llama"), tokens(1, 20)
     refused(model, lambda: generate(model, SHORT, ids, prefill_chunk_size=8), NotImplementedError, "prefill_chunk_size")
-    refused(model, lambda: generate(model, SHORT, ids[:, :4]), ValueError, "ends behind")
+    refused(model, lambda: generate(model, SHORT, ids[:, :4]), ValueError, "ends past")
     refused(model, lambda: forward(model, SHORT, ids, output_hidden_states=True), ValueError, "output_hidden_states")
 
 

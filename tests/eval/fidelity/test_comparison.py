@@ -236,7 +236,7 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
     [
         (["--press", "snapkw:0.5"], 2, "snapkv"),
         (["--press", "none", "--press", "kivi:group_size=48"], 2, "press 'kivi:group_size=48': group_size must"),
-        (["--press", "none", "--press", "protect(knorm:0.5):tokens=0:900"], 2, "behind a prompt of 64 tokens"),
+        (["--press", "none", "--press", "protect(knorm:0.5):tokens=0:900"], 2, "past a prompt of 64 tokens"),
         (["--context", "4090"], 2, "over the 4096 positions"),
         (["--context", "8"], 2, "--context"),
         (["--tokens", "1"], 2, "--tokens"),

@@ -131,7 +131,7 @@ def test_a_reading_that_fails_together_is_tried_apart(monkeypatch: pytest.Monkey
 
 def test_the_press_at_fault_is_named() -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match=r"press 'protect.*0:900': .*behind a prompt of 96 tokens"):
+    with pytest.raises(ConfigError, match=r"press 'protect.*0:900': .*past a prompt of 96 tokens"):
         comparison(model).fidelities(["snapkv:0.5,window_size=8", "protect(knorm:0.5):tokens=0:900", "none"])
     broken = copy.deepcopy(model)
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_earlier_samples_are_counted_and_timed(small: Small, quiet: Console) -> 
 
 
 def test_a_press_that_does_not_suit_the_prompt_is_refused(small: Small) -> None:
-    with pytest.raises(ConfigError, match=r"press 'protect.*' at 64 tokens: .* behind a prompt of 64 tokens"):
+    with pytest.raises(ConfigError, match=r"press 'protect.*' at 64 tokens: .* past a prompt of 64 tokens"):
         estimate(small(presses=("protect(knorm:0.5):tokens=0:900",)))
 
 

@@ -66,7 +66,7 @@ def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: p
     full = sizes(model)[0]
     monkeypatch.setattr(memory, "available_bytes", lambda device: int(1.5 * full / memory.SHARE))
     refused = "protect(knorm:0.5):tokens=0:9000"
-    with pytest.raises(ValueError, match=f"behind a prompt of {TOKENS} tokens"):
+    with pytest.raises(ValueError, match=f"past a prompt of {TOKENS} tokens"):
         plan(kvpress.get_press(refused), Geometry.of(model.config), TOKENS, BATCH)
     assert memory.fitting(model, ["knorm:0.75", refused, "knorm:0.75"], kvpress.get_press, BATCH, TOKENS) == [
         ["knorm:0.75", refused],
