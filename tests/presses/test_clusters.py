@@ -140,7 +140,7 @@ def test_kvmerger_merges_runs_of_similar_neighbours(family: str) -> None:
 )
 def test_pairs_that_repeat_are_pooled_without_loss(spec: str, monkeypatch: Any) -> None:
     """Every pair twice: half of them, with weights, answer as all of them."""
-    press, call = kvpress.get_press(spec), SimpleNamespace(expand=None)
+    press, call = kvpress.get_press(spec), SimpleNamespace(layer=SimpleNamespace(expand=None))
     keys, values = (torch.randn(1, 2, 8, 32).repeat_interleave(2, dim=2) for _ in range(2))
     view = View(call, [0], slice(0, 2), lambda: (keys, values), torch.arange(16).expand(1, 2, -1), 16, {}, target=8)
     monkeypatch.setattr(type(press), "attention", lambda self, view: torch.zeros(view.shape), raising=False)
