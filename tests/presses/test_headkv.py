@@ -82,7 +82,7 @@ def test_tables_of_kv_heads_do_as_well_and_others_are_refused(scores: Path, tmp_
             HeadKVPress(0.5, table=str(scores))
     with pytest.raises(ValueError, match=r"beta must be >= 1, got 0\.5"):
         HeadKVPress(0.5, beta=0.5)
-    with pytest.raises(ValueError, match="give table="):
+    with pytest.raises(ValueError, match="set table="):
         prefill(model, HeadKVPress(0.5), ids)
 
 
