@@ -30,7 +30,10 @@ SMALLER = 10.0
 
 
 ENCODES = (
-    Exemption("mask oracle", "kept pairs are encoded; `sample(x)` and `rotated`, which it consists of, are compared separately"),
+    Exemption(
+        "mask oracle",
+        "kept pairs are encoded; `sample(x)` and `rotated`, which it consists of, are compared separately",
+    ),
     Exemption("fuzz", "pairs are encoded at every size; `sample(x)` and `rotated` are tested instead"),
     Exemption("pairs per layer", "layers share pairs by the error of losing them, which separate tests measure"),
 )
