@@ -140,7 +140,7 @@ class UniformSegment(Segment):
 
 
 def rotated(side: Tensor, block: int) -> Tensor:
-    """Return rows `[R, D]` times a Hadamard matrix (its own inverse) in blocks of at most `block` channels; 0 for no rotation."""
+    """Return rows `[R, D]` times a Hadamard matrix in blocks of at most `block` channels, its own inverse; unchanged for 0."""
     if not block:
         return side
     matrix = hadamard(side.shape[1], side.device, block)

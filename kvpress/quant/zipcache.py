@@ -42,9 +42,9 @@ class ZipCachePress(QuantisingPress):
     Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
     arXiv:2405.14256.
     Differs from the paper: the mean is over the probes that see a token, where the authors' code divides by all queries
-    that would see it; values have a scale per token and head; rows of a batch do not influence each other; generated tokens keep
-    the channel scales of the prompt, and every generated query is a probe for the tokens not yet encoded; a large bias of
-    keys is stored separately (`QuantisingPress`).
+    that would see it; values have a scale per token and head; rows of a batch do not influence each other; generated tokens
+    keep the channel scales of the prompt, and every generated query is a probe for the tokens not yet encoded; a large bias
+    of keys is stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 4
