@@ -132,7 +132,7 @@ class PredictingCodec(Codec):
         return PredictedSegment(keys, values, layout, segment.keys.dtype, rotation, weight=weight, offset=offset)
 
     def _tables(self, sealing: Sealing, device: torch.device) -> tuple[Tensor, ...]:
-        """Return levels of keys and of errors `[H, 1, E, 1]`, weights and offsets; all segments of a layer share the objects."""
+        """Return levels of keys and of errors `[H, 1, E, 1]`, weights and offsets, shared by all segments of a layer."""
         for earlier in sealing.earlier:
             if isinstance(earlier, PredictedSegment):
                 return earlier.keys.book, earlier.values.book, earlier.weight, earlier.offset

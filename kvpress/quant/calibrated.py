@@ -58,7 +58,7 @@ class CalibratedPress(QuantisingPress):
                 check_rotates_halves(layer)
         return recipe
 
-    def check_settings(self, found: Calibration) -> None:
+    def check_settings(self, file: Calibration) -> None:
         """Refuse a file that was made for other settings."""
 
     @abstractmethod

@@ -74,10 +74,10 @@ class CoupledQuantPress(CalibratedPress):
     def shipped_as(self) -> str:
         return name_of(self.layer_bits().at(0), pair("coupled", self.coupled))
 
-    def check_settings(self, found: Calibration) -> None:
+    def check_settings(self, file: Calibration) -> None:
         expected = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
-        actual = {name: found.provenance["settings"].get(name) for name in expected}
-        if found.provenance["method"] == METHOD and actual != expected:
+        actual = {name: file.provenance["settings"].get(name) for name in expected}
+        if file.provenance["method"] == METHOD and actual != expected:
             raise ValueError(f"{self.source} was made for {actual}, but the press is set to {expected}")
 
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:

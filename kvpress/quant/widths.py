@@ -220,7 +220,7 @@ class FittingCodec(Codec):
         return _encode(segment, widths, widths.unique().tolist(), sealing_by_width)
 
     def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
-        """Return the bits of every stream: those of earlier pairs of its row (not with `per_pair`), else the width that fits."""
+        """Return the bits of every stream: those of its row's earlier pairs (not with `per_pair`), else the width that fits."""
         rows = segment.layout.streams // sealing.heads
         earlier = {} if self.per_pair else widths_held(sealing.earlier, sealing.heads)
         seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
