@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: how sealed pairs are stored in fewer bits, one file each; a method is found because its file is here."""
+"""Codecs that store sealed pairs in fewer bits, one method per file; the registry finds a method by its file."""
 
 from typing import Any
 

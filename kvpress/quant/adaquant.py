@@ -28,7 +28,7 @@ class AdaQuantPress(KIVIPress):
 
     Paper: Hariri et al., More for Keys, Less for Values: Adaptive KV Cache Quantization, 2025, arXiv:2502.15075.
     Differs from the paper: its quantiser groups channels of one token for keys too and re-encodes the whole cache whenever
-    the tail is full; here keys are quantised per channel and once, as in KIVI; a large bias of keys is stored apart
+    the tail is full; here keys are quantised per channel and once, as in KIVI; a large bias of keys is stored separately
     (`QuantisingPress`).
     """
 
@@ -58,14 +58,14 @@ class AdaQuantPress(KIVIPress):
 
 
 def projections(module: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Weights that make keys and values from hidden states, `[H * D, hidden]` each."""
-    own: Any = module
-    if hasattr(own, "k_proj") and hasattr(own, "v_proj"):
-        return own.k_proj.weight, own.v_proj.weight
-    if hasattr(own, "qkv_proj"):
-        kv_heads = own.config.num_key_value_heads
-        size = own.qkv_proj.weight.shape[0] // (own.config.num_attention_heads + 2 * kv_heads) * kv_heads
-        return own.qkv_proj.weight[-2 * size : -size], own.qkv_proj.weight[-size:]
+    """Return the key and value projection weights, `[H * D, hidden]` each."""
+    attention: Any = module
+    if hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
+        return attention.k_proj.weight, attention.v_proj.weight
+    if hasattr(attention, "qkv_proj"):
+        kv_heads = attention.config.num_key_value_heads
+        size = attention.qkv_proj.weight.shape[0] // (attention.config.num_attention_heads + 2 * kv_heads) * kv_heads
+        return attention.qkv_proj.weight[-2 * size : -size], attention.qkv_proj.weight[-size:]
     raise NotImplementedError(
         f"found neither k_proj and v_proj nor qkv_proj in {type(module).__name__}; give `bits` instead"
     )

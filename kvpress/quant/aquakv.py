@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AQUA-KV within a layer: values are predicted from the decoded keys, and only what is left of them is coded."""
+"""AQUA-KV within a layer: values are predicted from decoded keys, and only the prediction error is encoded."""
 
 from __future__ import annotations
 
@@ -43,25 +43,26 @@ FITTED_BITS = (2, 3, 4)
 )
 @dataclass
 class AquaKVPress(CalibratedPress):
-    """Predict values from the keys as they are decoded, and store only what the prediction misses.
+    """Predict values from decoded keys, and store only the error of the prediction.
 
         keys      k' = level[d, code],                      nearest of `2**bits` levels fitted to channel d of the head
         values    v' = k' W + c + a * level[code] H^T,      codes of (v - k' W - c) H, a restores its norm
 
-    Keys are those before their rotary embedding, and are rotated when they are read. W `[D, D]` and c `[D]` of each head
-    come from a ridge regression on decoded keys, so they make up for part of the error of keys. H is a Hadamard matrix; its
-    levels are those of a Gaussian. Nothing is decoded to be read: the attention-weighted mean of k' goes through W once for
-    a query, at the price of a second run through the codes of keys. `calibration` is a file made by `kvpress calibrate
-    --method aquakv`, which serves all widths; the bundled reference model's is found without it. `bits` is 2, 3 or 4, a
-    pair (keys, values), a list with either for every layer, or a file of them; pairs are coded 32 at a time, of which the
-    newest `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
+    Keys are encoded before their rotary embedding, and rotated when they are read. W `[D, D]` and c `[D]` of each head come
+    from a ridge regression on decoded keys, so they correct part of the error of keys. H is a Hadamard matrix; its levels are
+    optimal for a Gaussian. Attention decodes no segment: it multiplies the attention-weighted mean of k' by W once per query,
+    at the cost of a second pass over the codes of keys. `calibration` is a file made by `kvpress calibrate --method aquakv`,
+    which serves all widths; the bundled reference model needs none. `bits` is 2, 3 or 4, a pair (keys, values), a list with
+    either for every layer, or a file of them. Pairs are encoded 32 at a time; the newest `residual_length` and the first
+    `sinks` stay dense, as do the layers in `skip_layers`.
 
     Paper: Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
     arXiv:2501.19392.
     Differs from the paper: nothing is predicted from the layer before, neither keys nor values, because layers and heads may
-    keep different pairs, and a layer would have to be decoded for the next; values are predicted from the keys of their own
-    head, where the paper takes those of all heads; the rest is coded by levels of single channels, not by a grid of vectors;
-    keys, which nothing predicts, by levels fitted to the model; all layers have the same bits unless `bits` lists them.
+    keep different pairs, and a layer would have to be decoded for the next; values are predicted from the keys of the same
+    head, where the paper uses the keys of all heads; prediction errors are encoded by levels of single channels, not by a
+    grid of vectors; keys are not predicted and have levels fitted to the model; all layers have the same bits unless `bits`
+    lists them.
     """
 
     bits: Bits = 4
@@ -99,11 +100,14 @@ class AquaKVPress(CalibratedPress):
 
 @dataclass
 class PredictingCodec(Codec):
-    """Codes keys by `levels [H, D, E, 1]`, and what values differ by from ``keys @ weight [H, D, D] + offset [H, D]``."""
+    """Codec of keys, and of the errors of values predicted by ``keys @ weight + offset``; see `AquaKVPress`."""
 
     levels: Tensor
+    """Levels of each key channel, `[H, D, E, 1]`."""
     weight: Tensor
+    """Prediction matrix of each head, `[H, D, D]`."""
     offset: Tensor
+    """Prediction offset of each head, `[H, D]`."""
     bits: tuple[int, int]
     residual: int
     sinks: int = 0
@@ -114,26 +118,26 @@ class PredictingCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, device = segment.layout, segment.device
-        book, rest_book, weight, offset = self._tables(sealing, device)
+        book, error_book, weight, offset = self._tables(sealing, device)
         rotation = rotation_of(sealing, layout.streams, device)
         exact = segment.keys if rotation is None else rotation.unrotate(segment)
         keys = CodedRows.encode(exact, book, self.bits[0], layout)
-        rest = torch.empty(segment.values.shape, device=device)
+        errors = torch.empty(segment.values.shape, device=device)
         head = layout.stream_of_row.to(device) % len(book)
         for rows in torch.arange(layout.total, device=device).split(BLOCK_ROWS):
-            rest[rows] = segment.values[rows].float() - predicted(
+            errors[rows] = segment.values[rows].float() - predicted(
                 keys.read(rows, head[rows]), head[rows], weight, offset
             )
-        values = replace(encode(rest, hadamard(rest.shape[1], device), self.bits[1]), book=rest_book)
+        values = replace(encode(errors, hadamard(errors.shape[1], device), self.bits[1]), book=error_book)
         return PredictedSegment(keys, values, layout, segment.keys.dtype, rotation, weight=weight, offset=offset)
 
     def _tables(self, sealing: Sealing, device: torch.device) -> tuple[Tensor, ...]:
-        """Levels of keys and of rests `[H, 1, E, 1]`, weights and offsets, the same objects for all pairs of a layer."""
+        """Return levels of keys and of errors `[H, 1, E, 1]`, weights and offsets, shared by all segments of a layer."""
         for earlier in sealing.earlier:
             if isinstance(earlier, PredictedSegment):
                 return earlier.keys.book, earlier.values.book, earlier.weight, earlier.offset
-        rest = levels(self.bits[1], device).expand(len(self.levels), -1, -1, -1).half().contiguous()
-        return self.levels.to(device), rest, self.weight.to(device), self.offset.to(device)
+        error_levels = levels(self.bits[1], device).expand(len(self.levels), -1, -1, -1).half().contiguous()
+        return self.levels.to(device), error_levels, self.weight.to(device), self.offset.to(device)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 2
@@ -147,7 +151,7 @@ class PredictingCodec(Codec):
 
 @dataclass(eq=False, repr=False)
 class PredictedSegment(CodedSegment):
-    """Coded keys, and coded rests of values behind a Hadamard matrix; `weight` and `offset` are those of `PredictingCodec`."""
+    """Coded keys and coded prediction errors of values; see `PredictingCodec`."""
 
     weight: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
     offset: Annotated[Tensor, per_layer("tables")] = None  # type: ignore[assignment]
@@ -157,50 +161,50 @@ class PredictedSegment(CodedSegment):
         streams = self.layout.streams_of(rows)
         head = streams % len(self.weight)
         keys = self.keys.read(rows, head)
-        rest = self.values.read(rows, head) @ hadamard(self.weight.shape[2], self.device)
-        values = predicted(keys, head, self.weight, self.offset) + rest
+        errors = self.values.read(rows, head) @ hadamard(self.weight.shape[2], self.device)
+        values = predicted(keys, head, self.weight, self.offset) + errors
         rotary = self._rotary()
         keys = keys if rotary is None else rotary.rotate(keys, rotary.at(streams, rows))
         return keys.to(self.dtype), values.to(self.dtype)
 
     def operand(self) -> kernels.Rows:
-        """Keys as they are read, and the rests of values."""
+        """Return keys with their rotary embedding, and the prediction errors of values."""
         basis = kernels.Basis(rotation=hadamard(self.weight.shape[2], self.device))
         return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, None, basis)
 
     def keys_only(self) -> kernels.Rows:
-        """Keys as they are read, and as they are decoded in place of values."""
+        """Return keys with their rotary embedding, and keys without it in place of values."""
         return kernels.Rows(self.keys.operand(self._rotary()), self.keys.operand(), self.log_weight)
 
     def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
-        rest = super().attend(queries, logits, hidden)
+        partial = super().attend(queries, logits, hidden)
         if hidden is not None or not self.serves(queries, logits):
-            return rest
+            return partial
         streams = torch.arange(len(queries), device=queries.device)
-        return self._complete(rest, queries, self._ranges(queries), logits, streams)
+        return self._complete(partial, queries, self._ranges(queries), logits, streams)
 
     def attend_rows(
         self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
     ) -> Partial:
-        rest = super().attend_rows(queries, logits, rows, counts, streams)
+        partial = super().attend_rows(queries, logits, rows, counts, streams)
         if not self.serves(queries, logits):
-            return rest
+            return partial
         if streams is None:
             streams = torch.arange(len(rows), device=rows.device) % self.layout.streams
-        return self._complete(rest, queries, kernels.Listed(rows, counts, streams), logits, streams)
+        return self._complete(partial, queries, kernels.Listed(rows, counts, streams), logits, streams)
 
     def _complete(
-        self, rest: Partial, queries: Tensor, where: kernels.Where, logits: Logits, streams: Tensor
+        self, partial: Partial, queries: Tensor, where: kernels.Where, logits: Logits, streams: Tensor
     ) -> Partial:
-        """Add what the means of the decoded keys predict to the means of what is left of values."""
+        """Add the values predicted from the mean decoded keys to the mean prediction errors."""
         means = kernels.decode(queries, self._keep("keys only", self.keys_only), where, options_of(logits))[0]
         head = streams % len(self.weight)
-        return rest[0] + torch.baddbmm(self.offset[head, None].float(), means, self.weight[head].float()), rest[1]
+        return partial[0] + torch.baddbmm(self.offset[head, None].float(), means, self.weight[head].float()), partial[1]
 
 
 def predicted(keys: Tensor, head: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
-    """Values, float32 [R, D], that decoded `keys [R, D]` of a `head [R]` predict."""
-    found = torch.empty(len(keys), weight.shape[2], device=keys.device)
+    """Return the values, float32 [R, D], predicted from decoded `keys [R, D]` of heads `head [R]`."""
+    values = torch.empty(len(keys), weight.shape[2], device=keys.device)
     for h in head.unique().tolist():
-        found[head == h] = torch.addmm(offset[h].float(), keys[head == h].float(), weight[h].float())
-    return found
+        values[head == h] = torch.addmm(offset[h].float(), keys[head == h].float(), weight[h].float())
+    return values

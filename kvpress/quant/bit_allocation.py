@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One price for what a pair takes: every pair is dropped or gets bits of its own, by the error that they leave per byte."""
+"""Allocation of bits to single pairs: one price per byte decides which pairs are dropped and how many bits others get."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvpress.quant.rotated import gaussian_error
 from kvpress.quant.widths import DENSE, LEAST, OFFSETS, WIDTHS, Room, of_width, pair_widths
 
 OPTIONS = (0, *sorted(WIDTHS), DENSE)
-"""Bits that a pair may take, 0 where it is dropped."""
+"""Bits that a pair may take; 0 drops the pair."""
 BITS = torch.tensor(OPTIONS)
 LOST = torch.tensor([1.0, *(2 * gaussian_error(bits) for bits in sorted(WIDTHS)), 0.0], dtype=torch.float64)
-"""The share of what a pair is worth that is lost, by option: as much by its key as by its value."""
+"""Share of the worth of a pair that each option loses, half of it by the key and half by the value."""
 SETS = [chosen for n in range(1, len(OPTIONS)) for chosen in combinations(range(1, len(OPTIONS)), n)]
-"""Which options beside dropping a layer may use."""
+"""Sets of options, besides dropping, that a layer may use."""
 PARTS = 512
-"""Pairs of a layer that are worth about the same are decided about together, in about so many parts."""
+"""Approximate number of parts of a layer; pairs of similar worth form a part and get the same option."""
 ROUNDS = 8
-"""How often what a choice takes is measured and made up for, at most."""
+"""Maximum number of rounds that correct the target by the measured bytes."""
 PRICES, HALVINGS = (-40.0, 10.0), 20
-"""Between which powers of two the price of a byte is looked for, and how closely."""
+"""Range of log2 of the price of a byte, and the number of bisection steps."""
 CLOSE = 0.005
-"""The share of the bytes that may be left over."""
+"""Share of the bytes that may stay unused."""
 
 
 def check_price(step: Eviction, name: str) -> None:
@@ -45,7 +45,7 @@ def check_price(step: Eviction, name: str) -> None:
     scorer = step.scorer.inner if isinstance(step.scorer, Sampling) else step.scorer
     if scorer.ranks:
         raise TypeError(
-            f"per_pair compares what pairs of all heads are worth, and {name} only orders those of a head; "
+            f"per_pair compares scores across heads, and {name} only orders the pairs within a head; "
             "leave out per_pair, or use a press that scores pairs one by one, such as snapkv"
         )
     if step.allocator.ragged:
@@ -53,15 +53,17 @@ def check_price(step: Eviction, name: str) -> None:
 
 
 class Offer(NamedTuple):
-    """What a layer does at a price: the option of each of its parts, as numbers of `OPTIONS`, and the bytes it takes."""
+    """Choice of a layer at a price."""
 
     options: Tensor
+    """Index into `OPTIONS` for each part."""
     held: float
+    """Bytes that the choice takes."""
 
 
 @dataclass(frozen=True)
 class ByPrice(Allocator):
-    """Gives every pair of a row those bits that are worth their bytes; see `BudgetedPress`."""
+    """Allocator that gives every pair of a row its bits at one price per byte; see `BudgetedPress`."""
 
     room: Room = field(default_factory=lambda: Room(None), kw_only=True)
 
@@ -75,22 +77,22 @@ class ByPrice(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         tokens = scored[0].view.seen
         if self.room.bits(tokens) == DENSE:
-            return [each.view.length for each in scored]
-        found = [list(part) for _, part in groupby(scored, key=lambda each: each.view.layer)]
-        errors = torch.tensor([error(part, mean) for part in found], dtype=torch.float64) + ROUNDING
+            return [entry.view.length for entry in scored]
+        groups = [list(group) for _, group in groupby(scored, key=lambda entry: entry.view.layer)]
+        errors = torch.tensor([error(group, mean) for group in groups], dtype=torch.float64) + ROUNDING
         errors = (errors / errors.mean()).clamp(1 / MOST, MOST)
-        layers = [Layer(part, float(own), self.room) for part, own in zip(found, errors, strict=True)]
+        layers = [Layer(group, float(weight), self.room) for group, weight in zip(groups, errors, strict=True)]
         limit = self.room.allowed(tokens) * self.room.streams - sum(layer.beside for layer in layers)
         aim, tries = limit, []
-        for _ in range(ROUNDS):  # a scorer that draws keeps others than the best pairs, which take other bits
+        for _ in range(ROUNDS):  # a sampling scorer keeps other pairs than the best ones, which may take other bits
             offers = cheapest(layers, aim)
-            held = sum(layer.choose(offer) for layer, offer in zip(layers, offers, strict=True))
-            tries.append((held, offers))
-            if (1 - CLOSE) * limit <= held <= limit:
+            size = sum(layer.choose(offer) for layer, offer in zip(layers, offers, strict=True))
+            tries.append((size, offers))
+            if (1 - CLOSE) * limit <= size <= limit:
                 break
-            aim += limit - held
-        # The most that fits; where nothing does, the least.
-        _, best = max(tries, key=lambda each: (each[0] <= limit, each[0] if each[0] <= limit else -each[0]))
+            aim += limit - size
+        # Use the largest choice that fits, or the smallest one if none fits.
+        _, best = max(tries, key=lambda entry: (entry[0] <= limit, entry[0] if entry[0] <= limit else -entry[0]))
         for layer, offer in zip(layers, best, strict=True):
             layer.choose(offer)
         return [counts for layer in layers for counts in layer.counts]
@@ -100,10 +102,10 @@ class ByPrice(Allocator):
 
 
 def cheapest(layers: Sequence[Layer], limit: float) -> list[Offer]:
-    """Return what layers do at the lowest price at which they take at most `limit` bytes, where one is found.
+    """Return the choices of layers at the lowest price at which they take at most `limit` bytes, if there is one.
 
-    At some prices a layer takes much more than right above them, as where it begins to keep all its pairs. One that would
-    take too much so stays as it was, and the others go on.
+    The bytes of a layer jump at some prices, for example where it starts to keep all its pairs. A layer whose jump exceeds
+    the limit keeps its choice before the jump, and the price falls further for the other layers.
     """
     fixed: dict[int, Offer] = {}
 
@@ -131,57 +133,57 @@ def cheapest(layers: Sequence[Layer], limit: float) -> list[Offer]:
 
 
 class Layer:
-    """The pairs of one row in one layer that there is a choice of, and what each option of each of them takes.
+    """Evictable pairs of one row in one layer, with the bytes and the loss of each option.
 
-    Pairs that may take the same options lie in parts of about the same worth. Of the `LEAST` best ones of a head none is
-    dropped, and encoded pairs stay as they are or are dropped: `encoded` are their options, 0 for the others. `beside` are the
-    bytes of pairs that there is no choice of.
+    Pairs that may take the same options are grouped into parts of similar worth. The `LEAST` best pairs of a head are never
+    dropped. Encoded pairs keep their bits or are dropped: `encoded` holds the options of these pairs, 0 for all others.
+    `beside` is the bytes of protected pairs.
     """
 
     def __init__(self, scored: Sequence[Scored], weight: float, room: Room) -> None:
         self.scored, self.room = scored, room
         self.facts = next(layer for layer in room.layers if layer.index == scored[0].view.layer)
         self.counts: list[int | Tensor] = []
-        self.worth = torch.cat([weight * worth(each.scores).flatten() for each in scored])
-        held = torch.cat([held_widths(each).flatten() for each in scored])
-        self.encoded = torch.searchsorted(BITS, held)
-        self.kind = 2 * held + torch.cat([top(each.scores, LEAST).flatten() for each in scored]).cpu()
+        self.worth = torch.cat([weight * worth(entry.scores).flatten() for entry in scored])
+        widths = torch.cat([held_widths(entry).flatten() for entry in scored])
+        self.encoded = torch.searchsorted(BITS, widths)
+        self.kind = 2 * widths + torch.cat([top(entry.scores, LEAST).flatten() for entry in scored]).cpu()
         self.part = torch.empty_like(self.kind)
-        found: list[tuple[float, int, int]] = []
+        parts: list[tuple[float, int, int]] = []
         for kind in self.kind.unique().tolist():
-            mine = (self.kind == kind).nonzero().flatten()
-            order = mine[self.worth[mine].argsort(descending=True, stable=True)]
+            members = (self.kind == kind).nonzero().flatten()
+            order = members[self.worth[members].argsort(descending=True, stable=True)]
             for pairs in order.split(-(-len(self.kind) // PARTS)):
-                self.part[pairs] = len(found)
-                found.append((float(self.worth[pairs].sum()), len(pairs), kind))
-        self.sums, self.sizes = torch.tensor([each[:2] for each in found], dtype=torch.float64).T
-        self.kinds = torch.tensor([each[2] for each in found])
+                self.part[pairs] = len(parts)
+                parts.append((float(self.worth[pairs].sum()), len(pairs), kind))
+        self.sums, self.sizes = torch.tensor([entry[:2] for entry in parts], dtype=torch.float64).T
+        self.kinds = torch.tensor([entry[2] for entry in parts])
 
     @property
     def beside(self) -> float:
-        """Bytes of protected pairs, which stay whatever is chosen."""
+        """Bytes of protected pairs, which are never dropped."""
         width = self.room.bits(self.scored[0].view.seen)
-        others = sum((each.whole.length - each.view.length) * each.view.shape[1] for each in self.scored)
+        others = sum((entry.whole.length - entry.view.length) * entry.view.shape[1] for entry in self.scored)
         once = self.facts.kv_heads * self._once(width) if others else 0.0
         return others * self._pair(width) + once
 
     def _pair(self, bits: int) -> float:
-        """Return the bytes of a pair in so many bits, its place and weight among them."""
+        """Return the bytes of a pair in `bits` bits, including its index and weight."""
         codes = of_width(bits).pair_bytes(self.facts.head_dim, torch.float16)
         if bits == DENSE:
             codes = self.facts.pair_dim * self.room.itemsize
         return codes + self.room.beside_codes
 
     def _once(self, bits: int) -> float:
-        """Return the bytes that each head holds once of pairs in so many bits."""
+        """Return the bytes that each head stores once for all its pairs in `bits` bits."""
         return OFFSETS + (0.0 if bits == DENSE else of_width(bits).fixed_bytes(self.facts.head_dim))
 
     @cached_property
     def forms(self) -> tuple[Tensor, Tensor]:
-        """Bytes of a pair `[forms, options]`, infinite where a form has no such option, and bytes held once, `[forms]`.
+        """Bytes of a pair `[forms, options]`, infinite for options that a form lacks, and bytes stored once, `[forms]`.
 
-        A form is a set of widths, the last of which share a bit that tells them apart; behind those are the forms that keep
-        all pairs, and so hold no places and weights.
+        A form is a set of widths. Flags that separate the n-th width from later ones take one bit per pair each. The second
+        half of the forms keeps all pairs, and therefore stores no indexes and weights.
         """
         pairs = torch.full((len(SETS), len(OPTIONS)), torch.inf, dtype=torch.float64)
         pairs[:, 0] = 0.0
@@ -191,57 +193,60 @@ class Layer:
                 pairs[n, option] = self._pair(OPTIONS[option]) + min(rank, len(chosen) - 1) / 8
                 once[n] += self.facts.kv_heads * self._once(OPTIONS[option])
             once[n] += self.facts.kv_heads * OFFSETS * (len(chosen) > 1)
-        if any(each.view.length < each.view.seen for each in self.scored):  # protected pairs, or gaps of earlier turns
+        if any(
+            entry.view.length < entry.view.seen for entry in self.scored
+        ):  # protected pairs, or gaps of earlier turns
             return pairs, once
-        whole = pairs - self.room.beside_codes
-        whole[:, 0] = torch.inf
-        return torch.cat([pairs, whole]), torch.cat([once, once])
+        unindexed = pairs - self.room.beside_codes
+        unindexed[:, 0] = torch.inf
+        return torch.cat([pairs, unindexed]), torch.cat([once, once])
 
     @cached_property
     def lost(self) -> Tensor:
-        """What each part loses by each option, `[parts, options]`, infinite where it may not take it."""
-        held, must = self.kinds[:, None] // 2, self.kinds[:, None] % 2 == 1
-        lost = torch.where((held > 0) & (BITS > 0), 0.0, self.sums[:, None] * LOST)
-        return lost.masked_fill(((held > 0) & (BITS > 0) & (held != BITS)) | (must & (BITS == 0)), torch.inf)
+        """Loss of each part by option, `[parts, options]`, infinite for options that it may not take."""
+        widths, stays = self.kinds[:, None] // 2, self.kinds[:, None] % 2 == 1
+        lost = torch.where((widths > 0) & (BITS > 0), 0.0, self.sums[:, None] * LOST)
+        return lost.masked_fill(((widths > 0) & (BITS > 0) & (widths != BITS)) | (stays & (BITS == 0)), torch.inf)
 
     def offer(self, price: float) -> Offer:
-        """Return what loses least, at a price of a byte."""
+        """Return the choice with the least loss plus `price` times bytes."""
         pairs, once = self.forms
         costs = self.lost + price * self.sizes[:, None] * pairs[:, None]
-        least, options = costs.min(dim=2)
-        form = int((least.sum(dim=1) + price * once).argmin())
+        lowest, options = costs.min(dim=2)
+        form = int((lowest.sum(dim=1) + price * once).argmin())
         return Offer(options[form], float((self.sizes * pairs[form, options[form]]).sum() + once[form]))
 
     def choose(self, offer: Offer) -> float:
-        """Let the scorer choose as many pairs of each head as are offered bits, and give them these; returns the bytes held.
+        """Set the kept counts and the width of each pair from an offer; return the bytes they take.
 
-        What it takes beyond those gets the fewest bits in use, or those that it is encoded in already.
+        The scorer chooses as many pairs of each head as the offer gives bits to. A chosen pair without offered bits gets the
+        fewest bits in use, or keeps the bits that it is encoded in.
         """
         options = offer.options[self.part]
         fewest = options[options > 0].min()
         spare = torch.where(self.encoded > 0, self.encoded, fewest)
-        sizes = [each.view.shape.numel() for each in self.scored]
+        sizes = [entry.view.shape.numel() for entry in self.scored]
         self.counts, chosen = [], []
-        for each, offered, other in zip(self.scored, options.split(sizes), spare.split(sizes), strict=True):
-            device = each.view.positions.device
-            own, other = (part.view(each.view.shape).to(device) for part in (offered, other))
-            counts = (own > 0).sum(dim=2)
-            mask = each.choose(counts)
-            own = torch.where(own > 0, own, other) * mask
-            each.width = BITS.to(own.device)[own]
+        for entry, offered, fallback in zip(self.scored, options.split(sizes), spare.split(sizes), strict=True):
+            device = entry.view.positions.device
+            option, fallback = (part.view(entry.view.shape).to(device) for part in (offered, fallback))
+            counts = (option > 0).sum(dim=2)
+            mask = entry.choose(counts)
+            option = torch.where(option > 0, option, fallback) * mask
+            entry.width = BITS.to(option.device)[option]
             self.counts.append(counts)
-            chosen.append(own.flatten().cpu())
-        taken = torch.bincount(torch.cat(chosen), minlength=len(OPTIONS)).double()
-        used = taken[1:].nonzero().flatten() + 1
-        form = SETS.index(tuple(used.tolist())) + len(SETS) * (int(taken[0]) == 0 and len(self.forms[1]) > len(SETS))
-        pairs, once = (each[form] for each in self.forms)
-        return float((taken * pairs.nan_to_num(posinf=0.0)).sum() + once)
+            chosen.append(option.flatten().cpu())
+        usage = torch.bincount(torch.cat(chosen), minlength=len(OPTIONS)).double()
+        used = usage[1:].nonzero().flatten() + 1
+        form = SETS.index(tuple(used.tolist())) + len(SETS) * (int(usage[0]) == 0 and len(self.forms[1]) > len(SETS))
+        pairs, once = (table[form] for table in self.forms)
+        return float((usage * pairs.nan_to_num(posinf=0.0)).sum() + once)
 
 
 def worth(scores: Tensor) -> Tensor:
-    """Return scores `[b, h, n]` over the mean of their head, float64 on the host; infinite ones count as the largest.
+    """Return scores `[b, h, n]` over the mean of their head, float64 on the CPU; infinite scores become the largest finite one.
 
-    Where some are negative, all are counted from the least one of their head.
+    If a head has negative scores, its smallest score is subtracted from all of them.
     """
     scores = scores.double().cpu()
     finite = scores.isfinite()
@@ -252,7 +257,7 @@ def worth(scores: Tensor) -> Tensor:
 
 
 def held_widths(scored: Scored) -> Tensor:
-    """Return the bits that the pairs of a view are encoded in, `[b, h, n]` on the host; 0 for those that are not yet."""
+    """Return the bits that the pairs of a view are encoded in, `[b, h, n]` on the CPU; 0 for dense pairs."""
     view = scored.view
-    held = torch.stack([pair_widths(view.call.store, n) for n in view.streams]).view(*view.shape[:2], -1)
-    return held[..., : view.length] if view.index is None else held.gather(2, view.index.cpu())
+    widths = torch.stack([pair_widths(view.call.store, n) for n in view.streams]).view(*view.shape[:2], -1)
+    return widths[..., : view.length] if view.index is None else widths.gather(2, view.index.cpu())

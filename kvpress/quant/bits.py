@@ -13,12 +13,12 @@ from kvpress.counts import few
 
 Bits = int | tuple[Any, ...] | str
 METHOD = "bits"
-"""Of `kvpress calibrate`, which makes files of bits."""
+"""Method of `kvpress calibrate` that makes files of bits."""
 
 
 @dataclass(frozen=True)
 class LayerBits:
-    """Bits of keys and of values: one pair for all layers, or one per layer, which may come from the file `source`."""
+    """Bits of keys and values: one pair for all layers, or one per layer, possibly read from the file `source`."""
 
     pairs: tuple[tuple[int, int], ...]
     per_layer: bool
@@ -26,7 +26,7 @@ class LayerBits:
 
     @classmethod
     def parse(cls, name: str, bits: Any, allowed: Sequence[int]) -> LayerBits:
-        """Read `bits`; two plain numbers are (keys, values), any other sequence lists the layers, a word is a file.
+        """Read `bits`: two plain numbers are (keys, values), any other sequence lists the layers, other text is a file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -55,15 +55,19 @@ class LayerBits:
 
     @classmethod
     def read(cls, name: str, source: str, allowed: Sequence[int]) -> LayerBits:
-        """Read a file of `kvpress calibrate --method bits`; layers that it says nothing of, which do not grow, get the most."""
-        found = calibration.read(source, METHOD)
-        if (made_for := found.provenance["method"]) != METHOD:
+        """Read a file of `kvpress calibrate --method bits`; layers without an entry, which do not grow, get the most bits."""
+        file = calibration.read(source, METHOD)
+        if (made_for := file.provenance["method"]) != METHOD:
             raise ValueError(
                 f"{name}: {source} is a calibration for {made_for!r}, not for {METHOD!r}; "
                 f"{calibration.how_to_make(source, METHOD)}"
             )
-        held = {layer: found.tensors.get(f"{layer}.bits") for layer in range(found.provenance["model"]["layers"])}
-        pairs = [(max(allowed),) * 2 if bits is None else tuple(map(int, bits.tolist())) for bits in held.values()]
+        bits_by_layer = {
+            layer: file.tensors.get(f"{layer}.bits") for layer in range(file.provenance["model"]["layers"])
+        }
+        pairs = [
+            (max(allowed),) * 2 if bits is None else tuple(map(int, bits.tolist())) for bits in bits_by_layer.values()
+        ]
         for layer, pair in enumerate(pairs):
             if any(bits not in allowed for bits in pair):
                 raise ValueError(
@@ -75,8 +79,8 @@ class LayerBits:
     def check(self, name: str, model: ModelFacts) -> None:
         """Refuse a list that is not one entry per layer, and a file of another model."""
         if self.source is not None:
-            found = calibration.read(self.source, METHOD)
-            found.check(METHOD, model, self.source, lambda layer: {"bits": (2,)})
+            file = calibration.read(self.source, METHOD)
+            file.check(METHOD, model, self.source, lambda layer: {"bits": (2,)})
         elif self.per_layer and len(self.pairs) != len(model.layers):
             raise ValueError(
                 f"{name} lists {len(self.pairs)} layers but the model has {len(model.layers)}; give one entry per layer"
@@ -84,7 +88,7 @@ class LayerBits:
 
 
 def allocate(errors: Sequence[Sequence[float]], widths: Sequence[int], average: float) -> list[int]:
-    """Return a width for each row of `errors`, by width: those with the least sum whose mean is at most `average`."""
+    """Return a width for each row of `errors [rows, widths]`, with the least total error and a mean of at most `average`."""
     room = int(average * len(errors) + 1e-9)
     best: dict[int, tuple[float, Any]] = {0: (0.0, None)}
     for row in errors:
@@ -95,11 +99,11 @@ def allocate(errors: Sequence[Sequence[float]], widths: Sequence[int], average: 
                 if bits <= room and (bits not in more or error + added < more[bits][0]):
                     more[bits] = error + added, (width, chosen)
         best = more
-    found, chain = [], min(best.values(), key=lambda entry: entry[0])[1]
+    chosen_widths, chain = [], min(best.values(), key=lambda entry: entry[0])[1]
     while chain is not None:
         width, chain = chain
-        found.append(width)
-    return found[::-1]
+        chosen_widths.append(width)
+    return chosen_widths[::-1]
 
 
 def _pair(entry: Any) -> tuple[Any, ...]:
@@ -111,5 +115,5 @@ def _bad(bits: Any, allowed: Sequence[int]) -> bool:
 
 
 def freeze(value: Any) -> Any:
-    """Turn lists, such as YAML gives, into tuples, so that equal presses compare equal."""
+    """Convert lists, for example from YAML, to tuples, so that equal presses compare equal."""
     return tuple(freeze(item) for item in value) if isinstance(value, (list, tuple)) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-GTQ: each pair of channels that a rotary embedding turns has bits of its own, so many on average."""
+"""Block-GTQ: separate bits for each channel pair of the rotary embedding, with a fixed mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvpress.quant.turboquant import encode, levels, rotation
 
 METHOD = "block_gtq"
 MOST = 8
-"""Bits of a channel, at most; at least one."""
+"""Maximum bits per channel; the minimum is one."""
 
 
 @register(
@@ -45,29 +45,29 @@ MOST = 8
 )
 @dataclass
 class BlockGTQPress(CalibratedPress):
-    """Store keys with more bits for those pairs of channels whose errors move logits most; `bits` is the mean.
+    """Store keys with more bits for the channel pairs whose errors change logits most; `bits` is the mean.
 
-        energy[i] = mean |q[i]|^2 * mean |k[i]|^2,   the next bit goes to the pair i of most energy[i] * 4^-bits[i]
+        energy[i] = mean |q[i]|^2 * mean |k[i]|^2,   the next bit goes to the pair i with the largest energy[i] * 4^-bits[i]
         y = k R,   code[d] = round(y[d] / (a step[d]) + m[d]) in [0, 2**bits[d] - 1],   x' = a gain step (code - m) R^T
 
-    i counts the pairs of channels that the rotary embedding turns together; those that it leaves alone are paired, too.
-    Energies are of every kv head of a layer, from a calibration, and so are bits, 1 to 8. R is orthogonal and random, drawn
-    from `seed`, within the pairs of equal bits and nowhere else; m[d] = (2**bits[d] - 1) / 2; step[d] is the best one for a
-    Gaussian channel of the energy that pairs of those bits have on average; a is fitted to every key by least squares, and
-    stored in 16 bits; gain[d] gives a Gaussian in so many bits its norm back. Codes are written as their binary digits, which
-    kernels read as one operand of one bit, each with a weight of its own, so rows of all heads are equally long. Values are
-    stored as `turboquant` stores them.
+    i counts the channel pairs that the rotary embedding rotates together; channels without an embedding are paired, too.
+    Energies come from a calibration and differ by KV head, and so do the bits, 1 to 8. R is a random orthogonal matrix drawn
+    from `seed`, which mixes only pairs of equal bits. m[d] = (2**bits[d] - 1) / 2. step[d] is the best step for a Gaussian
+    channel with the mean energy of the pairs of these bits. a is fitted to every key by least squares and stored in 16 bits.
+    gain[d] restores the norm of a Gaussian quantised in these bits. Codes are stored as binary digits, each with a separate
+    weight, which kernels read as one operand of one bit; so rows of all heads have equal length. Values are stored as by
+    `turboquant`.
 
     `calibration` is a file made by `kvpress calibrate --method block_gtq`, which serves all bits; the bundled reference
     model's is found without it. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
     file of them. The newest `residual_length` pairs, up to 31 more (255 on a GPU), and the first `sinks` stay dense;
-    `skip_layers` are left dense.
+    `skip_layers` stay dense.
 
     Paper: Liang et al., RoPE-Aware Bit Allocation for KV-Cache Quantization (Block-GTQ), 2026, arXiv:2606.24033.
-    Differs from the paper: steps of a channel are even, so that digits can be read one by one, where its levels are those of
-    least error for a Gaussian; groups of equal bits share one norm for each key, and their energies relative to it, and the
-    norm that they get back, are those of the calibration; the rotation is applied to queries as they come, not folded into
-    the weights of the model.
+    Differs from the paper: levels of a channel are evenly spaced, so that digits can be read one by one, where the paper has
+    the levels of least error for a Gaussian; groups of equal bits share one norm per key, and their energies relative to this
+    norm, and the gain, come from the calibration; the rotation is applied to queries at run time, not folded into the
+    weights of the model.
     """
 
     bits: Bits = 4
@@ -96,7 +96,7 @@ class BlockGTQPress(CalibratedPress):
 
 
 def pairs_of(dim: int, rotated: int) -> Tensor:
-    """Channels that belong together, int64 [D / 2, 2]: halves of the leading `rotated` ones, then halves of the others."""
+    """Return channel pairs, int64 [D / 2, 2]: halves of the leading `rotated` channels, then halves of all others."""
     parts = torch.arange(rotated).view(2, -1), torch.arange(rotated, dim).view(2, -1)
     return torch.cat(parts, dim=1).T.contiguous()
 
@@ -105,7 +105,7 @@ def allocate(energy: list[float], total: int) -> list[int]:
     """Share out `total` bits, 1 to 8 for each pair, so that the sum of energy * 4^-bits is least.
 
     Raises:
-        ValueError: there are fewer bits than pairs, or more than all can have.
+        ValueError: `total` is below one bit or above 8 bits per pair.
     """
     if not len(energy) <= total <= MOST * len(energy):
         raise ValueError(
@@ -124,50 +124,47 @@ def allocate(energy: list[float], total: int) -> list[int]:
 
 @dataclass(eq=False)
 class KeyDigits(Held):
-    """What the binary digits of keys stand for, by head.
-
-    Attributes:
-        rotation: orthogonal, float16 [H, D, D], to the channels that have codes.
-        channel: the channel of each of S digits, int16 [H, S], ascending; lower digits come first.
-        weight: half of what a digit adds to its channel, float32 [H, S].
-    """
+    """Tables that decode the binary digits of keys, by head."""
 
     rotation: Annotated[Tensor, per_layer("tables")]
+    """Orthogonal matrix from channels to coded channels, float16 [H, D, D]."""
     channel: Annotated[Tensor, per_layer("tables")]
+    """Channel of each of S digits, int16 [H, S], ascending; lower digits come first."""
     weight: Annotated[Tensor, per_layer("tables")]
+    """Half of the amount that a digit adds to its channel, float32 [H, S]."""
 
     @classmethod
     def of(
         cls, energy: Tensor, bits: Tensor, pairs: Tensor, rotated: int, seed: int, device: torch.device
     ) -> KeyDigits:
-        """Make those of pairs `[P, 2]` with `energy` and `bits [H, P]`, of which `rotated` channels have an embedding."""
+        """Build the tables of `pairs [P, 2]` from `energy` and `bits [H, P]`; `rotated` channels have a rotary embedding."""
         heads, dim = len(bits), pairs.numel()
-        turned, unit = torch.zeros(heads, dim, dim), torch.zeros(heads, dim)
+        matrices, unit = torch.zeros(heads, dim, dim), torch.zeros(heads, dim)
         widths = bits.repeat_interleave(2, dim=1)
-        own = torch.arange(len(pairs)) < rotated // 2
+        has_embedding = torch.arange(len(pairs)) < rotated // 2
         for h in range(heads):
             for b in bits[h].unique().tolist():
-                for part_of in (own, ~own):
-                    group = (bits[h] == b) & part_of
+                for subset in (has_embedding, ~has_embedding):
+                    group = (bits[h] == b) & subset
                     if group.any():
                         channels = group.repeat_interleave(2).nonzero().flatten()
-                        among = rotation(len(channels), seed, torch.device("cpu"))
-                        turned[h, pairs[group].flatten()[:, None], channels] = among
+                        block = rotation(len(channels), seed, torch.device("cpu"))
+                        matrices[h, pairs[group].flatten()[:, None], channels] = block
                         unit[h, channels] = gaussian_step(b) * float(energy[h, group].mean() / 2) ** 0.5
         unit = unit.clamp_min(1e-4 * float(unit.amax()) + 1e-30)
         channel = torch.stack([torch.arange(dim).repeat_interleave(width) for width in widths])
-        place = torch.stack([torch.cat([torch.arange(n) for n in width.tolist()]) for width in widths])
-        weight = (unit * gains(widths)).gather(1, channel) * 2.0 ** (place - 1)
-        return cls(turned.half().to(device), channel.to(torch.int16).to(device), weight.to(device))
+        digit = torch.stack([torch.cat([torch.arange(n) for n in width.tolist()]) for width in widths])
+        weight = (unit * gains(widths)).gather(1, channel) * 2.0 ** (digit - 1)
+        return cls(matrices.half().to(device), channel.to(torch.int16).to(device), weight.to(device))
 
     def encode(self, vectors: Tensor, head: Tensor) -> CodedRows:
-        """Code keys `[R, D]` of the heads `[R]`, in blocks whose float32 copies are small."""
+        """Encode keys `[R, D]` of the heads `[R]`, in blocks that keep float32 copies small."""
         heads, dim = self.rotation.shape[:2]
         index = self.channel.long()
         widths = torch.zeros(heads, dim, device=index.device).scatter_add_(1, index, torch.ones_like(self.weight))
         first = (widths.cumsum(1) - widths).long()
-        place = torch.arange(index.shape[1], device=index.device) - first.gather(1, index)
-        unit, most = 2 * self.weight.gather(1, first) / gains(widths), 2**widths - 1
+        digit = torch.arange(index.shape[1], device=index.device) - first.gather(1, index)
+        unit, top_code = 2 * self.weight.gather(1, first) / gains(widths), 2**widths - 1
         spread = unit / steps(widths)
         codes = torch.empty(len(vectors), index.shape[1] // 8, dtype=torch.uint8, device=vectors.device)
         scale = torch.empty(len(vectors), device=vectors.device)
@@ -176,40 +173,40 @@ class KeyDigits(Held):
                 y = vectors[rows].detach().float() @ self.rotation[h].float()
                 factor = (y / spread[h]).square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-30)
                 for _ in range(ROUNDS):
-                    code = (y / (factor * unit[h]) + most[h] / 2).round_().clamp_(min=0).minimum(most[h])
-                    z = (code - most[h] / 2) * unit[h]
+                    code = (y / (factor * unit[h]) + top_code[h] / 2).round_().clamp_(min=0).minimum(top_code[h])
+                    z = (code - top_code[h] / 2) * unit[h]
                     factor = ((y * z).sum(1, keepdim=True) / z.square().sum(1, keepdim=True)).clamp_min(1e-30)
-                codes[rows] = pack((code[:, index[h]].int() >> place[h] & 1).to(torch.uint8), 1)
+                codes[rows] = pack((code[:, index[h]].int() >> digit[h] & 1).to(torch.uint8), 1)
                 scale[rows] = factor[:, 0]
         dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
         return CodedRows(codes, signs(vectors.device), 1, scale.to(dtype))
 
     def operand(self) -> kernels.Digits:
-        """As the operators take it."""
+        """Return the kernel operand."""
         return kernels.Digits(rotation=self.rotation, channel=self.channel, weight=self.weight)
 
 
 def steps(bits: Tensor) -> Tensor:
-    """Return the best steps for a unit Gaussian in so many bits, of the same shape, float32."""
+    """Return the best steps for a unit Gaussian in `bits` bits, float32, same shape."""
     return torch.tensor([gaussian_step(b) for b in range(1, MOST + 1)], device=bits.device)[bits.long() - 1]
 
 
 def gains(bits: Tensor) -> Tensor:
-    """Return what gives a Gaussian in so many bits its norm back, float32: the levels of least error have less."""
-    found = [(1 - gaussian_error(b)) ** -0.5 for b in range(1, MOST + 1)]
-    return torch.tensor(found, device=bits.device)[bits.long() - 1]
+    """Return the factors that restore the norm of a Gaussian quantised in `bits` bits, float32; optimal levels shrink it."""
+    factors = [(1 - gaussian_error(b)) ** -0.5 for b in range(1, MOST + 1)]
+    return torch.tensor(factors, device=bits.device)[bits.long() - 1]
 
 
 @cache
 @torch.inference_mode(False)
 def signs(device: torch.device) -> Tensor:
-    """Return what a digit stands for, float32 [1, 1, 2, 1]; the levels of one bit, without their size."""
+    """Return the codebook of a digit, -1 and 1, float32 [1, 1, 2, 1]."""
     return levels(1, device).sign()
 
 
 @dataclass(eq=False, repr=False)
 class DigitSegment(CodedSegment):
-    """Pairs as codes, keys as binary `digits` of codes; see `BlockGTQPress`."""
+    """Coded pairs, with keys as binary digits of codes; see `BlockGTQPress`."""
 
     digits: Annotated[KeyDigits, part()] = field(kw_only=True)
 
@@ -230,16 +227,17 @@ class DigitSegment(CodedSegment):
 
 @dataclass
 class BlockCodec(Codec):
-    """Codes keys by the energies of their pairs, `queries` and `keys [H, D / 2]`; see `BlockGTQPress`.
-
-    The embedding turns the first `rotated` channels. Values are rotated by the matrix of `seed`.
-    """
+    """Codec that gives each channel pair of keys separate bits; see `BlockGTQPress`."""
 
     queries: Tensor
+    """Mean squared norm of each channel pair of queries, `[H, D / 2]`."""
     keys: Tensor
+    """Mean squared norm of each channel pair of keys, `[H, D / 2]`."""
     rotated: int
+    """Leading channels that have a rotary embedding."""
     bits: tuple[int, int]
     seed: int
+    """Seed of the rotations of keys; the rotation of values uses `seed + 1`."""
     residual: int
     sinks: int = 0
     group: int = 32
@@ -251,7 +249,7 @@ class BlockCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         device, dim = segment.device, segment.keys.shape[1]
-        digits = next((other.digits for other in sealing.earlier if isinstance(other, DigitSegment)), None)
+        digits = next((previous.digits for previous in sealing.earlier if isinstance(previous, DigitSegment)), None)
         if digits is None:
             pairs = pairs_of(dim, self.rotated)
             digits = KeyDigits.of(self.keys, self.allocation(), pairs, self.rotated, self.seed, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a size to everything else: how many pairs, of which layers, in how many bits."""
+"""Presses that take only a cache size, and derive from it the number of pairs per layer and their bits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
 from kvpress.quant.widths import FittingCodec, Room, Sized, of_width
 
 SMALLER = 10.0
-"""How many times smaller a cache gets where no size is given."""
+"""Default compression factor, used if neither `smaller` nor `bytes` is set."""
 
 
 ENCODES = (
-    Exemption("mask oracle", "what stays is encoded; its parts, `sample(x)` and `rotated`, are compared on their own"),
-    Exemption("fuzz", "there is no size at which nothing is encoded; `sample(x)` and `rotated` are drawn"),
-    Exemption("pairs per layer", "layers share pairs by what losing them costs, which its own tests measure"),
+    Exemption(
+        "mask oracle",
+        "kept pairs are encoded; `sample(x)` and `rotated`, which it consists of, are compared separately",
+    ),
+    Exemption("fuzz", "pairs are encoded at every size; `sample(x)` and `rotated` are tested instead"),
+    Exemption("pairs per layer", "layers share pairs by the error of losing them, which separate tests measure"),
 )
 Smaller = Annotated[float, Range(1, above=True)]
 
 
 class OfSize(Wrapping):
-    """What follows from how many times `smaller` a cache shall be, or how many `bytes`; see `BudgetedPress`."""
+    """Base of presses that fit a cache into a size, given by `smaller` or `bytes`; see `BudgetedPress`."""
 
     smaller: Smaller | None
     bytes: str | int | None
@@ -50,7 +53,7 @@ class OfSize(Wrapping):
             return
         if self.smaller is not None:
             raise ValueError(
-                f"smaller={self.smaller} and bytes={self.bytes} both say the size of the cache: leave out one of them"
+                f"smaller={self.smaller} and bytes={self.bytes} both set the size of the cache: leave out one of them"
             )
         if isinstance(self.bytes, bool) or not isinstance(self.bytes, (str, int)):
             raise TypeError(f"bytes must be a size such as 4GB, 512MiB or 300000, got {self.bytes!r}")
@@ -62,14 +65,14 @@ class OfSize(Wrapping):
         return f"smaller={SMALLER:g}" if self.smaller is None and self.bytes is None else ""
 
     def room(self, model: ModelFacts | None, weighs: bool = False) -> Room:
-        """Return what the cache may hold."""
+        """Return the size limit of the cache."""
         if self.bytes is None:
             return Room(model, smaller=SMALLER if self.smaller is None else self.smaller, weighs=weighs)
         return Room(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)
-        # A factor is the same at every length, so that its width is known before any.
+        # A compression factor gives the same width for every prompt length, so one codec serves all prompts.
         fixed = room.smaller is not None and not self.per_pair
         codec = of_width(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
         return replace(super().recipe(model), codec=lambda layer: codec)
@@ -78,10 +81,10 @@ class OfSize(Wrapping):
         name, inner = type(self.inner).__name__, step.allocator
         if not step.amount.keeps_all:
             size = f"smaller={self.room(model).smaller}" if self.bytes is None else f"bytes={self.bytes}"
-            raise ValueError(f"{size} says how many pairs stay: leave out the ratio or budget of {name}")
+            raise ValueError(f"{size} sets how many pairs stay: leave out the ratio or budget of {name}")
         if inner.scope == "cache" or inner.by_layer or inner.decides or not step.schedule.prompt:
             raise TypeError(
-                f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} decides about them itself"
+                f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} has its own rule for that"
             )
         room = self.room(model, step.weighs)
         allocator: Allocator = ByError(inner, scope="cache")
@@ -101,9 +104,9 @@ class OfSize(Wrapping):
         "budgeted(snapkv:window_size=4):smaller=12,per_pair=true",
     ),
     refuses=(
-        Refusal("budgeted(snapkv:0.5)", "the size says how many pairs stay"),
+        Refusal("budgeted(snapkv:0.5)", "the size sets how many pairs stay"),
         Refusal("budgeted(pyramidkv)", "both would share out pairs among layers"),
-        Refusal("budgeted(knorm) + kivi:bits=4", "the size decides how pairs are stored"),
+        Refusal("budgeted(knorm) + kivi:bits=4", "the size sets how pairs are stored"),
         Refusal("budgeted(adakv(knorm)):per_pair=true", "both would share out pairs among heads"),
         Refusal("budgeted(chunkkv(knorm)):per_pair=true", "scores that only order pairs have no price"),
     ),
@@ -111,42 +114,42 @@ class OfSize(Wrapping):
 )
 @dataclass
 class BudgetedPress(OfSize):
-    """Make the cache of a prompt `smaller` times smaller, or no larger than `bytes`: another press scores, the rest follows.
+    """Make the cache of a prompt `smaller` times smaller, or fit it into `bytes`; the inner press scores the pairs.
 
-        bits   by the room r that is left for a number, 16 / smaller in a model of 16 bits:
-               8 where r >= 8.6, 4 where r >= 2.6, 3 where r >= 0.53, 2 below
-        pairs  as many as fit in that many bits, all that is held beside the codes counted; all where they fit
+        bits   by the bits r available per uncompressed number, 16 / smaller in a 16-bit model:
+               8 if r >= 8.6, 4 if r >= 2.6, 3 if r >= 0.53, else 2
+        pairs  as many as fit in these bits, all scales and indexes counted; all pairs if they fit
         layer  pairs ~ sqrt(e),   e = mean |o' - o|^2 / mean |o|^2 over the newest 64 tokens and all heads
 
-    o is the attention output of one of the newest tokens, at most a quarter of the prompt, and o' that with the pairs evicted
-    that the inner press leaves out at the mean budget; the newest tokens themselves stay whole, as those of a question would.
-    If the error of a layer falls as 1 / pairs, this shares pairs out with the least sum of errors. No layer gets more than
-    twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens
-    stay dense until 32 of them are encoded together. A prompt keeps 16 pairs a head at least.
+    o is the attention output of one of the newest tokens, which are at most a quarter of the prompt. o' is the output without
+    the pairs that the inner press evicts at the mean budget; the newest tokens themselves stay, as those of a question would.
+    If the error of a layer falls as 1 / pairs, these shares give the least sum of errors. No layer gets more than twice the
+    mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens stay dense
+    until 32 of them are encoded together. A prompt keeps at least 16 pairs per head.
 
-    `smaller` is 10 where no size is given. `bytes`, such as 512MiB, 4GB or 300000, are those of all layers of one row of a
-    batch, sliding windows among them, after its prompt: a row is compressed as it would be alone, so that B rows take B times
-    as much. The bits are chosen once the prompt's length is known, for each row by itself; a prompt that fits as it is stays
-    so. What is held is at most that, and less by 1% or a pair of every head; by more where all pairs fit into some bits and
-    not into the next more, or where layers keep all their pairs, which need no places then. Bytes that do not hold 16 pairs a
-    head in 2 bits are refused. Generated tokens come on top, in the bits of the prompt, until a further turn of several
-    tokens: this is cut to the size together with all before it, and encoded to its last pair. With `smaller`, that is the size
-    of all tokens seen by then, so that the cache grows with them; with `bytes`, it is the same as before.
+    `smaller` defaults to 10. `bytes`, such as 512MiB, 4GB or 300000, is the size of all layers of one row of a batch after its
+    prompt, including sliding windows. Each row is compressed as it would be alone, so B rows take B times as much. The bits
+    are chosen for each row once the length of its prompt is known; a prompt that fits uncompressed stays uncompressed. The
+    cache never exceeds the size, and is normally smaller by at most 1% or one pair of every head. It is smaller by more if all
+    pairs fit into some width but not into the next wider one, or if layers keep all their pairs, which then need no indexes.
+    Bytes that do not hold 16 pairs per head in 2 bits are refused. Generated tokens are added to the size, in the bits of the
+    prompt. A further turn of several tokens is cut to the size together with all earlier pairs, and encoded to its last pair.
+    With `smaller`, the size then refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
 
-    With `per_pair`, pairs and bits are one choice: of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
+    With `per_pair`, each pair gets its own bits. Of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
 
         g s l(bits) + price * bytes(bits)
 
-    s is its score over the mean score of its head, g the error e of its layer over the mean of all layers, between a half and
-    two, l is 1 where the pair is dropped, and else the shares of squares that Gaussian keys and values lose, added up: 0.238,
-    0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, places, scales and weights of pairs and the
-    means of each width among them, so heads and layers compete. Pairs of different widths are parts of one segment; in a
-    batch, every head holds means for each width that some row uses. Tokens that follow the prompt take the bits given above;
-    pairs that are encoded keep theirs.
+    s is the score of the pair over the mean score of its head. g is the error e of its layer over the mean of all layers,
+    limited to [1/2, 2]. l is 1 for a dropped pair, else the relative squared errors of Gaussian keys and values added up:
+    0.238, 0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, including indexes, scales and
+    weights of pairs and the means of each width, so heads and layers compete. Pairs of different widths share one segment; in
+    a batch, every head stores means for each width that some row uses. Tokens after the prompt take the bits given above;
+    encoded pairs keep their bits.
 
-    Paper: none; `per_pair` is of the kind of RDKV, 2026 (arXiv 2605.08317).
-    Differs from the paper: from RDKV, any scorer says what pairs are worth, layers are weighed by their error, all that is held
-    is paid for, and keys and values of a pair have the same bits in all channels.
+    Paper: none; `per_pair` is similar to RDKV, 2026 (arXiv 2605.08317).
+    Differs from the paper: unlike RDKV, any scorer can rate the pairs, layers are weighed by their error, all stored bytes are
+    counted, and keys and values of a pair have the same bits in all channels.
     """
 
     press: BasePress
@@ -168,14 +171,14 @@ class BudgetedPress(OfSize):
 )
 @dataclass
 class FrontierPress(OfSize):
-    """Make the cache of a prompt `smaller` times smaller by what was found to lose least; nothing else to set.
+    """Make the cache of a prompt `smaller` times smaller with the most accurate combination measured; set nothing else.
 
-    `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the pairs are those whose keys the
-    others cannot stand in for, and the first four tokens; one quarter is drawn from the rest and weighed. Layers share pairs
-    by what losing them costs, and what stays takes 2, 3 or 4 bits a channel. `bytes` say the size instead, such as 512MiB, and
-    with `per_pair` every pair has bits of its own; see `BudgetedPress`.
+    `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the kept pairs are the first four tokens
+    and the pairs whose keys are hardest to express by other keys; one quarter is sampled from all other pairs and weighed.
+    Layers share pairs by the error of losing them, and kept pairs take 2, 3 or 4 bits per channel. `bytes`, such as 512MiB,
+    sets the size instead, and with `per_pair` every pair has its own bits; see `BudgetedPress`.
 
-    Paper: none; those of the parts are named by `LeverageScorePress`, `SamplePress` and `RotatedPress`.
+    Paper: none; see `LeverageScorePress`, `SamplePress` and `RotatedPress` for the papers of its components.
     Differs from the paper: nothing.
     """
 
@@ -190,9 +193,9 @@ class FrontierPress(OfSize):
 
 @dataclass(frozen=True)
 class ByError(Allocator):
-    """Shares pairs out among layers by what the scorer's choice at the mean costs each; the `inner` one, within a layer.
+    """Allocator that shares pairs out among layers by their errors at the mean budget; see `BudgetedPress`.
 
-    See `BudgetedPress`.
+    `inner` shares out the pairs within a layer.
     """
 
     inner: Allocator = field(default_factory=Allocator)
@@ -202,12 +205,12 @@ class ByError(Allocator):
         return self.inner.ragged
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        layers = [list(part) for _, part in groupby(scored, key=lambda each: each.view.layer)]
-        wanted = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
-        wanted = (wanted + ROUNDING).sqrt()
-        wanted = (wanted / wanted.mean()).clamp(1 / MOST, MOST)
+        layers = [list(group) for _, group in groupby(scored, key=lambda entry: entry.view.layer)]
+        weights = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
+        weights = (weights + ROUNDING).sqrt()
+        weights = (weights / weights.mean()).clamp(1 / MOST, MOST)
         room = torch.tensor([_mean_length(layer) for layer in layers])
-        shares = share_out(mean * len(layers), wanted, room)
+        shares = share_out(mean * len(layers), weights, room)
         return [count for layer, share in zip(layers, shares, strict=True) for count in self.inner.counts(layer, share)]
 
     def within_layers(self) -> Allocator:
@@ -215,6 +218,6 @@ class ByError(Allocator):
 
 
 def _mean_length(layer: Sequence[Scored]) -> int:
-    """Return the pairs per head that a layer holds on average: heads that compete differ after an earlier turn."""
-    lengths = [each.view.length for each in layer for _ in range(each.view.shape[1])]
+    """Return the mean number of pairs per head of a layer: after an earlier turn, competing heads have different lengths."""
+    lengths = [entry.view.length for entry in layer for _ in range(entry.view.shape[1])]
     return sum(lengths) // len(lengths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs share whose tables are fitted to a model beforehand: where the file is, and which models it suits."""
+"""Base of presses whose tables are calibrated for a model: it finds the file and checks it against the model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kvpress.quant.press import QuantisingPress
 
 
 class CalibratedPress(QuantisingPress):
-    """Reads tables of a model from `calibration`; those of the bundled reference model are found without it.
+    """Base of presses that read tables from the file `calibration`; the bundled reference model needs none.
 
-    Keys are coded before their rotary embedding, so models that rotate in another layout than halves are refused.
+    Keys are encoded before their rotary embedding, so models that do not rotate channel halves are refused.
     """
 
     calibration: str | None
 
     method: ClassVar[str]
     tables: ClassVar[str] = "tables"
-    """What a file holds, for messages."""
+    """Noun for the content of a file, used in messages."""
 
     @property
     def shipped_as(self) -> str:
-        """Name of the file of the bundled reference model for these settings: that of the method, unless they matter."""
+        """Name of the bundled file of the reference model for these settings, by default the name of the method."""
         return self.method.replace("_", "-")
 
     @property
@@ -58,26 +58,26 @@ class CalibratedPress(QuantisingPress):
                 check_rotates_halves(layer)
         return recipe
 
-    def check_settings(self, found: Calibration) -> None:
+    def check_settings(self, file: Calibration) -> None:
         """Refuse a file that was made for other settings."""
 
     @abstractmethod
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
-        """Shapes of what the file must hold of a layer, by name."""
+        """Return the shapes of the tensors that the file must have for a layer, by name."""
 
     def codec_at(self, layer: int) -> Codec | None:
-        # Sliding-window layers have no tables, and need none.
-        held = any(name.startswith(f"{layer}.") for name in self.found().tensors)
-        return super().codec_at(layer) if held else None
+        # Sliding-window layers have no tables and stay dense.
+        has_tables = any(name.startswith(f"{layer}.") for name in self.found().tensors)
+        return super().codec_at(layer) if has_tables else None
 
 
 def check_rotates_halves(layer: LayerFacts) -> None:
-    """Refuse a layer whose rotary embedding is not one that pairs channels i and i + d / 2 of the leading d."""
+    """Refuse a layer whose rotary embedding does not pair channels i and i + d / 2 of its leading d channels."""
     if not layer.rotates or layer.module is None:
         return
     name = type(layer.module).__name__
     if layer.rotate is None or layer.angles is None:
-        raise NotImplementedError(f"{name} has no rotary embedding of its decoder that keys could be turned back by")
+        raise NotImplementedError(f"{name} has no rotary embedding that keys could be rotated back by")
     device = next(layer.module.parameters()).device
     cos, sin = layer.angles(torch.zeros(1, 1, 1), torch.tensor([[7]], device=device))
     vectors = torch.randn(
@@ -88,4 +88,4 @@ def check_rotates_halves(layer: LayerFacts) -> None:
     if not fits or not torch.allclose(
         layer.rotate(vectors, cos, sin)[0, 0], rotate_halves(vectors[0, 0], *pairs), atol=1e-3
     ):
-        raise NotImplementedError(f"{name} rotates channels in another layout than halves; its keys cannot be coded")
+        raise NotImplementedError(f"{name} does not rotate channel halves; its keys cannot be encoded")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs stored as codes into books of centroids; keys optionally as they were before their rotary embedding."""
+"""Pairs stored as codes into codebooks of centroids; keys optionally before their rotary embedding."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from kvpress.quant.residual import Residual
 
 @dataclass(eq=False)
 class CodedRows(Held):
-    """Rows of codes, uint8 [R, groups * bits / 8], into books [heads, groups, E, c], each times its `row_scale [R]`.
-
-    Outliers in `residual` are added to what the codes stand for.
-    """
+    """Rows of codes into a codebook of centroids."""
 
     codes: Annotated[Tensor, per_pair("codes")]
+    """Packed codes, uint8 `[R, groups * bits / 8]`."""
     book: Annotated[Tensor, per_layer("tables")]
+    """Centroids `[heads, groups, E, c]`."""
     bits: int
     row_scale: Annotated[Tensor | None, per_pair("scales")] = None
+    """Factor of each decoded row, `[R]`."""
     residual: Annotated[Residual | None, part("corrections")] = None
+    """Outliers, added to decoded rows."""
 
     @classmethod
     def encode(cls, vectors: Tensor, book: Tensor, bits: int, layout: Layout) -> CodedRows:
-        """Code `vectors [total, D]` by their nearest centroids, stream by stream."""
+        """Encode `vectors [total, D]` by their nearest centroids, stream by stream."""
         heads, groups, _, coupled = book.shape
         codes = torch.empty(layout.total, groups, dtype=torch.int16 if bits > 8 else torch.uint8, device=vectors.device)
         for n in range(layout.streams):
@@ -44,34 +45,33 @@ class CodedRows(Held):
         return cls(pack(codes, bits), book, bits)
 
     def read(self, rows: Tensor, head: Tensor) -> Tensor:
-        """Return float32 rows `[n, D]`, each with the book of its `head [n]`."""
+        """Return decoded rows, float32 `[n, D]`, each by the codebook of its `head [n]`."""
         side = self.operand()
-        found = torch.empty(len(rows), side.channels, device=rows.device)
+        decoded = torch.empty(len(rows), side.channels, device=rows.device)
         for h in head.unique().tolist():
-            found[head == h] = side.read(rows[head == h], h)
-        return found
+            decoded[head == h] = side.read(rows[head == h], h)
+        return decoded
 
     def operand(self, rotary: Rotary | None = None) -> Coded:
-        """As the operators take it."""
+        """Return the kernel operand."""
         correction = None if self.residual is None else self.residual.operand(len(self.codes))
         return Coded(self.codes, self.book, self.bits, self.row_scale, rotary, correction)
 
 
 @dataclass(eq=False, repr=False)
 class CodedSegment(Segment):
-    """Pairs as codes; a book holds the centroids of every kv head, and stream n belongs to head `n % heads`.
-
-    With `rotation`, keys were coded before their rotary embedding and are rotated when they are read. What was coded are keys
-    and values times `key_basis` and `value_basis` [D, C], orthonormal, or for keys two orthonormal ones side by side.
-    """
+    """Coded pairs; a codebook holds the centroids of every KV head, and stream n belongs to head `n % heads`."""
 
     keys: Annotated[CodedRows, part()]
     values: Annotated[CodedRows, part()]
     layout: OfStreams
     dtype: torch.dtype
     rotation: Annotated[KeyRotation | None, part()] = None
+    """Rotary embedding, applied to keys after decoding if they were encoded before it."""
     key_basis: Annotated[Tensor | None, per_layer("tables")] = None
+    """Matrix that keys were multiplied by before encoding, orthonormal `[D, D]`, or two of them interleaved, `[D, 2 D]`."""
     value_basis: Annotated[Tensor | None, per_layer("tables")] = None
+    """Matrix that values were multiplied by before encoding, orthonormal `[D, D]`."""
     _shift: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)
 
     @property
@@ -81,7 +81,7 @@ class CodedSegment(Segment):
     def _rotary(self) -> Rotary | None:
         if self.rotation is None:
             return None
-        if self._shift is None:  # made once: a step that is recorded copies nothing from the host
+        if self._shift is None:  # computed once, so that a captured CUDA graph copies nothing from the CPU
             self._shift = self.rotation.shift(self)
         return self.rotation.rotary(self._shift, self.positions)
 
@@ -101,6 +101,6 @@ class CodedSegment(Segment):
 
     def operand(self) -> kernels.Rows:
         keys, values = (
-            None if one is None else kernels.Basis(rotation=one) for one in (self.key_basis, self.value_basis)
+            None if basis is None else kernels.Basis(rotation=basis) for basis in (self.key_basis, self.value_basis)
         )
         return kernels.Rows(self.keys.operand(self._rotary()), self.values.operand(), self.log_weight, keys, values)

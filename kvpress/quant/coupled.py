@@ -30,26 +30,26 @@ METHOD = "cq"
     "quantise",
     "Zhang et al., 2024, arXiv:2405.03917",
     example="cq:bits=8,coupled=8",
-    needs="books of the model: `kvpress calibrate --method cq` (`calibration`)",
+    needs="codebooks of the model: `kvpress calibrate --method cq` (`calibration`)",
     refuses=(
         Refusal("cq:bits=8,coupled=8", "without a file of its own, a model other than the bundled reference model"),
-        Refusal("cq:bits=8,coupled=2", "no books were made for these settings"),
+        Refusal("cq:bits=8,coupled=2", "no codebooks were made for these settings"),
     ),
 )
 @dataclass
 class CoupledQuantPress(CalibratedPress):
-    """Store `coupled` neighbouring channels of a head as one code of `bits` bits into a learned book of centroids.
+    """Store `coupled` neighbouring channels of a head as one code of `bits` bits into a learned codebook.
 
         code = argmin_e |x[group] - book[head, group, e]|^2
 
-    That is ``bits / coupled`` bits per value: CQ-4c8b is `coupled=4, bits=8`. Keys are coded before their rotary embedding
-    and rotated when they are read. Books come from `calibration`, a file made by `kvpress calibrate --method cq`; those of the
-    bundled reference model are found without it. One number each, or a pair (keys, values), sets `coupled` and `bits`.
+    A value takes ``bits / coupled`` bits: CQ-4c8b is `coupled=4, bits=8`. Keys are encoded before their rotary embedding and
+    rotated when they are read. Codebooks come from `calibration`, a file made by `kvpress calibrate --method cq`; the bundled
+    reference model needs none. `coupled` and `bits` are one number each, or a pair (keys, values).
 
     Paper: Zhang et al., KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled
     Quantization, 2024, arXiv:2405.03917.
-    Differs from the paper: pairs wait in a dense tail of `residual_length` to `residual_length + 63` tokens, so that they
-    are coded 32 at a time; the first `sinks` tokens stay dense.
+    Differs from the paper: the newest `residual_length` to `residual_length + 63` tokens stay in a dense tail, because
+    pairs are encoded 32 at a time; the first `sinks` tokens stay dense.
     """
 
     bits: Bits = 8
@@ -74,11 +74,11 @@ class CoupledQuantPress(CalibratedPress):
     def shipped_as(self) -> str:
         return name_of(self.layer_bits().at(0), pair("coupled", self.coupled))
 
-    def check_settings(self, found: Calibration) -> None:
-        wanted = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
-        made = {name: found.provenance["settings"].get(name) for name in wanted}
-        if found.provenance["method"] == METHOD and made != wanted:
-            raise ValueError(f"{self.source} was made for {made}, but the press asks for {wanted}")
+    def check_settings(self, file: Calibration) -> None:
+        expected = {"bits": list(self.layer_bits().at(0)), "coupled": list(pair("coupled", self.coupled))}
+        actual = {name: file.provenance["settings"].get(name) for name in expected}
+        if file.provenance["method"] == METHOD and actual != expected:
+            raise ValueError(f"{self.source} was made for {actual}, but the press is set to {expected}")
 
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
         sides = zip(("keys", "values"), self.layer_bits().at(0), pair("coupled", self.coupled), strict=True)
@@ -97,7 +97,7 @@ class CoupledQuantPress(CalibratedPress):
 
 
 def check_coupling(dim: int, coupled: tuple[int, int], bits: tuple[int, int]) -> None:
-    """Refuse channels per code and bits per code, of keys and of values, that do not suit a head dim."""
+    """Refuse channels per code and bits per code, of keys and values, that do not fit the head dim."""
     for channels, width in zip(coupled, bits, strict=True):
         if channels < 1 or dim % channels:
             raise ValueError(f"coupled must divide the head dim {dim} of the model, got {channels}")
@@ -105,14 +105,14 @@ def check_coupling(dim: int, coupled: tuple[int, int], bits: tuple[int, int]) ->
 
 
 def name_of(bits: tuple[int, int], coupled: tuple[int, int]) -> str:
-    """Name of a setting as in the paper, such as cq-4c8b."""
+    """Return the name of a setting as in the paper, such as cq-4c8b."""
     sides = [f"{c}c{b}b" for c, b in zip(coupled, bits, strict=True)]
     return "cq-" + "-".join(sides[: 1 if sides[0] == sides[1] else 2])
 
 
 @dataclass
 class CoupledCodec(Codec):
-    """Codes pairs with books `[H, D / c, E, c]` of one layer; see `CoupledQuantPress`."""
+    """Codec with codebooks `[H, D / c, E, c]` of one layer; see `CoupledQuantPress`."""
 
     key_book: Tensor
     value_book: Tensor

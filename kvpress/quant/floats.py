@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point formats of 8 and 4 bits that accelerators multiply, with scales per token or per block of channels."""
+"""Floating-point formats of 8 and 4 bits that accelerators support, with scales per token or per block of channels."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvpress.quant.uniform import WHOLE_HEAD
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 WIDEST = E4M3_MOST * torch.finfo(torch.float16).max
-"""What `fp8` can hold."""
+"""Largest magnitude that `fp8` can store."""
 HEADROOM = 16
-"""How much larger than all values of a prompt later ones of its head may be before `nvfp4` cuts them off."""
+"""Factor by which later values of a head may exceed its first encoded values before `nvfp4` clips them."""
 Format: TypeAlias = Literal["fp8", "nvfp4", "mxfp4"]
 BLOCKS: dict[str, int] = {"fp8": WHOLE_HEAD, "nvfp4": 16, "mxfp4": 32}
 """Channels that share a scale."""
 
 
 class FloatPress(QuantisingPress):
-    """Stores channels as small floating-point numbers; subclasses name the format."""
+    """Base of presses that store channels as small floating-point numbers; subclasses set the format."""
 
     residual_length: Size
     skip_layers: tuple[int, ...]
@@ -60,13 +60,13 @@ class FP8Press(FloatPress):
 
         s = max |x| / 448,   code = e4m3(x / s),   x' = s * code
 
-    Every code has three bits of mantissa whatever its magnitude, so that small channels beside a loud one keep their relative
-    precision. The newest `residual_length` pairs of every head and its first `sinks` stay as they are, and while tokens are
-    generated up to 31 more do, 255 on a GPU; `skip_layers` are left dense.
+    Every code has three bits of mantissa at every magnitude, so small channels keep their relative precision if another channel
+    is large. The newest `residual_length` pairs of every head and its first `sinks` stay dense, and up to 31 more while tokens
+    are generated (255 on a GPU); `skip_layers` stay dense.
 
     Paper: Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433, which defines the numbers.
-    Differs from the paper: it stores weights and activations with one scale for a tensor; here every token of a head has
-    one, and nothing is calibrated; a large bias of keys is stored apart (`QuantisingPress`).
+    Differs from the paper: the paper has one scale per tensor of weights or activations; here every token of a head has one,
+    and nothing is calibrated; a large bias of keys is stored separately (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -80,17 +80,17 @@ class FP8Press(FloatPress):
 @register("nvfp4", "quantise", example="nvfp4:sinks=4")
 @dataclass
 class NVFP4Press(FloatPress):
-    """Store channels as 4-bit floats (e2m1), with an 8-bit float (e4m3) as scale of every 16 and a 32-bit one per head.
+    """Store channels as 4-bit floats (e2m1), with an 8-bit scale (e4m3) per 16 channels and a 32-bit scale per head.
 
         s = e4m3(max |x| / 6 / t),   code = e2m1(x / (s t)),   x' = s t * code,   e2m1 = +-{0, .5, 1, 1.5, 2, 3, 4, 6}
 
-    That is 4.5 bits per value. t is chosen for the pairs of a head that are encoded first, such that later ones may be 16 times
-    larger before they are cut off. The newest `residual_length` pairs of every head and its first `sinks` stay as they are,
-    and while tokens are generated up to 31 more do, 255 on a GPU; `skip_layers` are left dense.
+    A value takes 4.5 bits. t is set by the first encoded pairs of a head, so that later values may be 16 times larger before
+    they are clipped. The newest `residual_length` pairs of every head and its first `sinks` stay dense, and up to 31 more
+    while tokens are generated (255 on a GPU); `skip_layers` stay dense.
 
-    Paper: none; the format of the name, as accelerators define it.
+    Paper: none; the format NVFP4 as accelerators define it.
     Differs from the paper: t belongs to a head of a sequence, not to a tensor of a calibrated model; a large bias of keys
-    is stored apart (`QuantisingPress`).
+    is stored separately (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -104,17 +104,17 @@ class NVFP4Press(FloatPress):
 @register("mxfp4", "quantise", "Rouhani et al., 2023, arXiv:2310.10537", example="mxfp4:sinks=4")
 @dataclass
 class MXFP4Press(FloatPress):
-    """Store channels as 4-bit floats (e2m1), with a power of two in 8 bits (e8m0) as scale of every 32.
+    """Store channels as 4-bit floats (e2m1), with an 8-bit power of two (e8m0) as the scale of 32 channels.
 
         s = 2**(floor(log2(max |x|)) - 2),   code = e2m1(x / s),   x' = s * code,   e2m1 = +-{0, .5, 1, 1.5, 2, 3, 4, 6}
 
-    That is 4.25 bits per value. What exceeds 6 s, at most a quarter of the largest value, is cut off, as the format says. The
-    newest `residual_length` pairs of every head and its first `sinks` stay as they are, and while tokens are generated up to
-    31 more do, 255 on a GPU; `skip_layers` are left dense.
+    A value takes 4.25 bits. Values above 6 s are clipped, as the format defines, by at most a quarter of the value. The newest
+    `residual_length` pairs of every head and its first `sinks` stay dense, and up to 31 more while tokens are generated (255
+    on a GPU); `skip_layers` stay dense.
 
     Paper: Rouhani et al., Microscaling Data Formats for Deep Learning, 2023, arXiv:2310.10537.
-    Differs from the paper: halves between two codes go to the smaller one, not to the even one; a large bias of keys is
-    stored apart (`QuantisingPress`).
+    Differs from the paper: ties between two codes go to the smaller one, not to the even one; a large bias of keys is
+    stored separately (`QuantisingPress`).
     """
 
     residual_length: Size = 0
@@ -127,7 +127,7 @@ class MXFP4Press(FloatPress):
 
 @dataclass
 class FloatCodec(Codec):
-    """Codes every pair by itself; see `FP8Press`, `NVFP4Press` and `MXFP4Press`."""
+    """Codec that encodes every pair independently; see `FP8Press`, `NVFP4Press` and `MXFP4Press`."""
 
     format: Format
     residual: int
@@ -139,7 +139,7 @@ class FloatCodec(Codec):
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         factors: list[Tensor | None] = [None, None]
         if self.format == "nvfp4":
-            earlier = [other for other in sealing.earlier if isinstance(other, FloatSegment)]
+            earlier = [previous for previous in sealing.earlier if isinstance(previous, FloatSegment)]
             factors = [_factors(segment, name, earlier) for name in ("key", "value")]
         stream = segment.layout.stream_of_row.to(segment.device)
         sides = zip((segment.keys, segment.values), factors, strict=True)
@@ -165,14 +165,14 @@ class FloatRows(Held):
 
     @classmethod
     def encode(cls, side: Tensor, format: Format, factor: Tensor | None, stream: Tensor) -> FloatRows:
-        """Code `side [R, D]`, over the `factor [N]` of the `stream [R]` of each row, in blocks whose copies are small.
+        """Encode `side [R, D]`, divided by the `factor [N]` of the `stream [R]` of each row, in blocks that keep copies small.
 
         Raises:
-            ValueError: for rows that the largest scale of the format does not reach.
+            ValueError: a row needs a larger scale than the format has.
         """
         codes, scales = [], []
-        for rows, of in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
-            x = rows.float() if factor is None else rows.float() / factor[of][:, None]
+        for rows, row_stream in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
+            x = rows.float() if factor is None else rows.float() / factor[row_stream][:, None]
             x = x.unflatten(1, (-1, min(BLOCKS[format], x.shape[1])))
             scale, step = _steps(x.abs().amax(dim=2), format)
             codes.append(_codes(x / step[..., None], format).flatten(1))
@@ -180,13 +180,13 @@ class FloatRows(Held):
         bits, scale = 8 if format == "fp8" else 4, torch.cat(scales)
         if format == "fp8" and bool(scale.isinf().any()):
             raise ValueError(
-                f"fp8 holds the scale of a row in float16, which reaches {WIDEST:.3g}, and keys or values here are larger; "
-                "use mxfp4, whose scales reach further, or kivi"
+                f"fp8 stores the scale of a row in float16, for magnitudes up to {WIDEST:.3g}, but these keys or values are "
+                "larger; use mxfp4, whose scales have a wider range, or kivi"
             )
         return cls(kernels.pack(torch.cat(codes), bits), scale, format)
 
     def operand(self) -> kernels.Packed:
-        """As the operators take it."""
+        """Return the kernel operand."""
         bits = 8 if self.format == "fp8" else 4
         kind = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}.get(self.format)
         scale = self.scale if kind is None else self.scale.view(kind)
@@ -197,7 +197,7 @@ class FloatRows(Held):
 
 @dataclass(eq=False, repr=False)
 class FloatSegment(Segment):
-    """Pairs as small floating-point numbers, times the factor `[N]` of their stream where the format has one."""
+    """Pairs as small floating-point numbers, times a factor per stream `[N]` if the format has one."""
 
     keys: Annotated[FloatRows, part()]
     values: Annotated[FloatRows, part()]
@@ -209,11 +209,11 @@ class FloatSegment(Segment):
     def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         rows = row_numbers(rows, self.layout.total, self.device)
         streams = self.layout.streams_of(rows)
-        found = []
+        sides = []
         for side, factor in ((self.keys, self.key_factor), (self.values, self.value_factor)):
             decoded = side.operand().read(rows)
-            found.append((decoded if factor is None else decoded * factor[streams, None]).to(self.dtype))
-        return found[0], found[1]
+            sides.append((decoded if factor is None else decoded * factor[streams, None]).to(self.dtype))
+        return sides[0], sides[1]
 
     def operand(self) -> kernels.Rows:
         keys, values = self.keys.operand(), self.values.operand()
@@ -225,33 +225,33 @@ class FloatSegment(Segment):
 
 
 def _factors(segment: DenseSegment, side: Literal["key", "value"], earlier: list[FloatSegment]) -> Tensor:
-    """Factor t of every stream, float32 [N]: that of its earlier pairs, or one that suits the largest magnitude."""
+    """Return the factor t of every stream, float32 [N]: that of its earlier pairs, else one for its largest magnitude."""
     rows = segment.keys if side == "key" else segment.values
     largest = torch.zeros(segment.layout.streams, device=segment.device)
     for n, length in enumerate(segment.layout.lengths):
         if length:
             largest[n] = rows[segment.layout.rows(n)].abs().amax()
     factor = torch.where(largest > 0, largest * (HEADROOM / E2M1_MOST / E4M3_MOST), 1.0)
-    for other in earlier:
-        held = getattr(other, f"{side}_factor")
-        factor = torch.where(other.layout.lengths_tensor.to(segment.device) > 0, held, factor)
+    for previous in earlier:
+        previous_factor = getattr(previous, f"{side}_factor")
+        factor = torch.where(previous.layout.lengths_tensor.to(segment.device) > 0, previous_factor, factor)
     return factor
 
 
 def _steps(largest: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Scales of blocks with these largest magnitudes, as they are stored and as float32 numbers."""
+    """Return the scales of blocks with these largest magnitudes, in stored form and as float32."""
     if format == "fp8":
         scale = (largest / E4M3_MOST).clamp_min(2.0**-24).half()
         return scale, scale.float()
     if format == "nvfp4":
-        held = (largest / E2M1_MOST).clamp(2.0**-9, E4M3_MOST).to(torch.float8_e4m3fn)
-        return held.view(torch.uint8), held.float()
-    exponent = (torch.frexp(largest).exponent - 3).clamp(-126, 127)  # frexp counts from 1 / 2
+        rounded = (largest / E2M1_MOST).clamp(2.0**-9, E4M3_MOST).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8), rounded.float()
+    exponent = (torch.frexp(largest).exponent - 3).clamp(-126, 127)  # frexp returns mantissas from 1 / 2 to 1
     return (exponent + 127).to(torch.uint8), torch.exp2(exponent.float())
 
 
 def _codes(numbers: Tensor, format: Format) -> Tensor:
-    """Nearest codes, uint8; magnitudes past the largest level get that one."""
+    """Return the nearest codes, uint8; magnitudes above the largest level are clipped."""
     if format == "fp8":
         return numbers.clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
     levels = _levels(4, numbers.device)[:8].float()
@@ -262,9 +262,9 @@ def _codes(numbers: Tensor, format: Format) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """What the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for, float16.
+    """Return the values of the codes of e4m3 (8 bits) or e2m1 (4 bits), float16.
 
-    The codes of no number, 127 and 255, are never stored; they stand for what their bits would mean, as the kernels read them.
+    The NaN codes 127 and 255 are never stored; here they have the value that kernels compute from their bits.
     """
     if bits == 8:
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEAR: uniform codes, a low-rank approximation of what they leave over, and a few exact outliers."""
+"""GEAR: uniform codes, a low-rank approximation of their error, and a few exact outliers."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class GEARPress(QuantisingPress):
 
         X ~ decode(codes) + Q P^T + S
 
-    `outliers` is the share of entries in S: half of them the largest and half the smallest, of every key channel of a chunk
-    and of every token's values. The rest is quantised in groups of `group_size`, keys per channel and values per token
-    (`backbone="kivi"`), or with one group per key channel of a chunk and per token (`"kcvt"`). Q P^T of rank `rank`, per
-    head, approximates the error of that by `passes` rounds of power iteration; chunks of `buffer_length` generated tokens get
-    `generated_rank`. Attention adds both corrections to logits and outputs, and never rebuilds keys or values.
+    `outliers` is the share of entries in S: the largest and the smallest entries, half each, of every key channel of a chunk
+    and of every token's values. All other entries are quantised in groups of `group_size`, keys per channel and values per
+    token (`backbone="kivi"`), or with one group per key channel of a chunk and one per token's values (`"kcvt"`). Q P^T has
+    rank `rank` for each head and approximates the quantisation error by `passes` rounds of power iteration; chunks of
+    `buffer_length` generated tokens get `generated_rank`. Attention adds both corrections to logits and outputs, and never
+    decodes keys or values as a whole.
 
     Paper: Kang et al., GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM,
     2024, arXiv:2403.05527.
     Differs from the paper: outliers of values are chosen within each head, at least one at either end; the authors' fused
-    code has no outliers and is wrong for batches; a large bias of keys is stored apart (`QuantisingPress`).
+    code has no outliers and is wrong for batches; a large bias of keys is stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 2
@@ -94,11 +95,12 @@ class GEARLPress(GEARPress):
 
 @dataclass
 class GEARCodec(Codec):
-    """Encodes the pairs of each stream as one chunk; see `GEARPress`. `channels` is None for whole-chunk groups."""
+    """Codec that encodes the pairs of each stream as one chunk; see `GEARPress`."""
 
     key_bits: int
     value_bits: int
     channels: int | None
+    """Group size; None for one group per chunk (`kcvt`)."""
     rank: int
     generated_rank: int
     outliers: float
@@ -165,7 +167,7 @@ class GEARCodec(Codec):
 
 
 def in_both_tails(length: int, share: float) -> int:
-    """Return how many entries of a vector are outliers; none is both the largest and the smallest."""
+    """Return how many entries of a vector are outliers; short vectors do not count an entry at both ends."""
     return min(length, 2 * tail(length, share))
 
 
@@ -193,9 +195,9 @@ def _mean(x: Tensor, counted: Tensor, axis: int) -> Tensor:
 def low_rank(error: Tensor, rank: int, passes: int) -> tuple[Tensor, Tensor]:
     """Approximate `error [n, D]` by ``factor [n, rank] @ basis [rank, D]``, by `passes` rounds of power iteration."""
     start = torch.Generator().manual_seed(0)
-    right = torch.randn(error.shape[1], rank, generator=start).to(error.device)
-    left = error @ right
+    basis = torch.randn(error.shape[1], rank, generator=start).to(error.device)
+    factor = error @ basis
     for _ in range(passes):
-        left = torch.linalg.qr(error @ torch.linalg.qr(right).Q).Q
-        right = error.T @ left
-    return left, right.T.contiguous()
+        factor = torch.linalg.qr(error @ torch.linalg.qr(basis).Q).Q
+        basis = error.T @ factor
+    return factor, basis.T.contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hadamard matrix that codecs rotate by: the same for every head, so that nothing is held of it."""
+"""Hadamard matrix of codecs: the same for every head, so that it is not stored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @cache
 @torch.inference_mode(False)
-def hadamard(dim: int, device: torch.device, most: int = 2**30) -> Tensor:
-    """Return an orthonormal, symmetric matrix, float32 [D, D], that spreads what is in one channel over many evenly.
+def hadamard(dim: int, device: torch.device, limit: int = 2**30) -> Tensor:
+    """Return an orthonormal, symmetric matrix, float32 [D, D], that spreads one channel evenly over many.
 
-    It is made of blocks of the largest power of two that divides D, at most `most` channels.
+    It consists of blocks; their size is the largest power of two that divides D, at most `limit`.
     """
     size = dim & -dim
-    while size > most:
+    while size > limit:
         size //= 2
     block = torch.ones(1, 1)
     while len(block) < size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in some of their channels: the storage, and what codecs have in common that leave the others out."""
+"""Storage of keys in a subset of their channels, and the base of codecs that use it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refuse_latents(model: ModelFacts | None) -> None:
     for layer in () if model is None else model.growing:
         if layer.value_dim is not None:
             raise NotImplementedError(
-                f"{model.name if model else ''} caches latents, which are no keys: their channels cannot be left out"
+                f"{model.name if model else ''} caches latents instead of keys: their channels cannot be pruned"
             )
 
 
 class ThinCodec(Codec):
-    """Stores keys in `width` of their channels, each stream in its own; values stay as they are."""
+    """Codec that stores keys in `width` of their channels, chosen by stream; values stay dense."""
 
     spread = None
 
@@ -38,7 +38,7 @@ class ThinCodec(Codec):
 
     @abstractmethod
     def channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
-        """Return the channels of every stream, int16 `[N, C]`, ascending; `stream [total]` is that of every pair."""
+        """Return the channels of every stream, int16 `[N, C]`, ascending; `stream [total]` is the stream of every pair."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         stream = segment.layout.stream_of_row.to(segment.device)
@@ -55,13 +55,15 @@ class ThinCodec(Codec):
 
 @dataclass(eq=False, repr=False)
 class ThinnedSegment(Segment):
-    """Keys `[total, C]` in the `channels [N, C]` of their streams, of `dim` in all; values `[total, Dv]` as they were."""
+    """Keys `[total, C]` in the channels of their streams, and dense values `[total, Dv]`."""
 
     keys: Annotated[Tensor, per_pair("dense")]
     values: Annotated[Tensor, per_pair("dense")]
     channels: Annotated[Tensor, per_stream("indexes")]
+    """Stored channels of each stream, int16 `[N, C]`."""
     layout: OfStreams
     dim: int = 0
+    """Head dim before pruning."""
 
     def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         kept = self.keys[rows]
@@ -80,14 +82,14 @@ class ThinnedSegment(Segment):
     def attend_rows(
         self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor, streams: Tensor | None = None
     ) -> Partial:
-        asking = self._narrow(queries, streams) if self.serves(queries, logits) else queries
-        return super().attend_rows(asking, logits, rows, counts, streams)
+        narrow_queries = self._narrow(queries, streams) if self.serves(queries, logits) else queries
+        return super().attend_rows(narrow_queries, logits, rows, counts, streams)
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         return super().mass(self._narrow(queries) if kernels.available(self.keys) else queries, logits, lse)
 
     def _narrow(self, queries: Tensor, streams: Tensor | None = None) -> Tensor:
-        """Return those channels of `queries [q * N, M, D]` that `streams` store; in turn where these are None."""
+        """Return the channels of `queries [q * N, M, D]` that `streams` store; by default streams 0 to N - 1 repeat."""
         if streams is None:
             streams = torch.arange(len(queries), device=queries.device) % self.layout.streams
         index = self.channels[streams].long()

@@ -21,16 +21,16 @@ class KIVIPress(QuantisingPress):
         code = round((x - min) / s),   s = (max - min) / (2**bits - 1),   x' = code * s + min
 
     `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of them; `group_size` is one
-    number or a pair. The newest `residual_length` pairs of every head and its first `sinks` stay as they are; the others
-    are encoded once, a group at a time. `skip_layers` are left dense. With `rotate`, keys and values are multiplied by a
-    Hadamard matrix first, which spreads what stands out in a channel over all of them; queries and outputs are multiplied
-    instead of what is stored.
+    number or a pair. The newest `residual_length` pairs of every head and its first `sinks` stay dense; all other pairs
+    are encoded once, a group at a time. `skip_layers` stay dense. With `rotate`, keys and values are multiplied by a Hadamard
+    matrix before they are encoded, which spreads the outliers of one channel over all channels. Stored pairs are not rotated
+    back: attention rotates the queries and the output instead.
 
     Paper: Liu et al., KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, 2024, arXiv:2402.02750.
     Differs from the paper: keys and values share one dense tail of `residual_length` to
     `residual_length + 2 * group_size - 1` pairs (on a GPU, which encodes generated pairs 256 at a time, 256 - `group_size`
     more), where the paper empties the keys' tail whenever it is full. Constant groups decode exactly. `rotate` is not in the
-    paper. A large bias of keys is stored apart (`QuantisingPress`).
+    paper. A large bias of keys is stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 2

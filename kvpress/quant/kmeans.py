@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted k-means of many small problems at once: how codebooks are fitted."""
+"""Weighted k-means of many small problems at once, used to fit codebooks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**24
-"""Most distances held at once."""
+"""Maximum number of distances in memory at once."""
 SAMPLE = 16
-"""Points per centroid that the start is drawn from; more make no better start, only a slower one."""
+"""Sampled points per centroid for the initialisation; more points only make it slower."""
 
 
 def kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int, seed: int) -> tuple[Tensor, list[float]]:
     """Fit `entries` centroids to each of P sets of points: minimise ``sum weight * |point - centroid|**2``.
 
     Starts from k-means++ on a sample, and stops early once the sum improves by less than a ten-thousandth. Centroids that
-    lose all their points move to the points that are worst off.
+    lose all their points move to the points with the largest weighted distances.
 
     Args:
         points: float32 [P, n, c].
         weights: non-negative, float32 [P, n].
-        entries: number of centroids; points are repeated where there are fewer distinct ones.
-        iterations: most rounds of Lloyd's algorithm.
-        seed: of the random starts.
+        entries: number of centroids; points are repeated if there are fewer distinct points.
+        iterations: maximum number of rounds of Lloyd's algorithm.
+        seed: random seed of the initialisation.
 
     Returns:
         Centroids, float32 [P, entries, c], and the objective summed over all sets before each round.
@@ -42,25 +42,25 @@ def kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int, seed:
 
 
 def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest centroid of each point, int64 [P, n], and its squared distance, float32 [P, n]."""
+    """Return the nearest centroid of each point, int64 [P, n], and its squared distance, float32 [P, n]."""
     codes, distances = [], []
     norms = centroids.square().sum(dim=-1)[:, None]
     step = max(1, BLOCK // (len(points) * centroids.shape[1]))
-    for part in points.split(step, dim=1):
-        found, at = torch.baddbmm(norms, part, centroids.transpose(1, 2), alpha=-2).min(dim=-1)
-        codes.append(at)
-        distances.append((found + part.square().sum(dim=-1)).clamp_min(0))
+    for block in points.split(step, dim=1):
+        lowest, index = torch.baddbmm(norms, block, centroids.transpose(1, 2), alpha=-2).min(dim=-1)
+        codes.append(index)
+        distances.append((lowest + block.square().sum(dim=-1)).clamp_min(0))
     return torch.cat(codes, dim=1), torch.cat(distances, dim=1)
 
 
 def _spread(points: Tensor, weights: Tensor, entries: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each further centroid is a point drawn in proportion to its weighted distance to those so far."""
+    """Initialise by k-means++: draw each centroid in proportion to its weighted distance to the earlier ones."""
     sets = torch.arange(len(points), device=points.device)
     chances = weights.clone()
     nearest = torch.full_like(weights, torch.inf)
     chosen = []
     for _ in range(entries):
-        # A set whose points are all covered, or weigh nothing, draws any of them.
+        # If all points of a set are covered or have zero weight, draw uniformly.
         chances = torch.where(chances.sum(dim=1, keepdim=True) > 0, chances, torch.ones_like(chances))
         at = torch.multinomial(chances.cpu(), 1, generator=generator).flatten().to(points.device)
         chosen.append(points[sets, at])
@@ -70,7 +70,7 @@ def _spread(points: Tensor, weights: Tensor, entries: int, generator: torch.Gene
 
 
 def _update(points: Tensor, weights: Tensor, nearest: Tensor, distance: Tensor, old: Tensor) -> Tensor:
-    """Weighted means of the points of each centroid."""
+    """Return the weighted mean of the points of each centroid."""
     index = nearest[..., None].expand_as(points)
     total = torch.zeros_like(old).scatter_add_(1, index, points * weights[..., None])
     mass = old.new_zeros(old.shape[:2]).scatter_add_(1, nearest, weights)

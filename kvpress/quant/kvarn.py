@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVarN: rotated tiles whose tokens and channels are balanced before they are coded."""
+"""KVarN: rotated tiles whose tokens and channels are balanced before they are encoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpress.quant.press import QuantisingPress
 from kvpress.quant.uniform import WHOLE_HEAD, UniformRows, UniformSegment, parameter_bytes, rotated
 
 MOST_LOG = 9.0
-"""Logarithm of the largest factor, so that float16 holds all of them and their inverses."""
+"""Limit on the logarithm of factors, so that float16 can store each factor and its inverse."""
 
 
 @register("kvarn", "quantise", "2026, arXiv:2606.03458", example="kvarn:bits=(4,4)")
@@ -30,16 +30,16 @@ class KVarNPress(QuantisingPress):
         keys      code = round((Y[t, d] / a[t] - min) / s),   min and s per channel and tile
         values    code = round((Y[t, d] / b[d] - min) / s),   min and s per token
 
-    H is a Hadamard matrix; a and b are found by `iterations` rounds that divide rows and columns by their deviations in
-    turn, and the most even of all rounds is taken. What long generations suffer from most, a scale that does not suit its
-    token, is so held apart. `tile_size` tokens are coded together; up to `residual_length + tile_size - 1` of the newest
-    pairs and the first `sinks` stay as they are. `bits` is one number, a pair (keys, values), a list with either for every
-    layer, or a file of them; `skip_layers` are left dense.
+    H is a Hadamard matrix. a and b come from `iterations` rounds that divide rows and columns by their standard deviations in
+    turn; the most balanced round is used. The scale of each token is thus stored separately, since a scale that does not fit
+    its token is the main error in long generations. `tile_size` tokens are encoded together; up to `residual_length +
+    tile_size - 1` of the newest pairs and the first `sinks` stay dense. `bits` is one number, a pair (keys, values), a list
+    with either for every layer, or a file of them; `skip_layers` stay dense.
 
-    Paper: KVarN, 2026, arXiv:2606.03458; its rounds after the authors' code.
-    Differs from the paper: a tile is divided by its root mean square before it is balanced, and factors may be as small as
-    they come out, where a floor at 0.74 leaves tiles of small numbers as they are; b belongs to a head, found on the pairs
-    that are coded first and kept, where the paper has one for every tile of values; a large bias of keys is stored apart
+    Paper: KVarN, 2026, arXiv:2606.03458; the rounds follow the authors' code.
+    Differs from the paper: a tile is divided by its root mean square before it is balanced, and factors have no lower limit,
+    where the limit of 0.74 in the paper leaves tiles of small numbers unbalanced; b is computed once for a head, on its first
+    encoded pairs, where the paper has one for every tile of values; a large bias of keys is stored separately
     (`QuantisingPress`).
     """
 
@@ -57,7 +57,7 @@ class KVarNPress(QuantisingPress):
 
 @dataclass
 class BalancedCodec(Codec):
-    """Codes tiles of `group` pairs; see `KVarNPress`."""
+    """Codec of tiles of `group` pairs; see `KVarNPress`."""
 
     bits: tuple[int, int]
     group: int
@@ -80,7 +80,7 @@ class BalancedCodec(Codec):
         return UniformSegment(coded, mixed, segment.layout, scale, WHOLE_HEAD)
 
     def _channel_scale(self, values: Tensor, segment: DenseSegment, sealing: Sealing) -> Tensor:
-        """Factors of the channels of every stream, float32 [N, D]: those of its earlier pairs, or new ones."""
+        """Return the channel factors of every stream, float32 [N, D]: those of its earlier pairs, else new ones."""
         layout = segment.layout
         scale = torch.ones(layout.streams, values.shape[1], device=values.device)
         for n, length in enumerate(layout.lengths):
@@ -88,8 +88,8 @@ class BalancedCodec(Codec):
                 scale[n] = balance(values[None, layout.rows(n)], self.iterations)[1][0]
         for earlier in sealing.earlier:
             if isinstance(earlier, UniformSegment) and earlier.channel_scale is not None:
-                held = earlier.layout.lengths_tensor.to(scale.device) > 0
-                scale = torch.where(held[:, None], earlier.channel_scale, scale)
+                has_pairs = earlier.layout.lengths_tensor.to(scale.device) > 0
+                scale = torch.where(has_pairs[:, None], earlier.channel_scale, scale)
         return scale
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
@@ -101,33 +101,33 @@ class BalancedCodec(Codec):
 
 
 def balance(tiles: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Find factors of rows `[T, R]` and of columns `[T, C]` without which tiles `[T, R, C]` have even deviations.
+    """Return row factors `[T, R]` and column factors `[T, C]` that equalise the standard deviations in tiles `[T, R, C]`.
 
-    Rows and columns are divided by their deviations in turn; of all rounds, and the tile as it came, the one is taken whose
-    largest deviations are the smallest multiples of its smallest ones.
+    Each round divides columns, then rows, by their standard deviations. The round with the smallest ratios of largest to
+    smallest deviation is returned; the unchanged tile is also a candidate.
     """
     size = tiles.square().mean((1, 2), keepdim=True).sqrt()
     tiles = tiles / torch.where(size > 0, size, 1.0)
     logs = tiles.new_zeros(tiles.shape[:2]), tiles.new_zeros(len(tiles), tiles.shape[2])
-    best, least = logs, tiles.new_full((len(tiles),), torch.inf)
+    best, best_spread = logs, tiles.new_full((len(tiles),), torch.inf)
     for step in range(iterations + 1):
-        even = tiles * (-logs[0]).exp()[:, :, None] * (-logs[1]).exp()[:, None, :]
-        spread = _imbalance(even, 1) + _imbalance(even, 2)
-        better = (spread < least)[:, None]
+        balanced = tiles * (-logs[0]).exp()[:, :, None] * (-logs[1]).exp()[:, None, :]
+        spread = _imbalance(balanced, 1) + _imbalance(balanced, 2)
+        better = (spread < best_spread)[:, None]
         best = torch.where(better, logs[0], best[0]), torch.where(better, logs[1], best[1])
-        least = torch.minimum(least, spread)
+        best_spread = torch.minimum(best_spread, spread)
         if step < iterations:
-            columns = (logs[1] + _deviation(even, 1).log()).clamp(-MOST_LOG, MOST_LOG)
-            even = tiles * (-logs[0]).exp()[:, :, None] * (-columns).exp()[:, None, :]
-            logs = (logs[0] + _deviation(even, 2).log()).clamp(-MOST_LOG, MOST_LOG), columns
+            columns = (logs[1] + _deviation(balanced, 1).log()).clamp(-MOST_LOG, MOST_LOG)
+            balanced = tiles * (-logs[0]).exp()[:, :, None] * (-columns).exp()[:, None, :]
+            logs = (logs[0] + _deviation(balanced, 2).log()).clamp(-MOST_LOG, MOST_LOG), columns
     return best[0].exp(), best[1].exp()
 
 
 def _deviation(tiles: Tensor, dim: int) -> Tensor:
-    """Standard deviations along a dimension; 0 of a single number."""
+    """Return standard deviations along a dimension, within [1e-3, 1e3]."""
     return tiles.std(dim, correction=min(1, tiles.shape[dim] - 1)).clamp(1e-3, 1e3)
 
 
 def _imbalance(tiles: Tensor, dim: int) -> Tensor:
-    found = _deviation(tiles, dim)
-    return found.amax(1) / found.amin(1)
+    deviation = _deviation(tiles, dim)
+    return deviation.amax(1) / deviation.amin(1)

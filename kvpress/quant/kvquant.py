@@ -28,7 +28,7 @@ from kvpress.quant.uniform import parameter_bytes
 METHOD = "kvquant"
 FITTED_BITS = (2, 3, 4)
 TILE = 32
-"""Pairs of a head among which outliers are chosen."""
+"""Number of pairs of a head that share one choice of outliers."""
 
 
 @register(
@@ -44,23 +44,23 @@ TILE = 32
 )
 @dataclass
 class KVQuantPress(CalibratedPress):
-    """Store channels as the nearest of `2**bits` levels that were fitted to the model, and a share of outliers exactly.
+    """Store channels as the nearest of `2**bits` levels fitted to the model, and a share of outliers in 16 bits.
 
         keys      x' = z[d] + r[d] * level[code],   z and r from the range of channel d in the calibration
-        values    x' = r[t] * level[code],          r[t] the largest magnitude of token t without its outliers
+        values    x' = r[t] * level[code],          r[t] is the largest magnitude of token t without its outliers
 
-    Levels are two lists for each layer, one for keys and one for values, and lie where numbers are frequent and matter.
-    Keys are coded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, the `outliers`
-    share of numbers is kept beside the codes, in 16 bits: those of keys that lie furthest from the middle of their channel
-    for its range, and of values those that are largest for their token; 0 keeps none. `calibration` is a file made by
-    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model's is found without it. `bits`
-    is 2, 3 or 4, a pair (keys, values), a list with either for every layer, or a file of them; pairs are coded 32 at a
-    time, of which the newest `residual_length` and the first `sinks` stay dense; `skip_layers` are left dense.
+    Each layer has one list of levels for keys and one for values, fitted by weighted k-means. Keys
+    are encoded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, a share `outliers`
+    of the numbers is also stored in 16 bits: for keys, the numbers furthest from the middle of their channel relative to its
+    range, and for values, the largest numbers relative to their token; 0 stores none. `calibration` is a file made by
+    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model needs none. `bits` is 2, 3 or
+    4, a pair (keys, values), a list with either for every layer, or a file of them. Pairs are encoded 32 at a time; the newest
+    `residual_length` and the first `sinks` stay dense, as do the layers in `skip_layers`.
 
     Paper: Hooper et al., KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization, 2024,
     arXiv:2401.18079.
     Differs from the paper: the number of outliers is fixed for every 32 pairs of a head, where its limits are percentiles, so
-    that the size is known beforehand; values have no zero point; levels are not moved afterwards (its Q-Norm); squared
+    that the size is known beforehand; values have no zero point; levels are not adjusted afterwards (Q-Norm); squared
     gradients weigh errors in the units of the keys, not of their normalised channels.
     """
 
@@ -97,10 +97,12 @@ class KVQuantPress(CalibratedPress):
 
 @dataclass
 class LevelCodec(Codec):
-    """Codes pairs by the levels of one layer; key channels of heads have a `centre` and a `reach [H, D]`."""
+    """Codec of pairs with the levels of one layer; see `KVQuantPress`."""
 
     centre: Tensor
+    """Middle of the range of each key channel, `[H, D]`."""
     reach: Tensor
+    """Half the range of each key channel, `[H, D]`."""
     key_levels: Tensor
     value_levels: Tensor
     bits: tuple[int, int]
@@ -128,7 +130,7 @@ class LevelCodec(Codec):
         return CodedSegment(coded, mixed, layout, dtype, rotation)
 
     def _books(self, sealing: Sealing, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what codes of keys `[H, D, E, 1]` and values `[H, 1, E, 1]` stand for, the same for all pairs of a layer."""
+        """Return the codebooks of keys `[H, D, E, 1]` and values `[H, 1, E, 1]`, shared by all segments of a layer."""
         for earlier in sealing.earlier:
             if isinstance(earlier, CodedSegment):
                 return earlier.keys.book, earlier.values.book
@@ -151,13 +153,13 @@ class LevelCodec(Codec):
 
 
 def centre_and_reach(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the middle of the ranges from `low` to `high`, and half their width; 1 where a range is a point."""
+    """Return the middle of the ranges from `low` to `high`, and half their width, or 1 for an empty range."""
     reach = (high - low) / 2
     return (high + low) / 2, torch.where(reach > 0, reach, 1.0)
 
 
 def nearest(numbers: Tensor, levels: Tensor) -> Tensor:
-    """Codes of the nearest of ascending levels, uint8."""
+    """Return the codes of the nearest of ascending levels, uint8."""
     levels = levels.float().to(numbers.device)
     return below((levels[1:] + levels[:-1]) / 2, numbers)
 
@@ -168,7 +170,7 @@ def most_outliers(tile: int, dim: int, share: float) -> int:
 
 
 def largest(sizes: Tensor, share: float, tile: int) -> Tensor:
-    """Mark the `share` of largest entries of every `tile` rows of `sizes [R, D]`."""
+    """Mark the largest entries, a share `share`, in every `tile` rows of `sizes [R, D]`."""
     tiles = sizes.unflatten(0, (-1, tile)).flatten(1)
     marks = torch.zeros_like(tiles, dtype=torch.bool)
     marks.scatter_(1, tiles.topk(most_outliers(tile, sizes.shape[1], share), dim=1).indices, True)
@@ -176,22 +178,24 @@ def largest(sizes: Tensor, share: float, tile: int) -> Tensor:
 
 
 def by_token(values: Tensor, share: float, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the outliers of values `[R, D]` and divide every row by the largest magnitude of its others.
+    """Find the outliers of values `[R, D]` and divide every row by the largest magnitude of its other numbers.
 
     Returns:
         The quotients, float32 [R, D]; the divisors, bfloat16 or float16 [R]; the outliers, bool [R, D].
     """
     sizes = values.float().abs()
     outlying = largest(sizes / sizes.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30), share, tile)
-    most = sizes.masked_fill(outlying, 0).amax(1)
-    scale = torch.where(most > 0, most, 1.0).to(torch.float16 if values.dtype == torch.float16 else torch.bfloat16)
+    magnitude = sizes.masked_fill(outlying, 0).amax(1)
+    scale = torch.where(magnitude > 0, magnitude, 1.0).to(
+        torch.float16 if values.dtype == torch.float16 else torch.bfloat16
+    )
     return values.float() / scale.float()[:, None], scale, outlying
 
 
 def left_over(
     exact: Tensor, coded: CodedRows, head: Tensor, outlying: Tensor, share: float, dtype: torch.dtype
 ) -> Residual | None:
-    """What the marked numbers differ by from what their codes stand for, of a model of this dtype; None for a share of 0."""
+    """Return the outlier residuals, value minus decoded code, float16 or float32 by the model's dtype; None if `share` is 0."""
     if not share:
         return None
     row, channel = outlying.nonzero(as_tuple=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer channels of keys for good: those that training found to matter least."""
+"""LeanK: keys without the channels whose learned scales are smallest."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ METHOD = "leank"
 )
 @dataclass
 class LeanKPress(BasePress):
-    """Store keys without the share `ratio` of the channels of all heads, those whose learned scale is smallest.
+    """Store keys without a share `ratio` of the channels of all heads: the channels with the smallest learned scales.
 
-    Scales in [0, 1] of every channel of every kv head are learned once for a model (`kvpress calibrate --method leank`): they
-    fall as far as the hidden states of the full model stay. `calibration` is that file; the bundled reference model needs none.
-    The largest scales of all layers stay, and every layer stores as many channels for each of its heads, the best of each,
-    rounded to a multiple of `align` and at least as many. Queries are taken to these channels, so that attention reads fewer
-    bytes and decodes nothing. The first `sink_size` pairs and the newest `recent_size` keep all channels; pairs are sealed
-    `interval` at a time. Values stay as they are.
+    Scales in [0, 1] of every channel of every KV head are learned once for a model (`kvpress calibrate --method leank`): they
+    are made as small as possible while the hidden states stay those of the full model. `calibration` is that file; the bundled
+    reference model needs none. The largest scales of all layers set how many channels each layer stores. All heads of a layer
+    store the same number of channels, the best of each head, a multiple of `align` and at least `align`. Attention uses the
+    same channels of the queries, so it reads fewer bytes and decodes nothing. The first `sink_size` pairs and the newest
+    `recent_size` keep all channels; pairs are sealed `interval` at a time. Values stay dense.
 
     Paper: Zhang et al., LeanK: Learnable K Cache Channel Pruning for Efficient Decoding, 2025, arXiv:2508.02215.
-    Differs from the paper: heads of a layer store equally many channels, so none is left without, and none streams; `align` is
-    8 where its kernels want 32.
+    Differs from the paper: heads of a layer store equally many channels, so no head loses all of them or becomes a streaming
+    head; `align` is 8, where the kernels of the paper need 32.
     """
 
     ratio: Ratio = 0.0
@@ -84,7 +84,7 @@ class LeanKPress(BasePress):
         return Recipe(codec=codecs.get)
 
     def codec_at(self, layer: int) -> Codec:
-        """Return the codec of a layer of which no scales are known: it stores the mean number of channels."""
+        """Return the codec of a layer without known scales, which stores the mean number of channels."""
         del layer
         return self._codec(None)
 
@@ -92,24 +92,26 @@ class LeanKPress(BasePress):
         return LeanKCodec(self.ratio, self.align, kept, (self.sink_size, self.recent_size, self.interval))
 
     def known_channels(self, model: ModelFacts) -> dict[int, Tensor]:
-        """Return the channels of every layer that are stored, int16 `[H, C]`, ascending."""
-        found = calibration.read(self.source, METHOD)
-        found.check(METHOD, model, self.source, _held)
-        scales = {layer.index: found.tensors[f"{layer.index}.scale"] for layer in model.growing}
-        every = torch.cat([scale.flatten() for scale in scales.values()])
-        best = every.argsort(descending=True, stable=True)[: len(every) - int(len(every) * self.ratio)]
-        chosen = torch.zeros_like(every).index_fill(0, best, 1.0)
+        """Return the stored channels of every layer, int16 `[H, C]`, ascending."""
+        file = calibration.read(self.source, METHOD)
+        file.check(METHOD, model, self.source, _held)
+        scales = {layer.index: file.tensors[f"{layer.index}.scale"] for layer in model.growing}
+        all_scales = torch.cat([scale.flatten() for scale in scales.values()])
+        best = all_scales.argsort(descending=True, stable=True)[: len(all_scales) - int(len(all_scales) * self.ratio)]
+        chosen = torch.zeros_like(all_scales).index_fill(0, best, 1.0)
         kept = {}
-        for (layer, scale), own in zip(scales.items(), chosen.split([s.numel() for s in scales.values()]), strict=True):
-            count = rounded(float(own.sum()) / len(scale), self.align, scale.shape[1])
+        for (layer, scale), selected in zip(
+            scales.items(), chosen.split([s.numel() for s in scales.values()]), strict=True
+        ):
+            count = rounded(float(selected.sum()) / len(scale), self.align, scale.shape[1])
             order = scale.argsort(dim=1, descending=True, stable=True)
             kept[layer] = order[:, :count].sort(dim=1).values.to(torch.int16)
         return kept
 
 
-def rounded(count: float, align: int, most: int) -> int:
-    """Return the multiple of `align` that is nearest, at least one and at most what fits into `most`."""
-    return min(max(align, int(count / align + 0.5) * align), most // align * align)
+def rounded(count: float, align: int, limit: int) -> int:
+    """Return the multiple of `align` nearest to `count`, at least `align` and at most `limit`."""
+    return min(max(align, int(count / align + 0.5) * align), limit // align * align)
 
 
 def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
@@ -117,7 +119,7 @@ def _held(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
 
 
 class LeanKCodec(ThinCodec):
-    """Stores the `kept` channels `[H, C]` of keys; see `LeanKPress`. Where they are unknown, the share that `ratio` leaves."""
+    """Codec of the `kept` key channels `[H, C]`, or of a share 1 - `ratio` if they are None; see `LeanKPress`."""
 
     def __init__(self, ratio: float, align: int, kept: Tensor | None, sizes: tuple[int, int, int]) -> None:
         self.ratio, self.align, self.kept = ratio, align, kept

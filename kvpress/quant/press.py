@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses that quantise share: bit widths, groups, the dense tail, and their checks against a model."""
+"""Base of presses that quantise: bit widths, groups, the dense tail, and their checks against a model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from kvpress.quant.bits import Bits, LayerBits, freeze
 
 
 class QuantisingPress(BasePress):
-    """Stores pairs in fewer bits; subclasses are dataclasses with these fields and say how in `layer_codec`.
+    """Base of presses that store pairs in fewer bits; subclasses are dataclasses with these fields and define `layer_codec`.
 
     `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of `kvpress calibrate --method
-    bits`. The newest `residual_length` pairs of every head and its first `sinks` stay as they are. The layers in `skip_layers`
-    are left dense.
+    bits`. The newest `residual_length` pairs of every head and its first `sinks` stay dense, as do the layers in
+    `skip_layers`.
 
-    Where keys share a vector before their rotary embedding that is much longer than what they differ by, as in models with a
-    large bias in their key projections, it is taken out of them before they are encoded, stored once for each head of each row,
-    and added in attention at the angle of each position (`kvpress.cache.key_bias`). The first encoded pairs of a head decide.
+    In models with a large bias in their key projections, the keys of a head share a vector before their rotary embedding that
+    is much longer than the differences between them. This vector is subtracted before keys are encoded, stored once for each
+    head of each row, and added in attention at the angle of each position (`kvpress.cache.key_bias`). It is measured on the
+    first encoded pairs of a head.
     """
 
     bits: Bits

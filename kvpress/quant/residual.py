@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What uniform codes leave over: a low-rank part and a few exact outliers, added back inside attention (GEAR)."""
+"""Corrections of uniform codes: a low-rank part and a few exact outliers, added inside attention (GEAR)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from kvpress.quant.runs import Counts, Runs
 
 @dataclass(eq=False)
 class Residual(Held):
-    """Row `r` of a side gains `factor[r] @ basis[chunk of r]`, and `delta` at the listed channels.
+    """Correction of keys or values: row `r` gains `factor[r] @ basis[chunk of r]`, and `delta` at the listed channels.
 
-    `factor [R, k]` and `basis [C, k, D]` hold the low-rank part of C chunks; `outliers` counts the entries of every row in
-    `channel uint8 [E]` and `delta [E]`, both in row order. Either part may be absent.
+    Both the low-rank part and the outliers are optional.
     """
 
     chunks: Annotated[Runs, part()]
+    """Map from rows to chunks."""
     factor: Annotated[Tensor | None, per_pair()] = None
+    """Low-rank factor of each row, `[R, k]`."""
     basis: Annotated[Tensor | None, per_group(axis="chunks")] = None
+    """Low-rank basis of each of C chunks, `[C, k, D]`."""
     outliers: Annotated[Counts | None, part()] = None
+    """Number of outliers of each row."""
     channel: Annotated[Tensor | None, per_group(axis="outliers")] = None
+    """Channels of the outliers in row order, uint8 `[E]`."""
     delta: Annotated[Tensor | None, per_group(axis="outliers")] = None
+    """Amounts added at the outliers in row order, `[E]`."""
 
     def operand(self, total: int) -> Correction:
-        """As the operators take it; indexes that are held in short form are spread out."""
+        """Return the kernel operand, with one chunk index and one first outlier per row."""
         chunk = first = None
         if self.factor is not None:
             chunk = self.chunks.of_rows(total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of flat storage share entries of another tensor, as numbers of rows: a few bytes per run instead of per row."""
+"""Maps from rows of flat storage to shared entries of another tensor, stored as a few bytes per run of rows."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from kvpress.cache.layout import spans
 from kvpress.cache.storage import Axis, own
 
 UNEVEN = 2**30
-"""Size of runs that are not regular, such as one per stream."""
+"""Size that marks irregular runs, such as one run per stream."""
 
 
 @dataclass(eq=False)
 class Runs(Axis):
-    """Row `r` belongs to block `r // size`; or, where `lengths` int32 [G] is given, the g-th run of rows to block g."""
+    """Map from row `r` to block `r // size`; with `lengths`, int32 [G], the g-th run of rows belongs to block g."""
 
     size: int
     lengths: Annotated[Tensor | None, own()] = None
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Runs:
-        """Blocks of the given numbers of rows; empty ones are left out."""
+        """Return runs of these lengths, without the empty ones."""
         return cls(UNEVEN, torch.tensor([n for n in lengths if n], dtype=torch.int32, device=device))
 
     def of_rows(self, total: int) -> Tensor | None:
-        """Block of each of `total` rows, int32; None where it is `r // size`."""
+        """Return the block of each of `total` rows, int32; None if it is `r // size`."""
         if self.lengths is None:
             return None
         return torch.repeat_interleave(self.lengths, output_size=total)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Block of each of the given rows, int64."""
+        """Return the block of each row in `rows`, int64."""
         if self.lengths is None:
             return rows // self.size
         return torch.searchsorted(self.lengths.cumsum(0), rows, right=True)
@@ -56,15 +56,15 @@ class Runs(Axis):
                 raise ValueError(f"runs have {self.size} rows")
             return -(-total // self.size)
         if self.lengths.dim() != 1 or int(self.lengths.sum()) != total or bool((self.lengths < 0).any()):
-            raise ValueError(f"runs are of another number of rows than {total}")
+            raise ValueError(f"runs do not cover {total} rows")
         return len(self.lengths)
 
     def join(self, others: Sequence[Runs], totals: Sequence[int], device: torch.device) -> Runs:
         size = self.size
-        whole = all(
+        is_regular = all(
             runs.lengths is None and total % size == 0 for runs, total in zip(others[:-1], totals, strict=False)
         )
-        if whole and others[-1].lengths is None:
+        if is_regular and others[-1].lengths is None:
             return Runs(size)
         parts = zip(others, totals, strict=True)
         return Runs(size, torch.cat([runs._lengths(total, device) for runs, total in parts]))
@@ -80,7 +80,7 @@ class Runs(Axis):
 
 @dataclass(eq=False)
 class Counts(Axis):
-    """Row `r` has `counts[r]` entries of its own, in row order; uint8 or int16 [total]."""
+    """Number of entries of each row, stored in row order: `counts`, uint8 or int16 [total]."""
 
     counts: Annotated[Tensor, own()]
 
@@ -90,8 +90,8 @@ class Counts(Axis):
 
     def entries(self, total: int) -> int:
         if self.counts.shape != (total,) or bool((self.counts < 0).any()):
-            raise ValueError(f"counts are of another number of rows than {total}")
+            raise ValueError(f"counts do not cover {total} rows")
         return int(self.counts.sum())
 
     def join(self, others: Sequence[Counts], totals: Sequence[int], device: torch.device) -> Counts:
-        return Counts(torch.cat([other.counts for other in others]))
+        return Counts(torch.cat([counts.counts for counts in others]))

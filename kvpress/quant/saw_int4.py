@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAW-INT4: every token on its own in 4 bits, behind a Hadamard matrix made of blocks; the form that serving engines take."""
+"""SAW-INT4: each token encoded independently in 4 bits after a blockwise Hadamard rotation, as serving engines need it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvpress.quant.uniform import WHOLE_HEAD, UniformCodec
 )
 @dataclass
 class SAWInt4Press(QuantisingPress):
-    """Multiply keys and values by a Hadamard matrix and store each token in `bits` bits with a scale and a zero of its own.
+    """Multiply keys and values by a Hadamard matrix and store each token in `bits` bits with a separate scale and zero.
 
         y = x H,   code = round((y - min) / s),   s = (max - min) / (2**bits - 1),   x' = (code * s + min) H^T
 
-    H is made of blocks of at most `block_size` channels, all of a head by default, always a power of two that divides the
-    head. `group_size` neighbouring channels share a scale and a zero, those of a whole head by default. No pair needs
-    another one to be read, so pages of a serving engine can hold them as they are. `bits` is one number, a pair (keys,
+    H consists of blocks of at most `block_size` channels, by default a whole head; the size of a block is a power of two that
+    divides the head dim. `group_size` neighbouring channels share a scale and a zero, by default a whole head. Each pair is
+    decoded independently, so pages of a serving engine can store the pairs directly. `bits` is one number, a pair (keys,
     values), a list with either for every layer, or a file of them. The newest `residual_length` pairs of every head and its
-    first `sinks` stay as they are, and while tokens are generated up to 31 more do, 255 on a GPU. `skip_layers` are left dense.
+    first `sinks` stay dense, and up to 31 more while tokens are generated (255 on a GPU). `skip_layers` stay dense.
 
-    Paper: SAW-INT4, 2026, arXiv:2604.19157; after a summary of it.
-    Differs from the paper: how it cuts a head into blocks and groups was not read, so both are settings; other widths than
-    4 bits are offered; generated pairs are encoded 32 at a time, where an engine encodes every token as it comes; a large
-    bias of keys is stored apart (`QuantisingPress`).
+    Paper: SAW-INT4, 2026, arXiv:2604.19157; implemented from a summary.
+    Differs from the paper: its sizes of blocks and groups are not known, so both are settings; widths other than 4 bits are
+    offered; generated pairs are encoded 32 at a time, where an engine encodes every token at once; a large bias of keys is
+    stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 4
@@ -64,6 +64,6 @@ class SAWInt4Press(QuantisingPress):
 
 @dataclass
 class TokenCodec(UniformCodec):
-    """Uniform codes whose scales belong to one pair each, so that a prompt is encoded to its last pair."""
+    """Codec of uniform codes with scales per pair, so that a prompt is encoded to its last pair."""
 
     whole: ClassVar[bool] = True

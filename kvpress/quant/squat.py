@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SQuat: errors of keys are pushed out of the directions in which the prompt's queries lie."""
+"""SQuat: errors of keys are moved out of the subspace of the prompt's queries."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvpress.quant.uniform import UniformCodec, UniformRows, UniformSegment
 @register("squat", "quantise", "Wang et al., 2025, arXiv:2503.24358", example="squat:bits=2,residual_length=32")
 @dataclass
 class SQuatPress(KIVIPress):
-    """Store pairs as `KIVIPress` does, but let each block of key channels make up for the error of those before it.
+    """Store pairs as `KIVIPress` does, but let each block of key channels compensate the errors of earlier blocks.
 
         A = 1 + weight * sum over the prompt's queries of q q^T, its `rank` largest directions
         for blocks i of `block_size` channels:  code k[i],  e = decoded - k[i],  k[rest] -= A[rest, rest]^-1 A[rest, i] e
 
-    The sum of all errors is then small where queries look, at the same bits: what is stored, and how it is read, are those of
-    `kivi`, whose other settings it takes. A belongs to a head of a sequence and stays that of the prompt: later keys are coded
-    with it too. `rank` is how many directions count, and `weight` is how much more an error counts in these, 0 is `kivi`.
-    `block_size` is how many channels are coded together.
+    The total error is then small in the directions of the queries, at the same bits. Storage and attention are those of
+    `kivi`, which also defines all other settings. Each head of a sequence has a matrix A, computed from the prompt; later keys
+    are encoded with it too. `rank` is the number of directions in A, and `weight` is the additional weight of errors in them;
+    0 is `kivi`. `block_size` is the number of channels encoded together.
 
     Paper: Wang et al., SQuat: Subspace-orthogonal KV Cache Quantization, 2025, arXiv:2503.24358.
-    Differs from the paper: keys are coded after their rotary embedding, as queries are seen, where its default is before;
-    of a batch every sequence has its own queries; tails are those of `kivi`; where a head has no more channels than
-    `block_size`, blocks are half a head; a large bias of keys is stored apart (`QuantisingPress`).
+    Differs from the paper: keys are encoded after their rotary embedding, like the observed queries, where the default of the
+    paper is before; every sequence of a batch has a separate A; dense tails are those of `kivi`; if a head has at most
+    `block_size` channels, blocks are half a head; a large bias of keys is stored separately (`QuantisingPress`).
     """
 
     rank: Count = 60
@@ -46,7 +46,9 @@ class SQuatPress(KIVIPress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if self.rotate:
-            raise ValueError("rotate must be False for squat: its queries are those of keys that are not rotated")
+            raise ValueError(
+                "rotate must be False for squat: the observed queries are not rotated by the Hadamard matrix"
+            )
         return replace(super().recipe(model), observers=(Wanted(QueryGram),))
 
     def check_shape(self, layer: LayerFacts) -> None:
@@ -62,7 +64,7 @@ class SQuatPress(KIVIPress):
 
 
 class QueryGram(Observer):
-    """Sum over the real queries of a prompt, and those of a group, of their outer products: `gram [B, H, D, D]`."""
+    """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`."""
 
     held = ("gram",)
 
@@ -83,7 +85,7 @@ class QueryGram(Observer):
 
 @dataclass
 class OrthogonalCodec(UniformCodec):
-    """Uniform codes whose later channels make up for the errors of earlier ones; see `SQuatPress`."""
+    """Codec of uniform codes whose later channels compensate the errors of earlier ones; see `SQuatPress`."""
 
     rank: int = 60
     weight: float = 1e-3
@@ -94,16 +96,16 @@ class OrthogonalCodec(UniformCodec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         watched = sealing.observers.get(Wanted(QueryGram))
-        found = super().encode(segment, sealing)
+        uniform = super().encode(segment, sealing)
         if watched is None or watched.gram is None or self.weight == 0:
-            return found
-        assert isinstance(found, UniformSegment)  # noqa: S101 - for the type checker
+            return uniform
+        assert isinstance(uniform, UniformSegment)  # noqa: S101 - for the type checker
         moved = self.moved(segment, watched.gram.flatten(0, 1))
         keys = UniformRows.encode(moved, self.key_bits, self.key_group, segment.keys.dtype)
-        return UniformSegment(keys, found.values, segment.layout)
+        return UniformSegment(keys, uniform.values, segment.layout)
 
     def moved(self, segment: DenseSegment, gram: Tensor) -> Tensor:
-        """Keys, float32 [total, D], whose nearest codes have errors that make up for each other; gram [N, D, D]."""
+        """Return adjusted keys, float32 [total, D], whose quantisation errors compensate each other; `gram [N, D, D]`."""
         dim = segment.keys.shape[1]
         width = self.channels if dim > self.channels else max(1, dim // 2)
         values, vectors = torch.linalg.eigh(gram.double())
@@ -112,11 +114,11 @@ class OrthogonalCodec(UniformCodec):
         matrix = matrix + self.weight * (top[1] * top[0][:, None, :]) @ top[1].mT
         keys = segment.keys.double()
         for start in range(0, dim - width, width):
-            block, rest = slice(start, start + width), slice(start + width, dim)
+            block, later = slice(start, start + width), slice(start + width, dim)
             coded = UniformRows.encode(keys[:, block].float(), self.key_bits, self.key_group, segment.keys.dtype)
             error = coded.read(slice(None)).double() - keys[:, block]
-            answer = torch.linalg.solve(matrix[:, rest, rest], matrix[:, rest, block])
+            solution = torch.linalg.solve(matrix[:, later, later], matrix[:, later, block])
             for n in range(segment.layout.streams):
-                mine = segment.layout.rows(n)
-                keys[mine, rest] -= error[mine] @ answer[n].mT
+                rows = segment.layout.rows(n)
+                keys[rows, later] -= error[rows] @ solution[n].mT
         return keys.float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer channels of keys: those that hardly matter to the newest queries are not stored."""
+"""ThinK: keys without the channels that matter least to the newest queries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ class ThinKPress(BasePress):
 
         score[h, c] = mean over the last w queries and the group of q[c]^2 * mean over the stored keys of k[t, c]^2
 
-    Every row and head leaves out its `int(key_channel_compression_ratio * D)` channels of the lowest score. Queries are taken
-    to the channels that are left, so that attention reads fewer bytes and decodes nothing. `window_size` is w; as many of the
-    newest pairs keep all channels. What is generated is stored in the channels that the prompt chose, `window_size` pairs at
-    a time. Values stay as they are.
+    Each head of each row drops the `int(key_channel_compression_ratio * D)` channels with the lowest scores. Attention uses the
+    same channels of the queries, so it reads fewer bytes and decodes nothing. `window_size` is w; the newest w pairs keep all
+    channels. Generated pairs are stored in the channels chosen for the prompt, w pairs at a time. Values stay dense.
 
     Paper: Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, 2024, arXiv:2407.21018.
-    Differs from the paper: generated tokens are stored in fewer channels too, once they are old enough. Unlike in NVIDIA
-    kvpress, which sets channels to zero, they are not held.
+    Differs from the paper: generated tokens are also stored in fewer channels once they leave the window. Unlike NVIDIA
+    kvpress, which sets channels to zero, this press does not store them.
     """
 
     key_channel_compression_ratio: Ratio = 0.0
@@ -65,10 +64,10 @@ class ThinKPress(BasePress):
 
 
 class QueryEnergy(Observer):
-    """Sum of the squares of the newest `size` queries of a prompt, meaned over the group: `total [B, H, D]` of `count [B]`.
+    """Sum of squares of the newest `size` queries of a prompt, as mean over the GQA group: `total [B, H, D]` of `count [B]`.
 
-    Where a prompt had fewer, the first generated ones count too. `tail [B, Hq, <= size, D]` is held while a prompt comes in
-    chunks.
+    If a prompt has fewer queries, the first generated ones count too. `tail [B, Hq, <= size, D]` stores the newest queries of
+    a chunked prompt until its last chunk.
     """
 
     held = ("total", "count", "tail")
@@ -116,7 +115,7 @@ class QueryEnergy(Observer):
 
 
 class ThinKCodec(ThinCodec):
-    """Leaves out the share `ratio` of the channels of keys; see `ThinKPress`."""
+    """Codec of keys without a share `ratio` of their channels; see `ThinKPress`."""
 
     whole: ClassVar[bool] = True
 
@@ -127,15 +126,15 @@ class ThinKCodec(ThinCodec):
         return dim - int(dim * self.ratio)
 
     def channels(self, segment: DenseSegment, sealing: Sealing, stream: Tensor) -> Tensor:
-        """Streams keep the channels of their first pairs."""
+        """Return the channels with the highest scores; streams keep the channels of their first pairs."""
         lengths = segment.layout.lengths_tensor.to(segment.device)
-        energy = torch.zeros(len(lengths), segment.keys.shape[1], device=segment.device)
-        energy.index_add_(0, stream, segment.keys.float().square())
-        asked = sealing.observers[Wanted(QueryEnergy, self.residual)].means().to(segment.device)
-        scores = asked * energy / lengths.clamp_min(1)[:, None]
+        key_energy = torch.zeros(len(lengths), segment.keys.shape[1], device=segment.device)
+        key_energy.index_add_(0, stream, segment.keys.float().square())
+        query_energy = sealing.observers[Wanted(QueryEnergy, self.residual)].means().to(segment.device)
+        scores = query_energy * key_energy / lengths.clamp_min(1)[:, None]
         channels = scores.topk(self.width(scores.shape[1]), dim=1).indices.sort(dim=1).values.to(torch.int16)
         for earlier in reversed(sealing.earlier):
             if isinstance(earlier, ThinnedSegment):
-                known = (earlier.layout.lengths_tensor > 0).to(segment.device)
-                channels = torch.where(known[:, None], earlier.channels, channels)
+                has_pairs = (earlier.layout.lengths_tensor > 0).to(segment.device)
+                channels = torch.where(has_pairs[:, None], earlier.channels, channels)
         return channels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TurboQuant: one scalar book for all channels, because rotated vectors all look Gaussian."""
+"""TurboQuant: one scalar codebook for all channels, because channels of rotated vectors are nearly Gaussian."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpress.quant.press import QuantisingPress
 @register("turboquant", "quantise", "Zandieh et al., 2025, arXiv:2504.19874", example="turboquant:bits=3")
 @dataclass
 class TurboQuantPress(QuantisingPress):
-    """Rotate keys and values at random, and store every channel as the nearest of `2**bits` levels beside one norm per vector.
+    """Rotate keys and values at random, and store every channel as the nearest of `2**bits` levels, with one norm per vector.
 
         y = sqrt(D) * x R / |x|,   code[d] = argmin_e |y[d] - level[e]|,   x' = |x| * (level[code] / |level[code]|) R^T
 
@@ -31,18 +31,18 @@ class TurboQuantPress(QuantisingPress):
 
         x' = |x| / sqrt(D) * (level[code] R^T + sqrt(pi e / 2) * sign(r S) S^T),   r = x sqrt(D) / |x| - level[code] R^T
 
-    where e is the mean squared error of the levels. Products of a query with x' then have the right mean over S, and a larger
+    where e is the mean squared error of the levels. Products of a query with x' are then unbiased over S, with a larger
     variance.
 
     R is a random orthogonal matrix of each layer, one for keys and one for values, drawn from `seed`. It makes channels nearly
-    unit Gaussian, so the levels are those of least error for that distribution (Lloyd-Max) and nothing is calibrated. |x| /
+    unit Gaussian, so the levels minimise the error for this distribution (Lloyd-Max) and need no calibration. |x| /
     |level[code]| is stored in 16 bits.
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
-    Differs from the paper: decoded vectors get their norm back, except with `qjl`; S is orthogonal, and the norm of each
-    error is taken to be that of all, which it nearly is behind R, so that it need not be stored; all channels have the same
-    bits. The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense. A large bias of keys is
-    stored apart (`QuantisingPress`).
+    Differs from the paper: decoded vectors are scaled to their exact norm, except with `qjl`; S is orthogonal; the norms of
+    errors, which are nearly equal after rotation by R, are replaced by one constant and not stored; all channels have the
+    same bits. The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense. A large bias of keys is
+    stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 4
@@ -55,9 +55,7 @@ class TurboQuantPress(QuantisingPress):
     def validate(self) -> None:
         super().validate()
         if self.qjl and any(keys < 2 for keys, _ in self.layer_bits().pairs):
-            raise ValueError(
-                f"qjl takes one bit of the keys, so that bits of keys must be 2 or more, got bits={self.bits!r}"
-            )
+            raise ValueError(f"qjl uses one bit of the keys, so bits of keys must be 2 or more, got bits={self.bits!r}")
 
     def layer_codec(self, layer: int) -> RotatedCodec:
         bits = self.layer_bits().at(layer)
@@ -66,16 +64,15 @@ class TurboQuantPress(QuantisingPress):
 
 @dataclass
 class RotatedCodec(Codec):
-    """Codes keys rotated by the matrix of `seed` and values by that of the next seed; see `TurboQuantPress`.
-
-    A sketch of the keys' errors lies in the basis of `-1 - seed`.
-    """
+    """Codec of randomly rotated keys and values; see `TurboQuantPress`."""
 
     bits: tuple[int, int]
     seed: int
+    """Seed of the rotation of keys; values use `seed + 1`, the sketch `-1 - seed`."""
     residual: int
     sinks: int = 0
     sketch: bool = False
+    """True if codes of keys contain the sign of the error (`qjl`)."""
     group: int = 32
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
@@ -98,7 +95,7 @@ class RotatedCodec(Codec):
 
 
 def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
-    """Code rows `[R, D]` in a basis `[D, D]` by the nearest levels, in blocks whose float32 copies are small."""
+    """Encode rows `[R, D]` in a basis `[D, D]` by the nearest levels, in blocks that keep float32 copies small."""
     book, codes, scales = levels(bits, vectors.device), [], []
     edges, length = (book[0, 0, 1:, 0] + book[0, 0, :-1, 0]) / 2, vectors.shape[1] ** 0.5
     for part in vectors.split(BLOCK_ROWS):
@@ -107,15 +104,15 @@ def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
         nearest = below(edges, rotated * (length / norm.clamp_min(1e-30)))
         codes.append(pack(nearest, bits))
         scales.append(norm[:, 0] / book.flatten().index_select(0, nearest.flatten().int()).view_as(rotated).norm(dim=1))
-    # No norm of a float16 model is too large for float16, nor any other for bfloat16.
+    # The norms of a float16 model fit into float16; all others fit into bfloat16.
     dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
     return CodedRows(torch.cat(codes), book, bits, torch.cat(scales).to(dtype))
 
 
 def encode_sketched(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
-    """Code rows `[R, D]` by the nearest of `2 ** (bits - 1)` levels and the sign of the error, in the bases `[D, 2 D]`.
+    """Encode rows `[R, D]` by the nearest of `2 ** (bits - 1)` levels and the sign of the error, in the bases `[D, 2 D]`.
 
-    A code is one of pairs (level, sign), which the book sends to a channel of each basis.
+    A code is a pair (level, sign); the codebook decodes it to one channel of each basis.
     """
     level = levels(bits - 1, vectors.device)[0, 0, :, 0]
     edges, codes, scales = (level[1:] + level[:-1]) / 2, [], []
@@ -133,7 +130,7 @@ def encode_sketched(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
 
 
 def below(edges: Tensor, numbers: Tensor) -> Tensor:
-    """Count the ascending edges below each number, uint8; one by one where they are few, which is ten times as fast."""
+    """Count the ascending edges below each number, uint8; up to 15 edges are compared in a loop, ten times as fast."""
     if len(edges) > 15:
         return torch.bucketize(numbers, edges, out_int32=True).to(torch.uint8)
     counts = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
@@ -142,10 +139,10 @@ def below(edges: Tensor, numbers: Tensor) -> Tensor:
     return counts
 
 
-@cache  # segments can be joined where they hold the same objects
+@cache  # segments can be joined only if they share the same tensor object
 @torch.inference_mode(False)
 def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
-    """Return an orthogonal matrix, float32 [D, D], drawn evenly from all."""
+    """Return an orthogonal matrix, float32 [D, D], drawn from the uniform (Haar) distribution."""
     q, r = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
     return (q * r.diagonal().sign()).float().to(device)
 
@@ -156,7 +153,7 @@ def levels(bits: int, device: torch.device) -> Tensor:
     """Return the levels that quantise a unit Gaussian with the least mean squared error, float32 [1, 1, E, 1]."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
     level = 3**0.5 * normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
-    for _ in range(1000):  # each level moves to the mean of what it stands for
+    for _ in range(1000):  # each level moves to the mean of its interval
         edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
         level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
     return level.float().view(1, 1, -1, 1).to(device)
@@ -165,7 +162,7 @@ def levels(bits: int, device: torch.device) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def with_sketch(dim: int, seed: int, device: torch.device) -> Tensor:
-    """Return the basis of codes and that of their errors' signs, channel by channel in turns, float32 [D, 2 D]."""
+    """Return the bases of codes and of error signs, their columns interleaved, float32 [D, 2 D]."""
     bases = rotation(dim, seed, device), rotation(dim, -1 - seed, device)
     return torch.stack(bases, dim=2).flatten(1)
 
@@ -173,11 +170,11 @@ def with_sketch(dim: int, seed: int, device: torch.device) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def pairs_of(bits: int, device: torch.device) -> Tensor:
-    """Return what a code of a level and a sign stands for in the two bases, float32 [1, 1, E, 2]."""
+    """Return the codebook of pairs (level, sign) in the two bases, float32 [1, 1, E, 2]."""
     level = levels(bits - 1, device).flatten()
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
     edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
     mass = normal.cdf(edges.double()).diff()
-    error = 1 - float((mass * level.double().square()).sum())  # a level is the mean of what it stands for
+    error = 1 - float((mass * level.double().square()).sum())  # a level is the mean of its interval
     sign = level.new_tensor([-1, 1]) * (torch.pi * error / 2) ** 0.5
     return torch.cartesian_prod(level, sign)[None, None]

@@ -27,32 +27,36 @@ from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Runs
 
 WHOLE_HEAD = 2**30
-"""As many channels as a head has, where a number of channels is asked for."""
+"""Sentinel for a number of channels: all channels of a head."""
 
 
 @dataclass(eq=False)
 class UniformRows(Held):
     """Quantised rows: `codes [R, D * bits / 8]` uint8, `scale` and `zero [blocks, D / channel_group]`.
 
-    `runs` says which rows share a block: rows that survive an eviction keep the scale they were encoded with. `residual`
-    is added to the decoded rows, which have the given `dtype`. Each row of keys may have a factor `row_scale [R]`.
+    Rows that survive an eviction keep the scale they were encoded with.
     """
 
     codes: Annotated[Tensor, per_pair("codes")]
     scale: Annotated[Tensor, per_group("scales", axis="runs")]
     zero: Annotated[Tensor, per_group("scales", axis="runs")]
     runs: Annotated[Runs, part("scales")]
+    """Map from rows to blocks."""
     bits: int
     channel_group: int
+    """Number of channels that share a scale."""
     dtype: torch.dtype
+    """Dtype of decoded rows."""
     residual: Annotated[Residual | None, part("corrections")] = None
+    """Correction added to decoded rows."""
     row_scale: Annotated[Tensor | None, per_pair("scales")] = None
+    """Factor of each decoded row, `[R]`."""
 
     @classmethod
     def encode(cls, values: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype | None = None) -> UniformRows:
         """Quantise `values [R, D]` to the nearest of `2**bits` levels between the extremes of each block.
 
-        `dtype` is that of the decoded rows where it is not that of `values`.
+        `dtype` is the dtype of decoded rows, by default the dtype of `values`.
         """
         dtype = dtype or values.dtype
         packed = kernels.quantise(values, bits, group, dtype=dtype)
@@ -61,16 +65,16 @@ class UniformRows(Held):
 
     @staticmethod
     def concatenate(parts: Sequence[UniformRows]) -> UniformRows:
-        """Put the rows of all parts back to back."""
-        return parts[0]._join(parts, Joint([Layout([len(held.codes)]) for held in parts]))
+        """Concatenate the rows of all parts."""
+        return parts[0]._join(parts, Joint([Layout([len(side.codes)]) for side in parts]))
 
     def take(self, rows: Tensor) -> UniformRows:
-        """Return the given rows with only the parameters they need."""
+        """Return the selected rows, with only the scales and zeros of their blocks."""
         layout = Layout([len(rows)])
         return self._take(Choice(rows, layout, layout))
 
     def read(self, rows: Tensor | slice) -> Tensor:
-        """Return dense rows `[n, D]` in the dtype that was encoded."""
+        """Return decoded rows `[n, D]` in `dtype`."""
         rows = row_numbers(rows, len(self.codes), self.codes.device)
         block = self.runs.of(rows)
         codes = kernels.unpack(self.codes[rows], self.bits).unflatten(-1, (-1, self.channel_group)).float()
@@ -87,7 +91,7 @@ class UniformRows(Held):
         return self.runs.size, self.channel_group
 
     def operand(self) -> kernels.Packed:
-        """As the operators take it."""
+        """Return the kernel operand."""
         total = len(self.codes)
         correction = None if self.residual is None else self.residual.operand(total)
         return kernels.Packed(
@@ -106,15 +110,16 @@ class UniformRows(Held):
 class UniformSegment(Segment):
     """Pairs whose keys and values are uniformly quantised.
 
-    `channel_scale [N, Dv]`, float32, multiplies the decoded values of every stream channel by channel. Where `block` is not 0,
-    what was quantised are keys and values times the Hadamard matrix of blocks of at most so many channels.
+    With `block`, keys and values were multiplied by a Hadamard matrix before they were quantised.
     """
 
     keys: Annotated[UniformRows, part()]
     values: Annotated[UniformRows, part()]
     layout: OfStreams
     channel_scale: Annotated[Tensor | None, per_stream("scales")] = None
+    """Factor of each channel of decoded values, float32 `[N, Dv]`."""
     block: int = 0
+    """Largest block of the Hadamard matrix, in channels; 0 for no rotation."""
 
     def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         keys, values = self.keys.read(rows), self.values.read(rows)
@@ -125,15 +130,17 @@ class UniformSegment(Segment):
 
     def operand(self) -> kernels.Rows:
         keys, values = self.keys.operand(), self.values.operand()
-        turned = [hadamard(side.channels, self.device, self.block) if self.block else None for side in (keys, values)]
-        key_basis = kernels.Basis(rotation=turned[0]) if self.block else None
-        value_basis = kernels.Basis(self.channel_scale, turned[1])
+        rotations = [
+            hadamard(side.channels, self.device, self.block) if self.block else None for side in (keys, values)
+        ]
+        key_basis = kernels.Basis(rotation=rotations[0]) if self.block else None
+        value_basis = kernels.Basis(self.channel_scale, rotations[1])
         plain = all(tensor is None for tensor in value_basis.tensors())
         return kernels.Rows(keys, values, self.log_weight, key_basis, None if plain else value_basis)
 
 
 def rotated(side: Tensor, block: int) -> Tensor:
-    """Rows `[R, D]` times the Hadamard matrix of blocks of at most `block` channels, which is its own inverse; 0 for none."""
+    """Return rows `[R, D]` times a Hadamard matrix in blocks of at most `block` channels, its own inverse; unchanged for 0."""
     if not block:
         return side
     matrix = hadamard(side.shape[1], side.device, block)
@@ -142,19 +149,22 @@ def rotated(side: Tensor, block: int) -> Tensor:
 
 @dataclass
 class UniformCodec(Codec):
-    """Keys and values quantised with their own bits and blocks; groups of channels end at the head.
-
-    With `block`, after a rotation by the Hadamard matrix of blocks of at most so many channels.
-    """
+    """Codec that quantises keys and values uniformly, each with separate bits and blocks."""
 
     key_bits: int
     value_bits: int
     key_group: tuple[int, int]
+    """Rows and channels that share a scale; channels are limited to the head dim."""
     value_group: tuple[int, int]
+    """Same as `key_group`, for values."""
     group: int
+    """Pairs of a stream that are encoded together."""
     residual: int
+    """Newest pairs that stay dense."""
     sinks: int = 0
+    """First pairs that stay dense."""
     block: int = 0
+    """Largest block of the Hadamard matrix, in channels; 0 for no rotation."""
 
     @property
     def spread(self) -> Spread:  # type: ignore[override]
@@ -176,5 +186,5 @@ class UniformCodec(Codec):
 
 
 def parameter_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a scale or zero for a model of this dtype; values out of the range of float16 take 4."""
+    """Return the bytes of a scale or zero for a model of this dtype: 4 for float32, whose values may exceed float16, else 2."""
     return 4 if dtype == torch.float32 else 2

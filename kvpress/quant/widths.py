@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache of a size may hold of a prompt, and a codec whose width follows from the prompt's length."""
+"""Size limit of a cache, and a codec whose width follows from the length of the prompt."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from kvpress.observe.view import View
 from kvpress.quant.rotated import CentredCodec, RotatedSegment
 
 DENSE = 16
-"""Bits that stand for pairs as they are."""
+"""Width that stands for dense pairs."""
 WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
-"""Bits of a channel, and from how many bits a number may take on average they are used."""
+"""Bits per channel, and the least bits available per uncompressed number at which they are used."""
 GROUP = 32
-"""Tokens that follow a prompt and are encoded together."""
+"""Number of generated tokens that are encoded together."""
 OFFSETS = 24
-"""Bytes of the place and length of a stream."""
+"""Bytes of the start and the length of a stream."""
 CLOSE = 0.95
-"""Share of a factor that counts as reached."""
+"""Share of the compression factor above which no warning is issued."""
 WARNED = "sliding windows"
-"""Entry of a cache for which the warning about sliding windows was issued."""
+"""Key that marks a cache for which the warning about sliding windows was issued."""
 LEAST = 16
-"""Pairs of a head that stay whatever the size."""
+"""Pairs of a head that stay at every size."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the cache of one row may hold: `smaller` times less than uncompressed, or so many `bytes` in all layers.
-
-    Of bytes, what layers with a sliding window take comes first. `weighs` says that pairs have log-weights. `width` are the
-    bits that pairs are encoded in already, None before any are.
-    """
+    """Size limit of the cache of one row, as a factor or in bytes; layers with a sliding window use the bytes first."""
 
     model: ModelFacts | None
     smaller: float | None = None
+    """Compression factor against the uncompressed cache."""
     bytes: int | None = None
+    """Bytes of all layers, used instead of `smaller`."""
     weighs: bool = False
+    """True if pairs have log-weights."""
     width: int | None = None
+    """Bits that earlier pairs of the row are encoded in; None before any are."""
 
     @property
     def layers(self) -> Sequence[LayerFacts]:
-        """Those that grow; one with a head of 128 numbers where no model is given."""
+        """Layers that grow; without a model, one layer with one head of 128 channels."""
         return [LayerFacts(0, 0, "full_attention", 1, 1, 128)] if self.model is None else self.model.growing
 
     @property
@@ -63,7 +63,7 @@ class Room:
         return 2 if self.model is None else self.model.dtype.itemsize
 
     def _of_stream(self, bytes_of: Callable[[LayerFacts], float]) -> float:
-        """Mean over all heads of all layers that grow."""
+        """Return the mean of `bytes_of` over all heads of all layers that grow."""
         return sum(layer.kv_heads * bytes_of(layer) for layer in self.layers) / self.streams
 
     @property
@@ -73,39 +73,39 @@ class Room:
 
     @property
     def beside_codes(self) -> int:
-        """Bytes of the place and the weight of a pair, where others of its layer were dropped."""
+        """Bytes of the index and the weight of a pair, for layers that dropped pairs."""
         return SLOT + WEIGHT * self.weighs
 
     @property
     def full(self) -> float:
-        """Bytes of a pair as it is, of a mean head."""
+        """Bytes of a dense pair, as a mean over heads."""
         return self._of_stream(lambda layer: layer.pair_dim * self.itemsize)
 
     def beside(self, tokens: int) -> int:
-        """Return the bytes of layers that hold a window only."""
+        """Return the bytes of layers with a sliding window."""
         if self.model is None:
             return 0
-        held = min(tokens, self.model.window)
-        return sum(layer.kv_heads * held * layer.pair_dim * self.itemsize for layer in self.model.sliding)
+        window = min(tokens, self.model.window)
+        return sum(layer.kv_heads * window * layer.pair_dim * self.itemsize for layer in self.model.sliding)
 
     def allowed(self, tokens: int) -> float:
-        """Return the bytes that a mean head may hold of a prompt of so many tokens."""
+        """Return the bytes that a head may take for a prompt of `tokens`, as a mean over heads."""
         if self.bytes is None:
             return tokens * self.full / (self.smaller or 1.0)
         return (self.bytes - self.beside(tokens)) / self.streams
 
     def bits(self, tokens: int) -> int:
-        """Return the bits of a channel; `DENSE` where all fits as it is."""
+        """Return the bits per channel; `DENSE` if the prompt fits uncompressed."""
         if self.width is not None:
             return self.width
-        allowed, whole = self.allowed(tokens), tokens * self.full
-        if allowed >= whole:
+        allowed, uncompressed = self.allowed(tokens), tokens * self.full
+        if allowed >= uncompressed:
             return DENSE
-        room = 8 * self.itemsize * max(0.0, allowed) / whole
-        return next(bits for bits, least in WIDTHS.items() if room >= least)
+        room = 8 * self.itemsize * max(0.0, allowed) / uncompressed
+        return next(bits for bits, threshold in WIDTHS.items() if room >= threshold)
 
     def held(self, pairs: float, bits: int) -> float:
-        """Return the bytes of so many pairs of a mean head, all that is held beside their codes counted."""
+        """Return the bytes of `pairs` pairs including scales, indexes and weights, as a mean over heads."""
         pair, once, codec = self.full, 0.0, of_width(bits)
         if bits != DENSE:
             pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, torch.float16))
@@ -113,7 +113,7 @@ class Room:
         return once + OFFSETS + pairs * (pair + self.beside_codes)
 
     def pairs(self, tokens: int) -> int:
-        """Return how many pairs of a head stay of so many tokens, on average."""
+        """Return how many of `tokens` pairs stay, as a mean over heads."""
         bits = self.bits(tokens)
         if self.allowed(tokens) >= tokens * self.full:
             return tokens
@@ -121,46 +121,46 @@ class Room:
         return min(tokens, max(LEAST, int((self.allowed(tokens) - once) / pair)))
 
     def warn_of_windows(self, view: View) -> None:
-        """Warn, once for a cache, where layers with a sliding window keep it well above the size that was given."""
-        beside, growing = self.beside(view.seen), self.streams * view.seen * self.full
+        """Warn once per cache if layers with a sliding window keep it well above the size limit."""
+        sliding, growing = self.beside(view.seen), self.streams * view.seen * self.full
         smaller = self.smaller or 1.0
-        reached = (growing + beside) / (growing / smaller + beside)
+        reached = (growing + sliding) / (growing / smaller + sliding)
         if reached > CLOSE * smaller or WARNED in view.call.tokens.shared or not view.call.is_first_prompt:
             return
         view.call.tokens.shared[WARNED] = True
         layers = len(self.layers) + len(self.model.sliding if self.model is not None else ())
-        share = growing / (growing + beside)
+        share = growing / (growing + sliding)
         warnings.warn(
             f"smaller={smaller:g} holds for the {len(self.layers)} of {layers} layers that grow, {share:.0%} of a cache of "
-            f"{view.seen} tokens: the others hold a sliding window, which stays as it is, and the whole cache gets "
+            f"{view.seen} tokens: the others hold a sliding window, which is not compressed, and the whole cache gets "
             f"{reached:.1f} times smaller; bytes= counts the windows too",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def check(self, tokens: int) -> None:
-        """Refuse bytes that do not hold what stays of a prompt of so many tokens whatever the size.
+        """Refuse bytes that are too few for the smallest cache of a prompt of `tokens`.
 
         Raises:
-            ValueError: they do not; says how many are needed.
+            ValueError: with the bytes that are needed.
         """
         bits = self.bits(tokens)
         if self.bytes is None or bits == DENSE:
             return
-        kept, beside = min(tokens, LEAST), self.beside(tokens)
-        least = beside + self.streams * self.held(kept, min(WIDTHS))
-        if self.bytes < least:
-            windows = f", and layers with a sliding window take {beside} bytes of it" if beside else ""
+        kept, sliding = min(tokens, LEAST), self.beside(tokens)
+        needed = sliding + self.streams * self.held(kept, min(WIDTHS))
+        if self.bytes < needed:
+            windows = f", and layers with a sliding window take {sliding} bytes of it" if sliding else ""
             raise ValueError(
                 f"bytes={self.bytes} is too small for a prompt of {tokens} tokens: {kept} pairs of each of {self.streams} "
-                f"heads stay, in {min(WIDTHS)} bits{windows}, so give at least {int(least) + 1} "
-                f"({format_bytes(least)})"
+                f"heads stay, in {min(WIDTHS)} bits{windows}, so give at least {int(needed) + 1} "
+                f"({format_bytes(needed)})"
             )
 
 
 @dataclass(frozen=True)
 class Sized(Amount):
-    """As many pairs as the `room` has, of any number of tokens."""
+    """Number of pairs that fit into `room`, for any number of tokens."""
 
     room: Room = field(default_factory=lambda: Room(None), kw_only=True)
 
@@ -183,23 +183,27 @@ class Sized(Amount):
 
 
 class WholeDenseCodec(DenseCodec):
-    """Holds prompts as they are, to their last pair."""
+    """Codec that stores prompts dense, to their last pair."""
 
     whole: ClassVar[bool] = True
 
 
 @dataclass
 class FittingCodec(Codec):
-    """Encodes each row in the width that its prompt leaves room for; what follows the prompt, in the same one.
+    """Codec that encodes each row in the width that fits its prompt, and generated tokens in the same width.
 
-    Rows of a batch are usually of one width. Where they are not, those of further widths are further parts of the segment. With
-    `per_pair`, pairs of a prompt have widths of their own, which wait at them; others are of the width that there is room for.
+    If rows of a batch have different widths, each width is a part of the segment. With `per_pair`, the allocator stores the
+    width of each pair of a prompt beside it; pairs without one get the width that fits.
     """
 
     room: Room
+    """Size limit that sets the width."""
     group: int = GROUP
+    """Generated tokens that are encoded together."""
     residual: int = 0
+    """Newest pairs that stay dense."""
     per_pair: bool = False
+    """True if pairs of a prompt may have different widths."""
 
     whole: ClassVar[bool] = True
     reads_side: ClassVar[tuple[str, ...]] = (WIDTH,)
@@ -210,17 +214,17 @@ class FittingCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         widths = torch.tensor(self._widths(segment, sealing))[segment.layout.stream_of_row]
-        given = segment.side_array(WIDTH).long().cpu()
-        widths = torch.where(given > 0, given, widths)
-        own = replace(sealing, earlier=tuple(leaves(sealing.earlier)))
-        return _encode(segment, widths, widths.unique().tolist(), own)
+        assigned = segment.side_array(WIDTH).long().cpu()
+        widths = torch.where(assigned > 0, assigned, widths)
+        sealing_by_width = replace(sealing, earlier=tuple(leaves(sealing.earlier)))
+        return _encode(segment, widths, widths.unique().tolist(), sealing_by_width)
 
     def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
-        """Return the bits of every stream: those of the first pairs of its row, if there are any that all have the same."""
+        """Return the bits of every stream: those of its row's earlier pairs (not with `per_pair`), else the width that fits."""
         rows = segment.layout.streams // sealing.heads
-        held = {} if self.per_pair else widths_held(sealing.earlier, sealing.heads)
+        earlier = {} if self.per_pair else widths_held(sealing.earlier, sealing.heads)
         seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
-        bits = [held.get(row) or self.room.bits(int(tokens)) for row, tokens in enumerate(seen)]
+        bits = [earlier.get(row) or self.room.bits(int(tokens)) for row, tokens in enumerate(seen)]
         return [width for width in bits for _ in range(sealing.heads)]
 
     def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
@@ -228,47 +232,47 @@ class FittingCodec(Codec):
         return [by_format(segments)] if segments and plain else list(segments)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        raise TypeError("the bytes of a pair follow from the length of a prompt: ask `at(tokens)`")
+        raise TypeError("the bytes of a pair depend on the length of the prompt: use `at(tokens)`")
 
 
 def of_width(bits: int) -> Codec:
-    """Return the codec of so many bits a channel."""
+    """Return the codec with `bits` bits per channel."""
     return WholeDenseCodec(GROUP, 0) if bits == DENSE else CentredCodec((bits, bits), 0, group=GROUP)
 
 
 def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, int]:
-    """Return the bits of every row that holds encoded pairs, with so many kv `heads` a row."""
-    found: dict[int, int] = {}
+    """Return the bits of every row that has encoded pairs; a row has `heads` streams."""
+    bits_by_row: dict[int, int] = {}
     for part in leaves(part.known() for part in parts):
-        found |= {n // heads: _bits(part) for n, length in enumerate(part.layout.lengths) if length}
-    return found
+        bits_by_row |= {n // heads: _bits(part) for n, length in enumerate(part.layout.lengths) if length}
+    return bits_by_row
 
 
 def _bits(part: Segment) -> int:
-    """Return the bits of a channel of a segment of one width."""
+    """Return the bits per channel of a segment of one width."""
     return part.keys.bits if isinstance(part, RotatedSegment) else DENSE
 
 
 def pair_widths(store: KVStore, stream: int) -> Tensor:
-    """Return the bits of all pairs of a stream in order, `[n]` on the host; 0 for those that are not encoded."""
-    found = [_bits_of(part, torch.arange(part.layout.total)[part.layout.rows(stream)]) for part in store.segments]
-    encoded = torch.cat(found) if found else torch.empty(0, dtype=torch.long)
+    """Return the bits of all pairs of a stream in order, `[n]` on the CPU; 0 for pairs that are not encoded."""
+    widths = [_bits_of(part, torch.arange(part.layout.total)[part.layout.rows(stream)]) for part in store.segments]
+    encoded = torch.cat(widths) if widths else torch.empty(0, dtype=torch.long)
     return torch.nn.functional.pad(encoded, (0, store.stored()[stream] - len(encoded)))
 
 
 def _bits_of(part: Segment, rows: Tensor) -> Tensor:
     part, rows = part.located(rows.to(part.device))
     if isinstance(part, MixedSegment):
-        second, found = part.in_second[rows].cpu(), torch.zeros(len(rows), dtype=torch.long)
+        second, widths = part.in_second[rows].cpu(), torch.zeros(len(rows), dtype=torch.long)
         ranks = torch.where(part.in_second, part.in_second.cumsum(0), (~part.in_second).cumsum(0)) - 1
-        for held, mine in ((part.one, ~second), (part.other, second)):
-            found[mine] = _bits_of(held, ranks[rows][mine.to(rows.device)])
-        return found
+        for half, selected in ((part.one, ~second), (part.other, second)):
+            widths[selected] = _bits_of(half, ranks[rows][selected.to(rows.device)])
+        return widths
     return torch.full((len(rows),), _bits(part))
 
 
 def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
-    """Yield the segments of one width that segments consist of."""
+    """Yield the single-width segments within mixed segments."""
     for part in parts:
         if isinstance(part, MixedSegment):
             yield from leaves(part.parts)
@@ -277,14 +281,14 @@ def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
 
 
 def _encode(segment: DenseSegment, bits: Tensor, widths: Sequence[int], sealing: Sealing) -> Segment:
-    """Encode every pair in the `bits [total]` that its stream takes, all widths being given in order."""
+    """Encode every pair in its `bits [total]`; `widths` lists all different bits in ascending order."""
     if len(widths) == 1:
         return of_width(widths[0]).encode(segment, sealing)
     second, parts = bits != widths[0], []
-    for mine, left in ((~second, widths[:1]), (second, widths[1:])):
-        rows = mine.nonzero().flatten()
+    for selected, half_widths in ((~second, widths[:1]), (second, widths[1:])):
+        rows = selected.nonzero().flatten()
         counts = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
         at = rows.to(segment.device)
         pairs = DenseSegment(segment.keys[at], segment.values[at], Layout(counts.tolist()))
-        parts.append(_encode(pairs, bits[mine], left, sealing))
+        parts.append(_encode(pairs, bits[selected], half_widths, sealing))
     return MixedSegment(parts[0], parts[1], Flags.of(second.to(segment.device)), segment.layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZipCache: more bits for the tokens that attention picks out."""
+"""ZipCache: more bits for the tokens with the most attention."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
 @register("zipcache", "quantise", "He et al., 2024, arXiv:2405.14256")
 @dataclass
 class ZipCachePress(QuantisingPress):
-    """Store the `salient_ratio` of pairs with the most normalised attention in `bits`, the others in `low_bits`.
+    """Store the `salient_ratio` of pairs with the most normalised attention in `bits`, all others in `low_bits`.
 
         saliency[t] = mean over the probe queries that see t of softmax(q . k)[t], summed over the group
 
-    Probes are `probe_ratio` of the queries of a prompt, half of them its newest and half spread at random; 1 takes all.
-    Keys are quantised per channel over all pairs of a head and class; values per token after every channel was divided by c
-    = sqrt(max |v|). Every `interval` generated tokens are judged by their own attention, encoded, and never touched again.
+    Probes are a share `probe_ratio` of the queries of a prompt, half of them the newest and half chosen at random; 1 takes all.
+    Keys are quantised per channel over all pairs of a head and class. Values are quantised per token, after every channel is
+    divided by c = sqrt(max |v|). Every `interval` generated tokens are ranked by the attention they received and encoded
+    once.
     `bits` and `low_bits` are one number, a pair (keys, values), a list with either for every layer, or a file of them.
 
     Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
     arXiv:2405.14256.
     Differs from the paper: the mean is over the probes that see a token, where the authors' code divides by all queries
-    that would; values have a scale per token and head; rows of a batch do not influence each other; generated tokens keep
-    the channel scales of the prompt, and every generated query is a probe for the tokens that wait to be encoded; a large
-    bias of keys is stored apart (`QuantisingPress`).
+    that would see it; values have a scale per token and head; rows of a batch do not influence each other; generated tokens
+    keep the channel scales of the prompt, and every generated query is a probe for the tokens not yet encoded; a large bias
+    of keys is stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 4
@@ -76,7 +77,7 @@ class ZipCachePress(QuantisingPress):
 
 @dataclass
 class ZipCacheCodec(Codec):
-    """Encodes salient pairs and the others as the two parts of a mixed segment; see `ZipCachePress`."""
+    """Codec that stores salient and other pairs as the two parts of a mixed segment; see `ZipCachePress`."""
 
     high: tuple[int, int]
     low: tuple[int, int]
@@ -93,15 +94,15 @@ class ZipCacheCodec(Codec):
         salient = top_per_stream(saliency, segment.layout, self.salient_ratio)
         scale = self._channel_scale(segment, sealing)
         parts = []
-        for bits, mine in ((self.low, ~salient), (self.high, salient)):
-            rows = mine.nonzero().flatten()
+        for bits, selected in ((self.low, ~salient), (self.high, salient)):
+            rows = selected.nonzero().flatten()
             lengths = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
             pairs = DenseSegment(*segment.read(rows), Layout(lengths.tolist()))
             parts.append(self._encode(pairs, bits, scale))
         return MixedSegment(parts[0], parts[1], Flags.of(salient), segment.layout)
 
     def _channel_scale(self, segment: DenseSegment, sealing: Sealing) -> Tensor:
-        """Square roots of the largest value of every channel, float32 [N, Dv]; streams keep those of their first pairs."""
+        """Square root of the largest |value| of every channel, float32 [N, Dv]; streams keep the scale of their first pairs."""
         layout, dim = segment.layout, segment.values.shape[1]
         stream = layout.streams_of(torch.arange(layout.total, device=segment.device))
         largest = torch.zeros(layout.streams, dim, device=segment.device)
@@ -110,8 +111,8 @@ class ZipCacheCodec(Codec):
         scale = torch.where(largest == 0, 1.0, largest.sqrt())
         for earlier in reversed(sealing.earlier):
             for part in earlier.parts if isinstance(earlier, MixedSegment) else ():
-                known = torch.tensor([length > 0 for length in part.layout.lengths], device=scale.device)
-                scale = torch.where(known[:, None], part.channel_scale, scale)  # type: ignore[attr-defined]
+                has_pairs = torch.tensor([length > 0 for length in part.layout.lengths], device=scale.device)
+                scale = torch.where(has_pairs[:, None], part.channel_scale, scale)  # type: ignore[attr-defined]
         return scale
 
     def _encode(self, pairs: DenseSegment, bits: tuple[int, int], scale: Tensor) -> UniformSegment:
@@ -145,7 +146,7 @@ class ZipCacheCodec(Codec):
 
 
 def top_per_stream(scores: Tensor, layout: Layout, share: float) -> Tensor:
-    """Mark the `round(share * n)` largest scores of every stream of n pairs, bool [total]; of equal ones the newest."""
+    """Mark the `round(share * n)` largest scores of every stream of n pairs, bool [total]; ties go to the newest."""
     stream = layout.streams_of(torch.arange(layout.total, device=scores.device))
     order = scores.flip(0).argsort(descending=True, stable=True)
     order = layout.total - 1 - order

@@ -128,5 +128,5 @@ def test_rows_past_the_largest_scale_are_refused() -> None:
     largest = float(segment().keys.abs().amax(dim=1).amax())
     fits = segment(size=0.99 * WIDEST / largest)
     assert (encode("fp8", fits).read(slice(None))[0] - fits.keys).norm() <= 0.04 * fits.keys.norm()
-    with pytest.raises(ValueError, match=r"which reaches 2.93e\+07, and keys or values here are larger; use mxfp4"):
+    with pytest.raises(ValueError, match=r"up to 2.93e\+07, but these keys or values are larger; use mxfp4"):
         encode("fp8", segment(size=1.01 * WIDEST / largest))
