@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be measured, validated before any work."""
+"""Configuration of a run, validated before any work."""

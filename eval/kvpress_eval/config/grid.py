@@ -15,19 +15,19 @@ from kvpress_eval.config.load import read_values, validate
 from kvpress_eval.config.schema import RunConfig
 
 RATIO = "{ratio}"
-"""What stands for each ratio of a grid in the spec of a press."""
+"""Placeholder in the spec of a press, replaced by each ratio of a grid."""
 KEYS = ("models", "ratios")
-"""What a grid takes beside the fields of a run."""
+"""Keys of a grid that are not fields of a run."""
 
 
 def load_grid(path: Path | None, overrides: dict[str, Any]) -> list[RunConfig]:
     """Return one run per model of a file (or of the defaults) with some keys replaced.
 
-    `models` may stand for `model`. Every ratio of `ratios` takes the place of `{ratio}` in a press, or is given to a press that
-    is only named; other presses come once.
+    `models` replaces `model`. Each ratio of `ratios` replaces `{ratio}` in a press, or becomes the argument of a budget press
+    that is given by its name alone. Presses without a ratio appear once.
 
     Raises:
-        ConfigError: a key is unknown, a value wrong, or a ratio has no press to go to.
+        ConfigError: a key is unknown, a value is wrong, or no press takes the ratios.
     """
     values, lines = read_values(path, KEYS)
     if "model" in overrides or "models" in overrides:
@@ -44,7 +44,7 @@ def load_grid(path: Path | None, overrides: dict[str, Any]) -> list[RunConfig]:
 
 
 def expand_ratios(presses: Sequence[str], ratios: Sequence[Any]) -> list[str]:
-    """Return the presses of a grid, those that take a ratio once for each."""
+    """Return the presses of a grid; a press that takes a ratio appears once per ratio."""
     expanded, used = [], False
     for spec in presses:
         template = f"{spec}:{RATIO}" if _is_budget(spec) else str(spec)
@@ -62,11 +62,11 @@ def expand_ratios(presses: Sequence[str], ratios: Sequence[Any]) -> list[str]:
 
 
 def _check_takes_no_ratio(spec: str) -> None:
-    """Refuse a press that the ratios do not reach and that compresses nothing without one."""
+    """Raise ConfigError for a press that takes no ratio of the grid and compresses nothing without one."""
     try:
         press = kvpress.get_press(spec)
     except (KeyError, ValueError, TypeError):
-        return  # the run says so, with the line of the file
+        return  # `validate` reports this error with the line of the file
     try:
         check_acts(press)
     except ValueError as error:
@@ -74,7 +74,7 @@ def _check_takes_no_ratio(spec: str) -> None:
 
 
 def _is_budget(spec: Any) -> bool:
-    """Whether a press is only named, and is one that is told how much to keep."""
+    """Whether a spec is the bare name of a press with a budget."""
     if not isinstance(spec, str) or not spec.strip().isidentifier():
         return False
     try:
@@ -84,10 +84,10 @@ def _is_budget(spec: Any) -> bool:
 
 
 def _sequence(values: dict[str, Any], key: str) -> Sequence[Any] | None:
-    """Take a key that is no field of a run, or look at one that is; None if it is absent."""
-    found = values.pop(key, None) if key in KEYS else values.get(key)
-    if found is None:
+    """Return a list by its key, None if it is absent; keys of `KEYS` are removed from `values`."""
+    items = values.pop(key, None) if key in KEYS else values.get(key)
+    if items is None:
         return None
-    if isinstance(found, str) or not isinstance(found, Sequence) or not found:
-        raise ConfigError(f"{key}: expected a list with at least one item, got {found!r}")
-    return found
+    if isinstance(items, str) or not isinstance(items, Sequence) or not items:
+        raise ConfigError(f"{key}: expected a list with at least one item, got {items!r}")
+    return items

@@ -21,7 +21,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> RunConfig:
 
 
 def read_values(path: Path | None, further: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the keys of a file and their lines; they must be fields of a run or `further` ones."""
+    """Return the values of a file and the line of each key; keys must be fields of a run or in `further`."""
     values, lines = read_yaml(path) if path else ({}, {})
     allowed = [*RunConfig.model_fields, *further]
     for key in values:
@@ -32,7 +32,7 @@ def read_values(path: Path | None, further: Sequence[str] = ()) -> tuple[dict[st
 
 
 def validate(values: dict[str, Any], path: Path | None, lines: dict[str, int], overrides: dict[str, Any]) -> RunConfig:
-    """Return the configuration with these values; errors name the line of those that stand in a file."""
+    """Return the configuration with these values; errors name the line of a value that comes from a file."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -40,7 +40,7 @@ def validate(values: dict[str, Any], path: Path | None, lines: dict[str, int], o
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the top-level mapping of a file, and the line each of its keys is on."""
+    """Return the top-level mapping of a file, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _refuse_duplicates(node: yaml.Node, path: Path) -> None:
-    """Raise on a key given twice: YAML forbids it, yet the parser would silently keep the last one."""
+    """Raise ConfigError for a duplicate key: YAML forbids it, but the parser silently keeps the last one."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             _refuse_duplicates(child, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measures: one frozen, validated object, the same from Python, the command line or a file."""
+"""Configuration of a run: one frozen, validated object, the same from Python, the command line or a file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvpress_eval.tasks.local import PREFIX
 
 REFERENCE = "reference"
 RAY = "ray"
-"""The engine that runs cells on several machines."""
+"""Engine that runs cells on several machines."""
 _FILES = re.compile(r"(^|\+)\s*@|\.ya?ml\s*$")
-"""What tells that a press, or a part of it, is read from a file."""
+"""Matches a spec that reads a press, or a part of it, from a file."""
 
 
 def _without_unit(value: Any) -> Any:
-    """Read a number of tokens that is text, such as 8k; the type of the field says what else is allowed."""
+    """Parse a number of tokens given as text, such as 8k; other values are left to the type of the field."""
     return parse_count(value, "a number of tokens", least=0) if isinstance(value, str) else value
 
 
@@ -34,16 +34,7 @@ Depth = Annotated[float, Field(ge=0, le=1)]
 
 
 class RunConfig(BaseModel):
-    """A grid of presses, tasks and lengths on one model.
-
-    The context is compressed before the question is seen, unless `question_aware`. `depth` hides the answer
-    at that fraction of the context (None: anywhere), `depths` at each of several. `filler` surrounds it: "noise",
-    "repeat" or `file:PATH`. `max_new_tokens` None is what the answers of a task may need. `language` "auto" is the
-    reference model's own language for the model `reference`, and for others what their tokenizers can spell. `device_map`
-    spreads the layers of a model over all devices, as accelerate does. `data_dir` holds the files of published benchmarks,
-    where they do not come from the hub. `prefix_store` is a folder of compressed contexts: those that it holds
-    are read by no run again, and those that it does not hold are put there.
-    """
+    """Grid of presses, tasks and lengths on one model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,19 +45,28 @@ class RunConfig(BaseModel):
     samples: int = Field(default=50, ge=1)
     seed: int = 0
     filler: str = "noise"
+    """Text around the answer: "noise", "repeat" or `file:PATH`."""
     language: Literal["auto", "reference", "english"] = Field(default="auto", validate_default=True)
+    """Words of the tasks; "auto": the reference model's language for `reference`, else one that the tokenizer can spell."""
     question_aware: bool = False
+    """Whether the question is read before the context is compressed."""
     depth: Depth | None = None
+    """Position of the answer as a fraction of the context; None: anywhere."""
     depths: tuple[Depth, ...] = ()
+    """Several values of `depth`, each in cells of its own."""
     data_dir: Path | None = None
+    """Folder with the files of published benchmarks, used instead of the hub."""
     prefix_store: Path | None = None
+    """Folder of compressed contexts that runs share: stored contexts are not read again, new ones are added."""
     out: Path = Path("runs/eval")
     batch_size: int = Field(default=1, ge=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    """Strategy of accelerate that spreads the layers of the model over all devices."""
     threads: int | None = Field(default=None, ge=1)
     max_new_tokens: NewTokens | None = None
+    """Limit of generated tokens; None: as many as the answers of a task may need."""
     max_seconds_per_sample: float | None = Field(default=None, gt=0)
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
@@ -74,18 +74,18 @@ class RunConfig(BaseModel):
     @field_validator("presses")
     @classmethod
     def _presses_exist(cls, presses: tuple[str, ...]) -> tuple[str, ...]:
-        from kvpress.core.effect import check_acts  # loads torch, which help need not wait for
+        from kvpress.core.effect import check_acts  # loads torch, which --help does not need
 
-        found = []
+        specs = []
         for spec in presses:
             try:
                 press = kvpress.get_press(spec)
                 check_acts(press)
             except (KeyError, ValueError, TypeError) as error:
                 raise ValueError(f"press {spec!r}: {error.args[0] if error.args else error}") from error
-            # A file may change: results are named by what it held.
-            found.append(kvpress.to_spec(press) if _FILES.search(spec) else " ".join(spec.split()))
-        return tuple(dict.fromkeys(found))
+            # A file may change later, so the cell is named by the spec that the file contains now.
+            specs.append(kvpress.to_spec(press) if _FILES.search(spec) else " ".join(spec.split()))
+        return tuple(dict.fromkeys(specs))
 
     @field_validator("tasks")
     @classmethod
@@ -160,7 +160,7 @@ class RunConfig(BaseModel):
 
     @property
     def wording(self) -> str:
-        """The language that "auto" stands for, as far as can be said without the tokenizer (`run/language.py`)."""
+        """Language after resolving "auto" without the tokenizer; `run/language.py` resolves it with one."""
         return _wording(self.language, self.model)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: on disk, read back, and summarised."""
+"""Results of runs: written to disk, read back, and summarised."""

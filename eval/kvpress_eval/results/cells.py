@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known about one cell of a run."""
+"""Result of one cell of a run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from kvpress_eval.results.store import CellStore, Row, read_rows
 
 @dataclass(frozen=True)
 class CellResult:
-    """The finished samples of a cell out of those that were asked for, and what went wrong if anything.
-
-    `spec` is all that decides the result. `samples` is None for a cell that was never finished: nobody knows how many rows
-    there should be.
-    """
+    """Finished samples of a cell, and the reason for missing ones."""
 
     spec: Mapping[str, Any]
+    """Everything that decides the result."""
     samples: int | None
+    """Number of requested samples; None if the cell was never finished and the number is unknown."""
     rows: Sequence[Row]
+    """One row per finished sample."""
     failure: dict[str, str] | None
+    """Status and message of a failed cell."""
     kept: dict[str, Any] | None
+    """Kept tokens of one context, if recorded."""
     damaged: int = 0
+    """Number of damaged rows."""
 
     @property
     def press(self) -> str:
-        """The press as it was given."""
+        """The spec of the press."""
         return str(self.spec["press"])
 
     @property
@@ -37,12 +39,12 @@ class CellResult:
 
     @property
     def length(self) -> int:
-        """The tokens of the context that were asked for; 0 where the task says how long it is."""
+        """Requested tokens of the context; 0 if the task decides its length."""
         return int(self.spec["length"])
 
     @property
     def depth(self) -> float | None:
-        """Where the answer is hidden, if the run says so."""
+        """Position of the answer as a fraction of the context, if configured."""
         return self.spec.get("depth")
 
     @property
@@ -53,7 +55,7 @@ class CellResult:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample that was asked for has a score."""
+        """Whether every requested sample has a score."""
         return self.samples is not None and 0 < self.samples <= len(self.scores)
 
     @property
@@ -63,7 +65,7 @@ class CellResult:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no result, in a few words."""
+        """Short reason for a missing result; None if the cell is complete."""
         if self.complete:
             return None
         if self.failure:
@@ -79,14 +81,14 @@ class CellResult:
 
 
 def read_result(spec: Mapping[str, Any], store: CellStore, ids: Sequence[str]) -> CellResult:
-    """Return the rows of the samples asked for, in their order."""
-    found = {row["sample"]: row for row in read_rows(store.rows_path)[0]}
-    rows = [found[name] for name in ids if name in found]
+    """Return the result of a cell with the rows of the samples `ids`, in this order."""
+    by_sample = {row["sample"]: row for row in read_rows(store.rows_path)[0]}
+    rows = [by_sample[name] for name in ids if name in by_sample]
     return CellResult(spec, len(ids), rows, store.failure(), store.kept())
 
 
 def flatten(result: CellResult) -> list[dict[str, Any]]:
-    """Return the rows of a cell with the press, task and length in each; a cell that failed has one row with the reason."""
+    """Return the rows of a cell, each with press, task, length and depth; a failed cell adds one row with the reason."""
     place = {"press": result.press, "task": result.task, "length": result.length, "depth": result.depth}
     rows = []
     for row in result.rows:

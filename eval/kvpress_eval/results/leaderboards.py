@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results may be compared: leaderboards of presses that answered the same samples under the same conditions."""
+"""Leaderboards: presses that answered the same samples under the same conditions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvpress_eval.results.summary import BASELINE, PressSummary, summarise
 CONDITIONS = (
     "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
 )  # fmt: skip
-"""What cells must have in common to be compared. All else in a spec, but for the press and its code, says what was asked."""
+"""Keys of a spec that must be equal in cells that are compared. Other keys, except press and code, define the samples."""
 _PRESS = ("press", CODE)
 _MACHINE = ("machine", "processor", "device", "threads", "torch")
-"""What times depend on, in the record of a run."""
+"""Keys in the record of a run that times depend on."""
 
 
 @dataclass(frozen=True)
 class Board:
-    """Cells of presses that were all asked the same: every press has one at every place.
-
-    `left_out` samples were not answered by all presses and do not count.
-    """
+    """Cells of presses on the same samples: every press has one cell at every place."""
 
     conditions: Mapping[str, Any]
+    """Values of `CONDITIONS`, equal in all cells."""
     cells: Sequence[CellResult]
     left_out: int
+    """Number of rows that are ignored, because not all presses answered the sample."""
     machines: Sequence[str]
+    """Descriptions of the machines that measured the cells."""
 
     @cached_property
     def summaries(self) -> list[PressSummary]:
@@ -43,12 +43,12 @@ class Board:
 
     @cached_property
     def pairs(self) -> list[Pair]:
-        """Every two presses against each other, the better one first."""
+        """Comparison of every two presses, the better one first."""
         return compare_all(self.cells, [summary.press for summary in self.ranked])
 
     @property
     def ranked(self) -> list[PressSummary]:
-        """The best press first."""
+        """Summaries, the best press first."""
         return sorted(self.summaries, key=lambda summary: -summary.rank)
 
     @property
@@ -64,7 +64,7 @@ class Board:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the contexts, where they were chosen."""
+        """The configured lengths of the contexts."""
         return sorted({cell.length for cell in self.cells if cell.length})
 
     @property
@@ -76,9 +76,9 @@ class Board:
 def make_boards(results: Results) -> list[Board]:
     """Return the leaderboards of results, the one with the most cells first.
 
-    A press was run on a set of places (task, length, depth, seed and so on). Each such set makes one leaderboard: of all
-    presses that were run on every place in it, and of these places only. A cell that failed or is unfinished counts as run,
-    and its press has no mean.
+    Each press was run on a set of places (task, length, depth, seed and so on). Each distinct set makes one leaderboard of all
+    presses that were run on every place of the set, with only these places. A failed or unfinished cell counts as run, but its
+    press has no mean.
     """
     groups: dict[str, list[CellResult]] = {}
     for cell in results.cells:
@@ -111,20 +111,20 @@ def _make_board(
 
 
 def _by_press(cells: Sequence[CellResult], records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, CellResult]]:
-    """Return the cells by press and place: no press first, then by name. Of several codes of a press, the newest counts."""
+    """Return the cells by press and place: `none` first, then by name. Of several versions of a press, the newest counts."""
 
     def measured(cell: CellResult) -> str:
         return max((records.get(row["measured"]["run"], {}).get("date", "") for row in cell.rows), default="")
 
-    found: dict[str, dict[str, CellResult]] = {}
+    by_press: dict[str, dict[str, CellResult]] = {}
     for cell in sorted(cells, key=lambda cell: (*_order(cell), measured(cell))):
-        asked = {key: value for key, value in cell.spec.items() if key not in (*_PRESS, *CONDITIONS)}
-        found.setdefault(cell.press, {})[hash_json(asked)] = cell
-    return found
+        question = {key: value for key, value in cell.spec.items() if key not in (*_PRESS, *CONDITIONS)}
+        by_press.setdefault(cell.press, {})[hash_json(question)] = cell
+    return by_press
 
 
 def _share(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Return the cells of one place with only the samples that all complete ones have."""
+    """Return the cells of one place, reduced to the samples that all complete cells have."""
     answered = [cell.scores.keys() for cell in cells if cell.complete]
     common = set(answered[0]).intersection(*answered) if answered else set()
     return [
@@ -136,21 +136,21 @@ def _share(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _with_variants(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Return the cells; where a task was asked in several ways, its name says in which."""
+    """Return the cells; the name of a task with several settings gets the settings of the cell."""
     values: dict[tuple[str, str], set[str]] = {}
     for cell in cells:
         for key in cell.spec.keys() - {*_PRESS, "task", "length", "depth"}:
             values.setdefault((cell.task, key), set()).add(str(cell.spec[key]))
     varying: dict[str, list[str]] = {}
-    for (task, key), found in sorted(values.items()):
-        if len(found) > 1:
+    for (task, key), texts in sorted(values.items()):
+        if len(texts) > 1:
             varying.setdefault(task, []).append(key)
     return [_rename(cell, varying[cell.task]) if cell.task in varying else cell for cell in cells]
 
 
 def _rename(cell: CellResult, keys: Sequence[str]) -> CellResult:
-    told = ", ".join(f"{key.replace('_', ' ')} {str(cell.spec.get(key))[:12]}" for key in keys)
-    return replace(cell, spec={**cell.spec, "task": f"{cell.task} ({told})"})
+    variant = ", ".join(f"{key.replace('_', ' ')} {str(cell.spec.get(key))[:12]}" for key in keys)
+    return replace(cell, spec={**cell.spec, "task": f"{cell.task} ({variant})"})
 
 
 def _conditions(cell: CellResult) -> dict[str, Any]:

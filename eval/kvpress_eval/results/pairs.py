@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every two presses against each other, on the samples that both answered."""
+"""Comparison of every two presses on the samples that both answered."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from kvpress_eval.results.summary import paired_scores, place_of
 
 @dataclass(frozen=True)
 class Pair:
-    """Two presses: the mean of `press` minus `other`, and how likely one as large is by chance.
-
-    `p_value` is for a pair that was chosen before its figures were seen, `adjusted` by Holm for all pairs of the leaderboard:
-    for a pair that was picked because it looked good.
-    """
+    """Comparison of two presses."""
 
     press: str
     other: str
     difference: Estimate
+    """Mean score of `press` minus that of `other`."""
     p_value: float
+    """Valid for a pair that was chosen before its figures were seen."""
     adjusted: float
+    """Holm-adjusted for all pairs of the leaderboard: valid for a pair picked by its figures."""
 
 
 def compare_all(cells: Sequence[CellResult], order: Sequence[str]) -> list[Pair]:
-    """Return all pairs of presses with complete cells of the same places; of each, the first in `order` comes first."""
+    """Return all pairs of presses with complete cells at the same places, in the order of `order`."""
     of = {name: {place_of(cell): cell for cell in cells if cell.press == name} for name in order}
-    whole = [name for name, own in of.items() if own and all(cell.complete for cell in own.values())]
+    complete = [name for name, cells_of in of.items() if cells_of and all(cell.complete for cell in cells_of.values())]
     tested = []
-    for press, other in combinations(whole, 2):
-        ours, theirs = of[press], of[other]
+    for press, second in combinations(complete, 2):
+        ours, theirs = of[press], of[second]
         if ours.keys() == theirs.keys():
             pairs = [paired_scores(cell, theirs[place]) for place, cell in ours.items()]
             if all(pairs):
-                tested.append((press, other, paired_difference(pairs), paired_p_value(pairs)))
+                tested.append((press, second, paired_difference(pairs), paired_p_value(pairs)))
     adjusted = holm([p_value for *_, p_value in tested])
-    return [Pair(*found, together) for found, together in zip(tested, adjusted, strict=True)]
+    return [Pair(*pair, together) for pair, together in zip(tested, adjusted, strict=True)]

@@ -17,11 +17,13 @@ from kvpress_eval.results.store import SCHEMA, read_rows
 
 @dataclass(frozen=True)
 class Results:
-    """The cells of one or more runs, by id the records of the invocations that measured them, and what was left out."""
+    """Cells of one or more runs."""
 
     cells: Sequence[CellResult]
     records: Mapping[str, dict[str, Any]]
+    """Records of the invocations that measured the cells, by run id."""
     problems: Sequence[str] = ()
+    """Messages about cells that could not be read."""
 
 
 def is_run(folder: Path) -> bool:
@@ -30,7 +32,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(out: Path) -> Results:
-    """Return all cells in the folder of a run, of every configuration that wrote there.
+    """Return all cells in the folder of a run, from every configuration that wrote to it.
 
     Raises:
         DataError: this is not the folder of a run, or a file in it cannot be read.
@@ -53,7 +55,7 @@ def read_run(out: Path) -> Results:
 
 
 def read_runs(folders: Sequence[Path]) -> Results:
-    """Return the cells of several runs; of a cell in more than one of them, the copy with the most results.
+    """Return the cells of several runs; of a cell in several runs, the copy with the most results.
 
     Raises:
         DataError: a folder is not that of a run or cannot be read, or there is no cell in any.
@@ -73,7 +75,7 @@ def read_runs(folders: Sequence[Path]) -> Results:
 
 
 def _read_cell(folder: Path, spec: Mapping[str, Any]) -> CellResult:
-    """Return what the folder of a cell holds; a file that is damaged counts as missing."""
+    """Return the result in the folder of a cell; a damaged file counts as missing."""
     rows, bad, _ = read_rows(folder / "rows.jsonl")
     done, kept = read_object(folder / "done.json"), read_object(folder / "kept.json")
     samples = done.get("samples") if done else None
@@ -81,7 +83,7 @@ def _read_cell(folder: Path, spec: Mapping[str, Any]) -> CellResult:
 
 
 def _read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of `runs.jsonl` that are whole, by the id of the run."""
+    """Return the undamaged lines of `runs.jsonl` by run id."""
     records = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvpress fidelity` and `kvpress lm-eval` wrote, read back and checked before it is compared."""
+"""Records of `kvpress fidelity` and `kvpress lm-eval`, read back and checked before they are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvpress_eval.common.errors import DataError
 
 FIDELITY, LM_EVAL = "fidelity", "lm-eval"
-"""What a record says that it is."""
+"""Record types: values of `kind` in a record."""
 
 
 class _Part(BaseModel):
@@ -87,7 +87,7 @@ _SHAPES: dict[str, type[_Record]] = {FIDELITY: _FidelityRecord, LM_EVAL: _LMEval
 
 @dataclass(frozen=True)
 class Records:
-    """Records as they were written, oldest first, and why others are left out."""
+    """Valid records, oldest first, and messages about invalid ones."""
 
     records: Sequence[dict[str, Any]]
     problems: Sequence[str] = ()
@@ -104,24 +104,24 @@ def find_records(path: Path) -> dict[Path, dict[str, Any] | None]:
         DataError: a file cannot be read.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.suffix == ".json" else []
-    found: dict[Path, dict[str, Any] | None] = {}
+    by_file: dict[Path, dict[str, Any] | None] = {}
     for file in files:
         try:
             value = json.loads(file.read_bytes())
         except (ValueError, RecursionError):
-            found[file] = None
+            by_file[file] = None
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror or error}") from error
         else:
             if isinstance(value, dict) and value.get("kind") in _SHAPES:
-                found[file] = value
-    return found
+                by_file[file] = value
+    return by_file
 
 
-def check_records(found: Mapping[Path, dict[str, Any] | None]) -> Records:
-    """Return the records that can be compared, each once, and what is wrong with the others."""
+def check_records(by_file: Mapping[Path, dict[str, Any] | None]) -> Records:
+    """Return the valid records, each once, with a message for each invalid one."""
     records, problems = {}, []
-    for file, value in found.items():
+    for file, value in by_file.items():
         fault = _fault(value)
         if fault:
             problems.append(f"{file}: {fault}; measure it again, or take the file away")
@@ -131,7 +131,7 @@ def check_records(found: Mapping[Path, dict[str, Any] | None]) -> Records:
 
 
 def _fault(record: dict[str, Any] | None) -> str | None:
-    """Return what is wrong with a record, if anything is."""
+    """Return the fault of a record, or None if it is valid."""
     if record is None:
         return "not readable as JSON"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means with 95% confidence intervals, paired differences, and whether they are more than chance."""
+"""Means with 95% confidence intervals, and paired differences with their significance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the interval it lies in with 95% confidence."""
+    """Mean with its 95% confidence interval."""
 
     mean: float
     low: float
@@ -28,9 +28,8 @@ class Estimate:
 def mean_interval(groups: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean of the group means of scores in [0, 1], with its interval.
 
-    Percentile bootstrap, resampled within each group, or over all scores if no group has any spread. Where
-    all scores are 0, or all are 1, resampling cannot say anything; the exact binomial bound,
-    1 - (alpha/2)^(1/n), says what n such samples can exclude.
+    Percentile bootstrap, resampled within each group, or over all scores if no group has any spread. If all scores are 0, or
+    all are 1, resampling shows no spread: the interval then has the exact binomial bound 1 - (alpha/2)^(1/n).
     """
     values = np.concatenate([np.asarray(group, dtype=float) for group in groups])
     bound = 1 - (ALPHA / 2) ** (1 / len(values))
@@ -50,45 +49,45 @@ def paired_difference(groups: Sequence[Sequence[tuple[float, float]]]) -> Estima
 
 
 def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Return the mean of `ours - theirs` over pairs, with an interval that few pairs do not make too narrow.
+    """Return the mean of `ours - theirs` over pairs, with an interval that is valid for few pairs too.
 
-    Where all pairs differ by the same, resampling shows no spread. The interval is wider then by 1 - (alpha/2)^(1/n), the share
-    of other pairs that n such pairs can exclude.
+    If all pairs have the same difference, resampling shows no spread. The interval is then widened by 1 - (alpha/2)^(1/n), the
+    largest share of different pairs that n equal ones do not exclude.
     """
-    found = paired_difference([pairs])
-    if found.low < found.high:
-        return found
+    estimate = paired_difference([pairs])
+    if estimate.low < estimate.high:
+        return estimate
     bound = 1 - (ALPHA / 2) ** (1 / len(pairs))
-    return Estimate(found.mean, max(-1.0, found.mean - bound), min(1.0, found.mean + bound))
+    return Estimate(estimate.mean, max(-1.0, estimate.mean - bound), min(1.0, estimate.mean + bound))
 
 
 def paired_p_value(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Return how likely a mean difference of this size, or a larger one, is if ours and theirs are the same by chance.
+    """Return the two-sided p-value of the mean difference between ours and theirs.
 
-    A permutation test: ours and theirs of a sample change places at random, in every way there is or in `PERMUTATIONS` ways.
-    Equal pairs are left out, as nothing changes with their places. Of many pairs, those that differ by as much are drawn
-    together: how many of them change places is a binomial number, which a hundred times fewer random bits decide.
+    Permutation test: the two scores of a sample are swapped at random, in all possible ways or in `PERMUTATIONS` of them. Equal
+    pairs are left out, because swapping them changes nothing. With many pairs, those of the same absolute difference are drawn
+    together: the number of swaps among them is binomial, which takes a hundred times fewer random bits.
     """
     differences = [(ours - theirs) / len(group) for group in groups for ours, theirs in group if ours != theirs]
-    if len(differences) < 2:  # of one pair both ways are as large
+    if len(differences) < 2:  # swapping a single pair gives a difference of the same size
         return 1.0
     if 2 ** len(differences) <= PERMUTATIONS:
         tested = stats.permutation_test(
             (differences,), np.sum, permutation_type="samples", n_resamples=PERMUTATIONS, vectorized=True, rng=_SEED
         )
         return float(tested.pvalue)
-    # Sums of fractions that are equal may differ in their last digits.
+    # Equal fractions may differ in their last digits.
     sizes, place, counts = np.unique(np.abs(differences).round(12), return_inverse=True, return_counts=True)
     more = np.bincount(place, np.sign(differences))
     rng = np.random.default_rng(_SEED)
-    drawn = stats.monte_carlo_test(
+    test = stats.monte_carlo_test(
         more,
         lambda size: 2.0 * rng.binomial(counts, 0.5, size=size) - counts,
         lambda sums, axis: np.sum(sums * sizes, axis=axis),
         n_resamples=PERMUTATIONS,
         vectorized=True,
     )
-    return float(drawn.pvalue)
+    return float(test.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -101,16 +100,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Resample within groups; the same scores give the same interval, in whatever order they come."""
-    # A group of one is the same twice: scipy wants two observations of each.
+    """Resample within groups; the interval does not depend on the order of the scores."""
+    # scipy requires two observations per group, so that a single one is repeated.
     ordered = [np.asarray(group * (2 if len(group) == 1 else 1)) for group in sorted(sorted(group) for group in groups)]
     mean = float(np.mean([np.mean(group) for group in groups]))
     if all((group == group[0]).all() for group in ordered):
         return Estimate(mean, mean, mean)
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         ordered, _mean_of_means, n_resamples=RESAMPLES, confidence_level=1 - ALPHA, method="percentile", rng=_SEED
     ).confidence_interval
-    return Estimate(mean, float(found.low), float(found.high))
+    return Estimate(mean, float(interval.low), float(interval.high))
 
 
 def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
@@ -118,6 +117,6 @@ def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float6
 
 
 def better(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether the first of each pair is larger on the whole, by more than chance where there are enough to tell."""
-    larger = sum(here for here, _ in pairs) > sum(there for _, there in pairs)
+    """Whether the first scores have the larger sum, significantly if there are enough pairs for a significant result."""
+    larger = sum(first for first, _ in pairs) > sum(second for _, second in pairs)
     return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)

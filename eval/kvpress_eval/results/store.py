@@ -2,10 +2,10 @@
 """Results on disk: one JSON line per sample, synced; readable after a kill at any byte.
 
 - `OUT/runs.jsonl`: one line per invocation: versions, machine, configuration
-- `OUT/cells/ID/.lock`: held by the process that works on the cell
-- `OUT/cells/ID/cell.json`: what the cell is
+- `OUT/cells/ID/.lock`: locked by the process that works on the cell
+- `OUT/cells/ID/cell.json`: everything that decides the result of the cell
 - `OUT/cells/ID/rows.jsonl`: one line per sample, each with its checksum
-- `OUT/cells/ID/kept.json`: which tokens of one context were kept (some cells)
+- `OUT/cells/ID/kept.json`: kept tokens of one context (some cells)
 - `OUT/cells/ID/done.json`: written last; or `failed.json` with the reason
 """
 
@@ -28,19 +28,19 @@ from kvpress_eval.common.files import hash_json, read_object, replace_file, writ
 Row = dict[str, Any]
 
 SCHEMA = 3
-"""Raised when the same configuration starts to mean something else, so that old rows are not mixed in."""
+"""Increased when the meaning of a configuration changes, so that old rows are not mixed with new ones."""
 CODE = "code"
-"""What a cell is also named by, if its press is not one of ours: a hash of where it is defined."""
+"""Key in the spec of a cell whose press is a user's class: a hash of the source that defines it."""
 
 
 class Results(Protocol):
-    """Where a job takes the results of a cell: its folder, or the process that has it (`run/worker.py`)."""
+    """Destination of the results of a cell: its folder, or the process that owns the folder (`run/worker.py`)."""
 
     def claim(self) -> AbstractContextManager[bool]:
-        """Hold the cell for this job; False where another one does."""
+        """Lock the cell for this job; yields False if another job has it."""
 
-    def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
-        """Return the rows of the claimed cell that are there already, by sample id."""
+    def open(self, cell: Mapping[str, Any], ids: Sequence[str]) -> dict[str, Row]:
+        """Return the existing rows of the claimed cell by sample id."""
 
     def append(self, row: Row) -> None:
         """Add one row."""
@@ -52,7 +52,7 @@ class Results(Protocol):
         """Record why the cell could not be completed."""
 
     def record_kept(self, kept: Mapping[str, Any]) -> None:
-        """Keep what a report shows of the first sample."""
+        """Store the kept tokens of the first sample for reports."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class CellStore:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Make the folder and hold it for this process; False where another one does.
+        """Make the folder and lock it for this process; yields False if another process has it.
 
-        The system lets go of the claim with the process, however that ends.
+        The operating system releases the lock when the process ends, even after a crash.
         """
         with translated_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,10 @@ class CellStore:
         finally:
             lock.release()
 
-    def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
-        """Make the claimed folder of `cell` ready to be appended to; return the rows that are there already, by sample id.
+    def open(self, cell: Mapping[str, Any], ids: Sequence[str]) -> dict[str, Row]:
+        """Prepare the claimed folder of `cell` for new rows; return the existing rows by sample id.
 
-        A cell that lacks one of the samples that are asked for is not done, whatever it was before.
+        A cell that lacks a sample of `ids` is no longer marked as complete.
         """
         spec = read_object(self.path / "cell.json", set_aside=True)
         if spec is None:
@@ -106,13 +106,13 @@ class CellStore:
                 file.writelines(line + b"\n" for line in bad)
         if torn or bad:
             replace_file(self.rows_path, b"".join(encode_row(row) for row in rows))
-        if not {row["sample"] for row in rows}.issuperset(asked):
+        if not {row["sample"] for row in rows}.issuperset(ids):
             with translated_os_errors(self.path):
                 (self.path / "done.json").unlink(missing_ok=True)
         return {row["sample"]: row for row in rows}
 
     def append(self, row: Row) -> None:
-        """Add one row; when this returns, it survives a power cut."""
+        """Add one row; after the return it survives a power cut."""
         with translated_os_errors(self.rows_path), self.rows_path.open("ab") as file:
             file.write(encode_row(row))
             file.flush()
@@ -125,44 +125,44 @@ class CellStore:
         write_json(self.path / "done.json", {"samples": samples})
 
     def fail(self, status: str, message: str, details: str, peak_bytes: int) -> None:
-        """Record why the cell could not be completed, and the most memory that had been in use."""
+        """Record the reason of a failure, and the peak memory until then."""
         with translated_os_errors(self.path):
             (self.path / "done.json").unlink(missing_ok=True)
         failure = {"status": status, "message": message, "details": details, "peak_bytes": peak_bytes}
         write_json(self.path / "failed.json", failure)
 
     def failure(self) -> dict[str, Any] | None:
-        """Return what `fail` recorded, if anything."""
+        """Return the record of `fail`, or None."""
         return read_object(self.path / "failed.json", set_aside=True)
 
     def record_kept(self, kept: Mapping[str, Any]) -> None:
-        """Keep what a report shows of the first sample."""
+        """Store the kept tokens of the first sample for reports."""
         write_json(self.path / "kept.json", kept)
 
     def kept(self) -> dict[str, Any] | None:
-        """Return the tokens of one context and how much of each layer kept them, if recorded."""
+        """Return the tokens of one context and the share of each layer that kept them, or None."""
         return read_object(self.path / "kept.json", set_aside=True)
 
 
 def store_of(out: Path, cell: str) -> CellStore:
-    """Return where the results of a cell are, in the output folder of a run."""
+    """Return the store of a cell in the output folder of a run."""
     return CellStore(out / "cells" / cell)
 
 
 def log_run(out: Path, record: Mapping[str, Any]) -> None:
-    """Add a line about this invocation to `runs.jsonl`; of two with the same `run`, the later one counts."""
+    """Append the record of this invocation to `runs.jsonl`; of two records with the same `run`, the later one counts."""
     with translated_os_errors(out), (out / "runs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """Return the line of a row: JSON with a checksum of everything else in it."""
+    """Return the line of a row: JSON with a checksum of all other fields."""
     body = {key: value for key, value in row.items() if key != "sha256"}
     return json.dumps({**body, "sha256": hash_json(body)[:16]}, allow_nan=False).encode() + b"\n"
 
 
 def decode_row(line: bytes) -> Row | None:
-    """Return the row of a line, or None if a single bit of it is not what was written."""
+    """Return the row of a line, or None if its checksum does not match."""
     try:
         row = json.loads(line)
         body = {key: value for key, value in row.items() if key != "sha256"}

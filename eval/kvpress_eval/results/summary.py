@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line per press: accuracy, memory and time over all cells of a run."""
+"""Summary of each press: accuracy, memory and time over all cells of a run."""
 
 from __future__ import annotations
 
@@ -20,40 +20,43 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class PressSummary:
-    """What a press did. A number that was not measured on every sample is None: no mean over what is left.
-
-    `p_value` is that of a paired test against `none`, adjusted by Holm for all presses it was done for. `grid` is the
-    accuracy at each place of a run with several depths. `compressed` is False where the press left whole contexts as they were,
-    although it is there to compress them. `factor` is how many times smaller the cache of the context is than an
-    uncompressed one, `end_factor` that of the context with the question and the answer.
-    """
+    """Figures of a press. A figure that was not measured on every sample is None, never a mean over some of them."""
 
     press: str
     samples: int
     accuracy: Estimate | None
     difference: Estimate | None
+    """Accuracy minus that of `none`, over paired samples."""
     p_value: float | None
+    """Paired test against `none`, Holm-adjusted for all tested presses."""
     tasks: dict[str, float | None]
+    """Mean accuracy by task."""
     lengths: dict[int, float | None]
+    """Mean accuracy by length."""
     bytes: float | None
+    """Mean bytes of the compressed context."""
     factor: float | None
+    """Uncompressed size of the context's cache, divided by its compressed size."""
     end_factor: float | None
+    """Same as `factor`, for context, question and answer."""
     bits_per_value: float | None
     kept: float | None
     prefill_seconds: float | None
     milliseconds_per_token: float | None
     problems: tuple[str, ...]
     grid: dict[Place, float | None] = field(default_factory=dict)
+    """Accuracy by place, in a run with several depths."""
     compressed: bool = True
+    """False if the press compressed none of the contexts, although it is meant to."""
 
     @property
     def rank(self) -> float:
-        """What leaderboards sort by: the accuracy, below everything if there is none."""
+        """Sort key of leaderboards: the accuracy, or -1 without one."""
         return self.accuracy.mean if self.accuracy else -1.0
 
     @property
     def significant(self) -> bool:
-        """Whether the difference from `none` is more than chance, with all presses of the table in mind."""
+        """Whether the difference from `none` is significant after adjustment for all presses of the table."""
         return self.p_value is not None and self.p_value < ALPHA
 
     @property
@@ -78,38 +81,36 @@ def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
 
 
 def conclusion(summaries: Sequence[PressSummary], times: bool = True) -> str | None:
-    """Say which press holds least without a loss that its interval shows, and which answers fastest; None without any.
+    """Return a sentence with the smallest press without a significant loss, and the fastest; None without any comparison.
 
-    The interval is that of one comparison, not adjusted for their number: a loss that may be chance is not counted as none.
-    Without `times`, which have to be of one machine, nothing is said of them.
+    The interval is that of one comparison, not adjusted for their number: adjusting would hide losses. `times` is False if
+    times were measured on different machines; the sentence then leaves them out.
     """
     full = next((summary for summary in summaries if summary.press == BASELINE), None)
     compared = [summary for summary in summaries if summary.difference and summary.factor and summary.factor > 1]
     if full is None or full.accuracy is None or not compared:
         return None
-    whole = [summary for summary in compared if summary.difference and summary.difference.high >= 0]
-    if not whole:
+    lossless = [summary for summary in compared if summary.difference and summary.difference.high >= 0]
+    if not lossless:
         return f"Every press that holds less loses accuracy here (95% interval, {compared[0].samples} samples)."
-    best = max(whole, key=lambda summary: summary.factor or 0.0)
+    best = max(lossless, key=lambda summary: summary.factor or 0.0)
     assert best.accuracy is not None and best.difference is not None  # noqa: S101, PT018 - for type checkers
     points = [f"{100 * value:+.1f}" for value in (best.difference.mean, best.difference.low, best.difference.high)]
     return (
         f"Smallest cache without a loss beyond chance: {best.press} holds {best.factor:.1f} times less and answers "
         f"{100 * best.accuracy.mean:.1f}% where no press answers {100 * full.accuracy.mean:.1f}% "
         f"({points[0]} points, 95% {points[1]} to {points[2]}, {best.samples} samples)."
-        f"{_fastest(whole, full) if times else ''}"
+        f"{_fastest(lossless, full) if times else ''}"
     )
 
 
-def _fastest(whole: Sequence[PressSummary], full: PressSummary) -> str:
-    """Say which of some presses takes least time per token, if any takes less than no press."""
-    timed = [(summary.milliseconds_per_token, summary.press) for summary in whole if summary.milliseconds_per_token]
+def _fastest(lossless: Sequence[PressSummary], full: PressSummary) -> str:
+    """Return a sentence with the fastest of some presses per token; empty if none is faster than no press."""
+    timed = [(summary.milliseconds_per_token, summary.press) for summary in lossless if summary.milliseconds_per_token]
     if not timed or not full.milliseconds_per_token or min(timed)[0] >= full.milliseconds_per_token:
         return ""
-    least, press = min(timed)
-    return (
-        f" Fastest of these: {press}, {least:.1f} ms per token where no press takes {full.milliseconds_per_token:.1f}."
-    )
+    shortest, press = min(timed)
+    return f" Fastest of these: {press}, {shortest:.1f} ms per token where no press takes {full.milliseconds_per_token:.1f}."
 
 
 def place_of(result: CellResult) -> Place:
