@@ -73,8 +73,8 @@ GROUPS = [
     ("decoding(knorm):target_size=0", ValueError, ["target_size must be >= 1, got 0"]),
     ("decoding(kivi)", TypeError, ["DecodingPress needs a press that scores", "KIVIPress"]),
     ("adakv(quest)", TypeError, ["AdaKVPress needs a press that scores", "QuestPress"]),
-    ("prefill_decoding(kivi:bits=4; decoding(knorm))", ValueError, ["KIVIPress stores", "(...) + KIVIPress"]),
-    ("prefill_decoding(knorm:0.5 + quest; h2o:0.5)", ValueError, ["one phase", "compose it"]),
+    ("prefill_decoding(kivi:bits=4; decoding(knorm))", ValueError, ["KIVIPress has a codec or selector", "(...) + KIVIPress"]),
+    ("prefill_decoding(knorm:0.5 + quest; h2o:0.5)", ValueError, ["act in both phases", "compose it"]),
     ("prefill_decoding(knorm; knorm)", ValueError, ["decoding_press must act while tokens", "DecodingPress(KnormPress"]),
     ("random:seed=half", TypeError, ["seed", "'half'"]),
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def test_behind_a_prompt_the_block_is_its_newest_tokens_and_stays() -> None:
 
 
 def test_a_block_that_the_press_does_not_hear_whole_is_refused() -> None:
-    with pytest.raises(ValueError, match="SparseDLLMPress scores by 8 queries, and a block has 16"):
+    with pytest.raises(ValueError, match="SparseDLLMPress scores by 8 queries, fewer than the 16 of a block"):
         kvpress.diffuse(
             tiny_model("llama"), torch.ones(1, 20, dtype=torch.long), 16, mask_token=96, block_length=16,
             press=kvpress.SparseDLLMPress(0.5, block_length=8),
