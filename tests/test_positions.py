@@ -226,5 +226,5 @@ def test_plan_offers_no_more_than_the_positions(tmp_path: Path) -> None:
     assert [row["longest_context"] for row in figures["presses"]] == [4096]
     printed = runner.invoke(app, [*given, "--context", "8192", "--generated", "96"]).output
     assert "8,288 tokens exceed the 4,096 positions of LlamaForCausalLM" in printed
-    assert "give --context 4000 or less" in printed
+    assert "pass --context 4000 or less" in printed
     assert json.loads((tmp_path / "plan.json").read_text())["presses"][0]["longest_context"] == 4000
