@@ -176,8 +176,8 @@ def plan_command(
             message += "a slightly larger budget may take less memory"
             console.print(Text(message), soft_wrap=True)
     if room is not None:
-        split = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and activations of a pass"
-        console.print(Text(f"{memory}: {split}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+        text = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
+        console.print(Text(f"{memory}: {text}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:
