@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evict, quantise and select the key-value cache of Hugging Face models, with savings that are measured."""
+"""Evict, quantise and select pairs of the key-value cache of Hugging Face models, with measured savings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __version__ = "1.0.0.dev0"
 
 
 def _check_alone(folder: str) -> None:
-    """Refuse a folder into which another distribution has installed files of a package `kvpress` too.
+    """Refuse a folder that also contains NVIDIA's distribution `kvpress`, whose files have the same names.
 
-    NVIDIA's distribution `kvpress` does so: of two files of one name, the one that came later is there. Its metadata
-    are looked for by name in a listing of the folder, since reading all metadata would take a hundred times as long.
+    The function looks for its metadata by name in a listing of the folder: to read all metadata would take a hundred times
+    as long.
 
     Raises:
-        ImportError: both are installed there.
+        ImportError: both distributions are installed in the folder.
     """
     try:
         names = os.listdir(folder)
     except OSError:  # such as a zip file
         return
-    other = next((name for name in names if name.startswith("kvpress-") and name[8:9].isdigit()), None)
-    if other is not None:
-        name = other.rpartition(".")[0].replace("-", " ", 1)
+    metadata_folder = next((name for name in names if name.startswith("kvpress-") and name[8:9].isdigit()), None)
+    if metadata_folder is not None:
+        name = metadata_folder.rpartition(".")[0].replace("-", " ", 1)
         raise ImportError(
             f"kvpress-toolkit and {name} are both installed in {folder} and overwrite each other's files of the package "
             "kvpress. Run these two commands:\n"
@@ -57,7 +57,7 @@ _EXPORTS = {
     "kvpress.speculation.forms": ["Draft", "PartialVerification", "RetrievedChunks", "RetrievedPassages"],
     "kvpress.speculation.loop": ["Speculation", "speculate"],
 }
-"""Names that are not in the registry, where presses are found by the names of their classes."""
+"""Public names besides the classes of presses, which the registry has."""
 
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -76,7 +76,7 @@ def __dir__() -> list[str]:
 
 
 class _AfterPipelines:
-    """Finder that enters the pipeline's task once `transformers.pipelines` is imported, and finds nothing itself."""
+    """Import hook that registers the pipeline's task once `transformers.pipelines` is imported."""
 
     NAME = "transformers.pipelines"
 

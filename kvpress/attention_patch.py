@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of NVIDIA kvpress' attention patch; nothing is patched here, because what heads evict is freed, not hidden."""
+"""Names of NVIDIA kvpress' attention patch. No function is patched, because evicted pairs are freed, not masked."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
 def patch_attention_functions() -> None:
-    """Do nothing: inside `with press(model)`, what is marked in `module.masked_key_indices` is freed by the session."""
+    """Do nothing: inside `with press(model)`, the session frees the pairs in `module.masked_key_indices`."""
 
 
 def attention_patch(func: FunctionT) -> FunctionT:
-    """Return an attention function as it is; see `patch_attention_functions`."""
+    """Return an attention function unchanged; see `patch_attention_functions`."""
     return func
 
 
@@ -29,13 +29,13 @@ def check_masked_key_indices_support(module: nn.Module) -> None:
 
 
 def search_hyperplane(X: Tensor, max_iter: int = 1000) -> Tensor:
-    """Return keys `[B, D]` that no query of `X [B, n, D]` attends to: all logits are far below 0.
+    """Return keys `[B, D]` whose logits with all queries `X [B, n, D]` are far below 0.
 
-    A perceptron looks for a direction y with x . y > 0 for all queries x of a row, in `max_iter` steps; the key is
+    A perceptron searches for a direction y with x . y > 0 for all queries x of a row, in `max_iter` steps; the key is
     -1e5 y / ||y||^2.
 
     Raises:
-        ValueError: none was found; the queries of a row may lie around 0, so that there is none.
+        ValueError: no direction was found. If the queries of a row surround 0, none exists.
     """
     direction = X.mean(dim=1)
     for _ in range(max_iter):
@@ -44,6 +44,4 @@ def search_hyperplane(X: Tensor, max_iter: int = 1000) -> Tensor:
             return -1e5 * direction / direction.square().sum(dim=-1, keepdim=True)
         missed = torch.einsum("bnd,bn->bd", X, wrong) / wrong.sum(dim=1, keepdim=True).clamp_min(1)
         direction = direction + missed
-    raise ValueError(
-        f"no direction was found in max_iter={max_iter} steps that all queries of a row lie on one side of"
-    )
+    raise ValueError(f"no direction with all queries of a row on one side was found in max_iter={max_iter} steps")

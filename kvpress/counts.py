@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of tokens as users write them, and lists of numbers as messages show them."""
+"""Parse numbers of tokens, and format lists of values for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_count(value: Any, name: str = "tokens", least: int = 1) -> int:
     """Read a number of tokens such as 4096, 8k (8192), 128k or 1M (1048576); units are those of context lengths, 1024.
 
     Raises:
-        ValueError: it is no such number, or smaller than `least`; the message calls it `name`.
+        ValueError: not such a number, or less than `least`; `name` is its name in the message.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", str(value))
     number = float(match[1]) * _UNITS[match[2].lower()] if match else -1.0
@@ -27,7 +27,7 @@ def parse_count(value: Any, name: str = "tokens", least: int = 1) -> int:
 
 
 def few(values: Iterable[Any]) -> str:
-    """Return a list for a message: all of a short one, else the first values and their number."""
+    """Return a list for a message: all values of a short list, else the first four and the count."""
     texts = list(map(str, values))
     if len(texts) <= 2 * _SHOWN:
         return ", ".join(texts)

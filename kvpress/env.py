@@ -14,32 +14,31 @@ def cpu_kernels_enabled() -> bool:
 
 
 def cpu_level() -> str | None:
-    """The instruction-set level that ``KVPRESS_CPU_LEVEL`` asks for, such as ``avx2``; the fastest there is without it."""
+    """Instruction-set level of ``KVPRESS_CPU_LEVEL``, such as ``avx2``; None selects the fastest available."""
     return os.environ.get("KVPRESS_CPU_LEVEL") or None
 
 
 def wheel_levels() -> str:
-    """The levels that ``KVPRESS_WHEEL_LEVELS`` wants in a wheel: ``all``, ``none``, or names with commas between them."""
+    """Levels to compile into a wheel, from ``KVPRESS_WHEEL_LEVELS``: ``all``, ``none``, or names separated by commas."""
     return os.environ.get("KVPRESS_WHEEL_LEVELS") or "all"
 
 
 def user() -> int:
-    """Number of the user that runs this process; 0 where the system has none."""
+    """User id of this process; 0 if the system has no user ids."""
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def cache_dirs() -> list[Path]:
-    """Where compiled kernels may be kept, best first: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
+    """Folders for compiled kernels, best first: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
 
-    Then a folder of this user's own among the temporary files: containers run as users without a home, or without one that
-    can be written to.
+    The fallback is a folder for this user among the temporary files, for containers without a writable home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    own = Path(tempfile.gettempdir()) / f"kvpress-{user()}"
-    # Without HOME, and as a user that the system does not know, the name stays as it was written.
-    return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), own]
+    temporary = Path(tempfile.gettempdir()) / f"kvpress-{user()}"
+    # Without HOME, and for a user without a system account, expanduser leaves the ~ in the path.
+    return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), temporary]
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler the user asked for with ``CXX``, if any."""
+    """C++ compiler of ``CXX``, or None."""
     return os.environ.get("CXX") or None

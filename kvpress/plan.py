@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a method will take, from a model's configuration alone."""
+"""Predict the memory of a method from a model's configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvpress.core.spec import get_press
 from kvpress.hf.models import facts_of_config
 
 LONGEST = 2**24
-"""The longest context, in tokens, that is looked at."""
+"""Longest context that `longest_context` tries, in tokens."""
 
 
 class Geometry(ModelFacts):
-    """A model's cache as its configuration alone describes it."""
+    """Sizes of a model's cache, from its configuration."""
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
-        """Read it from a transformers configuration."""
+        """Return the geometry of a transformers configuration."""
         return cls(**vars(facts_of_config(config)))
 
     @property
@@ -40,9 +40,9 @@ class Geometry(ModelFacts):
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows and the tokens generated since.
+    """Predicted bytes of a cache after a prompt of `context` tokens in each of `batch` rows, and generated tokens.
 
-    Generated pairs are counted as a CPU encodes them; a GPU encodes 256 at a time, and holds up to as many more of them dense.
+    Generated pairs are encoded as on a CPU. A GPU encodes 256 at a time, so up to 256 more of them are dense.
     """
 
     total_bytes: int
@@ -50,41 +50,41 @@ class Plan:
     uncompressed_bytes: int
     """Bytes of the full cache."""
     pairs_per_head: int
-    """Pairs that a head holds on average."""
+    """Pairs that a head stores on average."""
     peak_bytes: int = 0
     """Peak bytes while the prompt is read in one pass."""
     chunked_peak_bytes: int = 0
-    """Peak bytes while it is read in chunks; only `bounded(x)` evicts before the last chunk."""
+    """Peak bytes while the prompt is read in chunks; only `bounded(x)` evicts before the last chunk."""
     tail_bytes: int = 0
     """Bytes saved if pairs that fill no tile of a codec were encoded too."""
     window_bytes: int = 0
-    """Bytes of layers with a sliding window, which stay as they are."""
+    """Bytes of layers with a sliding window, which are not compressed."""
 
     @property
     def shrinking(self) -> float:
-        """Share of the uncompressed bytes that can shrink: that of all layers but those with a sliding window."""
+        """Share of the uncompressed bytes in layers without a sliding window, which can shrink."""
         return 1 - self.window_bytes / self.uncompressed_bytes
 
     @property
     def factor(self) -> float:
-        """How many times smaller than uncompressed."""
+        """Uncompressed bytes over held bytes."""
         return self.uncompressed_bytes / self.total_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """The most that the cache holds at any time, if the prompt is read in the way that takes less."""
+        """Peak bytes, if the prompt is read in one pass or in chunks, whichever takes less."""
         return max(self.total_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
 
 
 def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
-    """Predict the memory of a press; `memory_report` measures the same of a cache that has seen as many tokens.
+    """Predict the memory of a press. `memory_report` measures it on a cache that has seen as many tokens.
 
     Args:
         press: the press, or its spec.
         model: the model's cache.
         context: tokens of the prompt in each row.
         batch: rows.
-        generated: tokens in the cache that came after the prompt, one by one.
+        generated: tokens generated after the prompt, one at a time.
     """
     check_count("context", context)
     check_count("batch", batch)
@@ -93,7 +93,7 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
-    watching = [wanted.make() for wanted in recipe.watched("decode")]
+    watching = [observation.make() for observation in recipe.watched("decode")]
     for layer in model.growing:
         stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
@@ -109,56 +109,64 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
         pairs.append(stream.pairs)
     peaks = _peaks(recipe, model, context, batch)
     windows = batch * min(tokens, model.window)
-    rest = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
+    sliding = sum(layer.kv_heads * windows * model.pair_bytes(layer) for layer in model.sliding)
     mean = round(sum(pairs) / len(pairs)) if pairs else 0
-    at_once, in_chunks = (peak + rest for peak in peaks)
-    return Plan(round(total) + shared + rest, uncompressed + rest, mean, at_once, in_chunks, round(tails), rest)
+    at_once, in_chunks = (peak + sliding for peak in peaks)
+    return Plan(
+        round(total) + shared + sliding,
+        uncompressed + sliding,
+        mean,
+        at_once,
+        in_chunks,
+        round(tails),
+        sliding,
+    )
 
 
 def longest_context(press: BasePress | str, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
-    """Return the most tokens, of each prompt, whose cache takes no more than `room` bytes at any time.
+    """Return the longest context, in tokens of each row, whose cache never exceeds `room` bytes.
 
-    Arguments are those of `plan`; `LONGEST` stands for any number, 0 for none.
+    The other arguments are those of `plan`. Returns `LONGEST` if any context fits, and 0 if none fits.
     """
 
     def needed(context: int) -> int:
         return plan(press, model, context, batch, generated).needed_bytes
 
-    most = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)
-    return most if most and needed(most) else 0
+    longest = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)
+    return longest if longest and needed(longest) else 0
 
 
 def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[int, int]:
-    """Return the most bytes of the layers that grow while a prompt is read at once, and in chunks."""
-    whole = [layer.kv_heads * batch * context * model.pair_bytes(layer) for layer in model.growing]
-    if not whole:
+    """Return the peak bytes of growing layers while a prompt is read in one pass, and in chunks."""
+    sizes = [layer.kv_heads * batch * context * model.pair_bytes(layer) for layer in model.growing]
+    if not sizes:
         return 0, 0
     if recipe.chunk is not None:
-        kept, chunk = sum(whole) * recipe.kept(context) / context, min(1.0, recipe.chunk / context)
-        # Pieces that end inside a chunk leave up to one of them in every layer.
-        at_once, in_pieces = (min(sum(whole), round(kept + chunk * size)) for size in (max(whole), sum(whole)))
+        kept, chunk = sum(sizes) * recipe.kept(context) / context, min(1.0, recipe.chunk / context)
+        # Passes that end inside a chunk leave up to one uncompressed chunk in every layer.
+        at_once, in_pieces = (min(sum(sizes), round(kept + chunk * size)) for size in (max(sizes), sum(sizes)))
         return at_once, in_pieces
     if any(step.allocator.scope == "cache" or step.prepare is not None for step in recipe.acting("prefill")):
-        return sum(whole), sum(whole)
-    # Layers are compressed one after the other, each while those before it hold what they keep.
-    held, peak = 0.0, 0.0
-    for layer, size in zip(model.growing, whole, strict=True):
+        return sum(sizes), sum(sizes)
+    # Layers are compressed in order, so the peak is one full layer beside compressed earlier layers.
+    compressed, peak = 0.0, 0.0
+    for layer, size in zip(model.growing, sizes, strict=True):
         stream = _stream(recipe, model, layer, context)
         stream.read(context, recipe.kept(context))
-        peak = max(peak, held + size)
-        held += layer.kv_heads * batch * stream.bytes
-    return round(max(peak, held)), sum(whole)
+        peak = max(peak, compressed + size)
+        compressed += layer.kv_heads * batch * stream.bytes
+    return round(max(peak, compressed)), sum(sizes)
 
 
 def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) -> PlannedStream:
-    """Return the empty stream of a kv head of a layer, for a prompt of `context` tokens."""
+    """Return the empty stream of a KV head of a layer, for a prompt of `context` tokens."""
     codec, selector = recipe.codec_at(layer.index), recipe.selector_at(layer.index)
     if layer.value_dim is not None and codec is not None:
         raise NotImplementedError(
             f"{model.name} caches pairs of {layer.head_dim} and {layer.value_dim} numbers; formats are planned for keys and "
             "values of one size only: measure a cache with kvpress.memory_report"
         )
-    recorded = [name for wanted in recipe.watched("decode") for name in wanted.make().sides]
+    recorded = [name for observation in recipe.watched("decode") for name in observation.make().sides]
     encoded = [name for name in recorded if codec is None or name not in codec.reads_side]
 
     def index_bytes(pairs: float) -> float:
@@ -172,7 +180,7 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) ->
 
 
 def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -> None:
-    """Take in a prompt and what is generated, and evict when the recipe does."""
+    """Add a prompt and generated tokens to a stream, with the evictions of the recipe."""
     kept = recipe.kept(context)
     stream.read(context, kept)
     for step in recipe.acting("decode"):

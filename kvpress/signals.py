@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 INTERRUPTED, TERMINATED = 130, 143
-"""128 and the number of the signal, as a shell reports a process that it ended."""
+"""128 plus the signal number, the exit code of a shell for a process stopped by a signal."""
 _SHOW_CURSOR = "\x1b[?25h"
-"""A progress bar hides the cursor of its terminal."""
+"""Terminal code that shows the cursor, which a progress bar hides."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -24,12 +24,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def run_command(command: Callable[[], Any]) -> Any:
-    """Run a command line whose exit code holds whenever a second signal arrives; afterwards signals end the process.
+    """Run a command line so that the first signal decides its exit code.
 
-    The first signal raises `KeyboardInterrupt` or `Terminated`, once in the life of the process. A second exception could be
-    raised anywhere while the first one unwinds, in an `except` or `finally` clause too, and would decide the exit code. So a
-    second signal ends the process with the code of the first, and one that comes while the interpreter exits with the code
-    that the command has.
+    The first signal raises `KeyboardInterrupt` or `Terminated`. An exception from a second signal could change the exit code
+    from inside any `except` or `finally` clause. So a second signal ends the process at once, with the code of the first. A
+    signal while the interpreter exits keeps the code of the command.
     """
     signals = _Signals()
     signals.install()
@@ -51,23 +50,24 @@ def run_command(command: Callable[[], Any]) -> Any:
 
 
 class _Signals:
-    """Handlers of SIGINT and SIGTERM; `code` is the exit code of the process once it is decided."""
+    """Handlers of SIGINT and SIGTERM."""
 
     def __init__(self) -> None:
         self.code: int | None = None
+        """Exit code of the process, once decided."""
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handle the signals, if this is the main thread: Python allows it there only."""
+        """Install the handlers if this is the main thread; Python allows no other."""
         if threading.current_thread() is not threading.main_thread():
             return
-        # Runs last of all exit functions. The interpreter then resets its handlers, but leaves a signal that is ignored.
+        # Runs after all other exit functions. The interpreter then resets its handlers, but not ignored signals.
         atexit.register(self._ignore)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Restore the handlers from before, where the command line was called as a function."""
+        """Restore the earlier handlers, for a command line that was called as a function."""
         atexit.unregister(self._ignore)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -89,9 +89,9 @@ def _number(code: Any) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without unwinding; finished results are on disk already."""
+    """End the process without unwinding. Finished results are on disk already."""
     for stream in (sys.stdout, sys.stderr):
-        # The signal may have arrived while the stream was writing, which cannot be entered twice.
+        # A write that the signal interrupted may hold the stream, which then raises an error here.
         with contextlib.suppress(Exception):
             if stream.isatty():
                 stream.write(_SHOW_CURSOR)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names on a terminal: lines end between the parts of a name, not inside a word."""
+"""Line breaks in long names on a terminal: between the parts of a name, not inside a word."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _AFTER = (re.compile(r"(?<=[ ,;:(/])"), re.compile(r"(?<=[_=-])"))
-"""Where the line of a name may end: between its parts, and where even a part has no room, between the words of one."""
+"""Patterns of positions where a name may be broken: between parts, and between the words of a part."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A press, a task or another name in the cell of a table, as a renderable of rich."""
+    """Renderable of rich for a name, such as of a press or a task, in a table cell."""
 
     text: str
 
     def lines(self, width: int) -> list[str]:
-        """Return the name as lines of at most `width` characters; only a word that is longer than this is broken."""
-        found = [""]
+        """Return the name as lines of at most `width` characters. Only a longer word is broken."""
+        lines = [""]
         for piece in self._pieces(width):
-            if found[-1] and len((found[-1] + piece).rstrip()) > width:
-                found.append("")
-            found[-1] += piece
-        return [line.strip() for line in found]
+            if lines[-1] and len((lines[-1] + piece).rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
+        return [line.strip() for line in lines]
 
     def _pieces(self, width: int) -> Iterator[str]:
-        """Yield what a line may end behind: parts, and the words of those that are too long."""
-        for part in _AFTER[0].split(self.text):
-            if len(part.rstrip()) <= width:
-                yield part
+        """Yield unbreakable pieces: the parts of the name, and the words of parts longer than `width`."""
+        for segment in _AFTER[0].split(self.text):
+            if len(segment.rstrip()) <= width:
+                yield segment
                 continue
-            for word in _AFTER[1].split(part):
-                yield from (word[at : at + width] for at in range(0, len(word.rstrip()), width))
+            for word in _AFTER[1].split(segment):
+                yield from (word[start : start + width] for start in range(0, len(word.rstrip()), width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("\n".join(self.lines(max(1, options.max_width))), no_wrap=True, overflow="ignore")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        words = (word for part in _AFTER[0].split(self.text) for word in _AFTER[1].split(part))
-        least = max((len(word.strip()) for word in words), default=0)
-        return Measurement(least, max(least, len(self.text))).with_maximum(options.max_width)
+        words = (word for segment in _AFTER[0].split(self.text) for word in _AFTER[1].split(segment))
+        min_width = max((len(word.strip()) for word in words), default=0)
+        return Measurement(min_width, max(min_width, len(self.text))).with_maximum(options.max_width)

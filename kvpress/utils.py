@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses that users write ask of a model and its cache, under the names of NVIDIA kvpress."""
+"""Functions of `kvpress.utils` of NVIDIA kvpress, for presses that users write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 def compute_n_kept(k_len: int, compression_ratio: float) -> int:
-    """Return how many of `k_len` pairs a ratio leaves: at least one, and none for a ratio of 1."""
+    """Return the number of `k_len` pairs that a ratio keeps: at least one, but none for a ratio of 1."""
     return 0 if compression_ratio >= 1 else max(1, int(k_len * (1 - compression_ratio)))
 
 
@@ -40,7 +40,7 @@ def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
 def get_prerope_query_states(module: nn.Module, hidden_states: Tensor) -> Tensor:
     """Return the queries `[B, Hq, n, D]` of an attention module for its input `[B, n, hidden]`, before the rotary embedding.
 
-    They are the module's own, with whatever projections and norms it has.
+    The module's own forward computes them, with its projections and norms.
     """
     return _unrotated(module, hidden_states).queries
 
@@ -54,18 +54,18 @@ def extract_keys_and_values(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor]
     """Return the keys `[B, H, n, D]` and values that a layer of a cache stores.
 
     Raises:
-        ValueError: heads hold different numbers of pairs.
+        ValueError: heads store different numbers of pairs.
     """
     return cache.layers[layer_idx].keys, cache.layers[layer_idx].values
 
 
 def set_keys_and_values(cache: Any, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-    """Put keys `[B, H, n, D]` and values in the place of all that a layer of a cache stores."""
+    """Replace all pairs of a layer of a cache by keys and values `[B, H, n, D]`."""
     cache.layers[layer_idx].keys, cache.layers[layer_idx].values = keys, values
 
 
 def _unrotated(module: nn.Module, hidden_states: Tensor) -> AskedError:
-    """Ask an attention module with angles of 0."""
+    """Return queries and keys of an attention module, computed with a rotation of angle 0."""
     embedding = find_rotary(module, module)
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
     like = hidden_states.new_empty(1, hidden_states.shape[1], int(getattr(module, "head_dim")))  # noqa: B009 - for type checkers

@@ -40,8 +40,8 @@ SAMPLE = (
 )
 REFUSALS = {
     "diffllama": "other keys or values than those in its cache",
-    "doge": "computes with its attention mask",
-    "deepseek_v32": "an index of its own over all tokens",
+    "doge": "of its attention mask, which",
+    "deepseek_v32": "its own index over all tokens",
     "rwkv": "no cache of keys and values",
     "hrm_text": "several layers of its cache from one attention module",
     "mamba": "no full-attention layer",

@@ -122,7 +122,7 @@ def test_a_forward_hook_that_writes_the_cache_under_a_mask_of_ones(family: str) 
 def test_pairs_cannot_be_assigned_in_a_padded_batch() -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([20, 11])
-    with pytest.raises(NotImplementedError, match="padded rows are not all tokens"), Replacing()(model):
+    with pytest.raises(NotImplementedError, match="padded rows have columns that are not tokens"), Replacing()(model):
         model(ids, attention_mask=mask, position_ids=position_ids(mask), past_key_values=DynamicCache())
 
 

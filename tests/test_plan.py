@@ -203,7 +203,7 @@ def test_a_plan_says_what_a_tail_costs() -> None:
         plan(kvpress.get_press(spec.format(kept)), Geometry.of(reference().config), 1024) for kept in (447, 448)
     )
     share = 1 - whole.total_bytes * 447 / 448 / few.total_bytes
-    assert f"{spec.format(447)}: {share:.0%} of the cache is for pairs that stay dense" in printed
+    assert f"{spec.format(447)}: {share:.0%} of the cache is pairs that stay dense" in printed
     assert f"{spec.format(448)}: " not in printed
     assert whole.tail_bytes == 0
 

@@ -220,11 +220,11 @@ def test_plan_offers_no_more_than_the_positions(tmp_path: Path) -> None:
     given = ["plan", "--model", "reference", "--memory", "1GB", "--press", "none", "--out", str(tmp_path / "plan.json")]
     printed = runner.invoke(app, given).output
     assert "1 x 4096 tokens" in printed
-    assert "LlamaForCausalLM was made for 4,096 positions, so no longer context is offered" in printed
+    assert "the longest context is limited by the 4,096 positions of LlamaForCausalLM" in printed
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["context"], figures["positions"]) == (4096, 4096)
     assert [row["longest_context"] for row in figures["presses"]] == [4096]
     printed = runner.invoke(app, [*given, "--context", "8192", "--generated", "96"]).output
-    assert "8,288 tokens are over the 4,096 positions that LlamaForCausalLM was made for" in printed
-    assert "give --context 4000 or less" in printed
+    assert "8,288 tokens exceed the 4,096 positions of LlamaForCausalLM" in printed
+    assert "pass --context 4000 or less" in printed
     assert json.loads((tmp_path / "plan.json").read_text())["presses"][0]["longest_context"] == 4000

@@ -150,7 +150,7 @@ def test_generate_is_not_run_without_the_press_that_it_was_taken_under() -> None
     model = small_model()
     with kvpress.KnormPress(0.5)(model):
         late = model.generate
-    with pytest.raises(RuntimeError, match=r"taken from the model inside.*left since.*thread\.join"):
+    with pytest.raises(RuntimeError, match=r"read from the model inside.*has ended.*thread\.join"):
         late(prompt(0), max_new_tokens=2)
 
 

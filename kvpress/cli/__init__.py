@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what there is, and what fits. `kvpress eval` and `kvpress demo` are added by `kvpress_eval`.
+"""Command line `kvpress`. The package `kvpress_eval` adds further commands, such as `kvpress eval`.
 
-Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.
+Commands import modules that need torch when they run, so that `kvpress --help` is fast.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ PLANNED = (
 )  # fmt: skip
 
 _CONTEXT = 131072
-"""Tokens that are planned for, if the model has as many positions."""
+"""Largest default context of a plan, in tokens."""
 _WIDE = 100
-"""Columns of a terminal from which on a table has lines."""
+"""Fewest terminal columns for a table with lines."""
 _TAIL = 0.05
-"""The part of a cache from which on a plan says that it is for pairs that fill no tile."""
+"""Share of a cache in pairs that fill no tile, from which on a plan prints a note."""
 _PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
 
 
@@ -57,18 +57,18 @@ def main(
         typer.Option("--import", help="A module or .py file with presses of your own; may be repeated."),
     ] = None,
 ) -> None:
-    """Make presses of the user's own known, before a command asks for them."""
+    """Import the modules with the user's presses before the command runs."""
     if modules:
         sys.path.insert(0, "")
     for module in modules or ():
         try:
             _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-        except Exception as error:  # whatever the module does
+        except Exception as error:  # a user's module may raise any error
             fail(ValueError(f"--import {module}: {type(error).__name__}: {error}"))
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name, which other processes that get its presses import too."""
+    """Import a file under its own name, by which other processes import the module when they load its presses."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     sys.path.insert(0, str(path.resolve().parent))
@@ -79,7 +79,7 @@ def _import_file(path: Path) -> None:
 
 @app.command("list")
 def list_command() -> None:
-    """List all presses: role, what they do, paper."""
+    """List all presses with role, summary and paper."""
     from kvpress.core.listing import listed
 
     table = Table()
@@ -100,11 +100,11 @@ def plan_command(
     generated: Annotated[int, tokens("generated", "Tokens generated after them.", least=0)] = 0,
     press: Annotated[list[str] | None, typer.Option(help="Press spec; may be repeated. Default: a selection.")] = None,
     memory: Annotated[
-        str | None, typer.Option(help="For weights and cache together, such as 24GB: says what fits, and how long.")
+        str | None, typer.Option(help="Memory for weights and cache, such as 24GB; adds the longest context that fits.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
-    """Print the memory that a model's cache takes with each method, and while a prompt is read, from its configuration."""
+    """Print the predicted cache memory of a model with each method, and the peak while it reads a prompt."""
     from kvpress.cache.report import format_bytes, parse_bytes
     from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
     from kvpress.core.spec import get_press, spelled_out
@@ -127,19 +127,21 @@ def plan_command(
             room = parse_bytes(memory, "memory") - weights
             if room <= 0:
                 raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
-            most = LONGEST if geometry.positions is None else max(0, geometry.positions - generated)
+            max_tokens = LONGEST if geometry.positions is None else max(0, geometry.positions - generated)
             longest = [
-                min(most, longest_context(get_press(spec), geometry, room, batch, generated)) for spec, _ in rows
+                min(max_tokens, longest_context(get_press(spec), geometry, room, batch, generated)) for spec, _ in rows
             ]
         if out is not None:
             plans: list[dict[str, Any]] = [
                 {"press": spec, "smaller": planned.factor, **asdict(planned)} for spec, planned in rows
             ]
             if longest:
-                plans = [{**one, "longest_context": most} for one, most in zip(plans, longest, strict=True)]
-            settled = {"model": model, "context": context, "batch": batch, "generated": generated}
+                plans = [
+                    {**entry, "longest_context": max_tokens} for entry, max_tokens in zip(plans, longest, strict=True)
+                ]
+            arguments = {"model": model, "context": context, "batch": batch, "generated": generated}
             _write_json(
-                out, {**settled, "positions": geometry.positions, "cache_bytes_allowed": room, "presses": plans}
+                out, {**arguments, "positions": geometry.positions, "cache_bytes_allowed": room, "presses": plans}
             )
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
@@ -150,30 +152,32 @@ def plan_command(
         table.add_column(column, justify="right", no_wrap=True)
     if room is not None:
         table.add_column("longest\ncontext", justify="right", no_wrap=True)
-    for place, (spec, planned) in enumerate(rows):
+    for index, (spec, planned) in enumerate(rows):
         sizes = map(format_bytes, (planned.total_bytes, planned.peak_bytes, planned.chunked_peak_bytes))
-        fits = [f"{most:,}" if most < LONGEST else "any" for most in longest[place : place + 1]]
+        fits = [f"{max_tokens:,}" if max_tokens < LONGEST else "any" for max_tokens in longest[index : index + 1]]
         table.add_row(Name(spec), f"{planned.factor:.2f}", f"{planned.pairs_per_head:,}", *sizes, *fits)
     console.print(table)
     if rows and rows[0][1].shrinking < 1:
         share = rows[0][1].shrinking
-        said = f"layers with a sliding window stay as they are: {share:.0%} of the cache can shrink, so that it gets "
-        console.print(Text(said + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=True)
+        message = f"layers with a sliding window are not compressed: {share:.0%} of the cache can shrink, so it gets "
+        console.print(Text(message + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=True)
     if note := _note_on_positions(geometry, context, generated, longest):
         console.print(Text(note), soft_wrap=True)
     for spec, planned in rows:
-        whole = planned.pairs_per_head / (context + generated), planned.total_bytes, planned.uncompressed_bytes
-        notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *whole) else []
+        sizes_of_rows = planned.pairs_per_head / (context + generated), planned.total_bytes, planned.uncompressed_bytes
+        notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *sizes_of_rows) else []
         for note in (*assumed_sizes(get_press(spec)), *notes):
             console.print(Text(note), soft_wrap=True)
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
-            said = f"{spec}: {share:.0%} of the cache is for pairs that stay dense as they fill no tile of the codec; "
-            said += "a budget of a few pairs more may hold less"
-            console.print(Text(said), soft_wrap=True)
+            message = (
+                f"{spec}: {share:.0%} of the cache is pairs that stay dense because they fill no tile of the codec; "
+            )
+            message += "a slightly larger budget may take less memory"
+            console.print(Text(message), soft_wrap=True)
     if room is not None:
-        left = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
-        console.print(Text(f"{memory}: {left}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+        text = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
+        console.print(Text(f"{memory}: {text}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:
@@ -184,35 +188,33 @@ def _write_json(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _note_on_positions(geometry: Geometry, context: int, generated: int, longest: Sequence[int]) -> str:
-    """Return a line about the positions of a model, where a plan goes beyond them or offers all of them."""
+    """Return a note if a plan exceeds the positions of a model or uses all of them, else an empty string."""
     limit, tokens = geometry.positions, context + generated
     if limit is None:
         return ""
     if tokens > limit:
         return (
-            f"{tokens:,} tokens are over the {limit:,} positions that {geometry.name} was made for: the sizes are right, but "
-            f"answers from beyond them are not to be relied on; give --context {max(1, limit - generated)} or less"
+            f"{tokens:,} tokens exceed the {limit:,} positions of {geometry.name}: the sizes are correct, but answers beyond "
+            f"these positions are not reliable; pass --context {max(1, limit - generated)} or less"
         )
     if longest and max(longest) + generated == limit:
-        return f"{geometry.name} was made for {limit:,} positions, so no longer context is offered"
+        return f"the longest context is limited by the {limit:,} positions of {geometry.name}"
     return ""
 
 
 def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int, context: int) -> str:
-    """Say which of the presses that were planned is enough, the one that compresses least."""
+    """Return a line with the press that compresses least and still fits."""
     from kvpress.cache.report import format_bytes
 
     fitting = [(planned.factor, spec) for spec, planned in rows if planned.needed_bytes <= room]
     if not fitting:
-        most, spec = max(zip(longest, (spec for spec, _ in rows), strict=True))
-        return f"None of these fits {context:,} tokens; {spec} fits up to {most:,}."
+        longest_fit, spec = max(zip(longest, (spec for spec, _ in rows), strict=True))
+        return f"None of these fits {context:,} tokens; {spec} fits up to {longest_fit:,}."
     factor, spec = min(fitting)
-    whole = next((planned for name, planned in rows if name == "none"), None)
-    if whole is not None and whole.needed_bytes <= room:
+    full = next((planned for name, planned in rows if name == "none"), None)
+    if full is not None and full.needed_bytes <= room:
         return f"{context:,} tokens fit without a press."
-    needs = (
-        "" if whole is None else f" do not fit without a press, which takes {format_bytes(whole.needed_bytes)}; they"
-    )
+    needs = "" if full is None else f" do not fit without a press, which takes {format_bytes(full.needed_bytes)}; they"
     return (
         f"{context:,} tokens{needs} fit with {spec}, {factor:.1f} times smaller. `kvpress tune` finds what loses least."
     )

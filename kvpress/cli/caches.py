@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress compress`, `ask` and `info`: caches in files."""
+"""`kvpress compress`, `ask` and `info`: compressed caches in files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from kvpress.cli.outputs import check_outputs
 
 def compress_command(
     model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
-    press: Annotated[str, typer.Option(help="What to do with the text's cache, such as frontier:smaller=10.")],
+    press: Annotated[str, typer.Option(help="Press spec, such as frontier:smaller=10.")],
     text: Annotated[str, typer.Option(help="A text file, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    zstd: Annotated[bool, typer.Option("--zstd", help="Pack numbers of 16 bits where that pays.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    zstd: Annotated[
+        bool, typer.Option("--zstd", help="Compress 16-bit tensors with zstd if that saves space.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Read a text once and write its compressed cache to a file, which `kvpress ask` answers from."""
+    """Read a text once and write its compressed cache to a file for `kvpress ask`."""
     with shown():
         from kvpress.cache.container import check_compression
         from kvpress.cache.report import memory_report
@@ -35,30 +37,32 @@ def compress_command(
 
         compress = "zstd" if zstd else None
         check_compression(compress)
-        how = get_press(press)
-        check_acts(how)
-        for note in assumed_sizes(how):
+        configured = get_press(press)
+        check_acts(configured)
+        for note in assumed_sizes(configured):
             typer.echo(note, err=True)
         if out.is_dir() or not out.absolute().parent.is_dir():
-            fail(OSError(f"{out} is a folder, or lies in one that does not exist: give the name of a file"), UNWRITABLE)
+            fail(
+                OSError(f"{out} is a folder, or its parent folder does not exist: pass the name of a file"), UNWRITABLE
+            )
         check_outputs([out], [model, *([] if text == "-" else [text])], force)
         content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         loaded, tokenizer = _loaded(model, dtype, device)
         started = time.perf_counter()
-        cache, ids = read_text(loaded, tokenizer, how, content)
-        read = time.perf_counter() - started
-        held = memory_report(cache)
-        if left_whole(how, held.kept / max(held.seen, 1), held.total_bytes, held.uncompressed_bytes):
-            typer.echo(f"warning: {left_whole_note(how)}", err=True)
-        info = save(cache, out, loaded, how, tokens=ids, tokenizer=tokenizer, compress=compress)
+        cache, ids = read_text(loaded, tokenizer, configured, content)
+        read_seconds = time.perf_counter() - started
+        report = memory_report(cache)
+        if left_whole(configured, report.kept / max(report.seen, 1), report.total_bytes, report.uncompressed_bytes):
+            typer.echo(f"warning: {left_whole_note(configured)}", err=True)
+        info = save(cache, out, loaded, configured, tokens=ids, tokenizer=tokenizer, compress=compress)
         typer.echo(info)
-        typer.echo(f"read in {read:.2f} s, written in {time.perf_counter() - started - read:.2f} s")
+        typer.echo(f"read in {read_seconds:.2f} s, written in {time.perf_counter() - started - read_seconds:.2f} s")
 
 
 def ask_command(
-    questions: Annotated[list[str], typer.Argument(help="One or more; each is answered by itself.")],
+    questions: Annotated[list[str], typer.Argument(help="One or more questions; each is answered independently.")],
     model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name: the model that read the text.")],
-    cache: Annotated[Path, typer.Option(help="What `kvpress compress` wrote.")],
+    cache: Annotated[Path, typer.Option(help="File from `kvpress compress`.")],
     max_new_tokens: Annotated[int, tokens("max_new_tokens", "Longest answer.")] = 100,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
 ) -> None:
@@ -71,18 +75,18 @@ def ask_command(
         info = cache_info(cache)
         loaded, tokenizer = _loaded(model, info.dtype, device)
         started = time.perf_counter()
-        held = load(cache, loaded, tokenizer=tokenizer)
-        took = time.perf_counter() - started
+        loaded_cache = load(cache, loaded, tokenizer=tokenizer)
+        load_seconds = time.perf_counter() - started
         typer.echo(
             f"{info.length} tokens, {format_bytes(info.memory_bytes)} from {format_bytes(info.file_bytes)} in {cache}, "
-            f"loaded in {took:.2f} s",
+            f"loaded in {load_seconds:.2f} s",
             err=True,
         )
         for question in questions:
             if len(questions) > 1:
                 typer.echo(f"{question}")
             reply = ask(
-                loaded, tokenizer, held, question, info.get_press(), max_new_tokens=max_new_tokens,
+                loaded, tokenizer, loaded_cache, question, info.get_press(), max_new_tokens=max_new_tokens,
                 say=lambda words: typer.echo(words, nl=False),
             )  # fmt: skip
             typer.echo()
@@ -93,10 +97,10 @@ def ask_command(
 
 
 def info_command(
-    cache: Annotated[Path, typer.Argument(help="What `kvpress compress` or kvpress.save wrote.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and compare the digests.")] = False,
+    cache: Annotated[Path, typer.Argument(help="File from `kvpress compress` or kvpress.save.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read the whole file and check its digests.")] = False,
 ) -> None:
-    """Say what a file with a compressed cache holds, and which model and press made it."""
+    """Print contents, model and press of a file with a compressed cache."""
     with shown():
         from kvpress.cache.container import open_file
         from kvpress.hf.cache.files import cache_info
@@ -104,11 +108,11 @@ def info_command(
         typer.echo(cache_info(cache))
         if verify:
             open_file(cache)
-            typer.echo("all data are what was written")
+            typer.echo("all digests match")
 
 
 def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Load a model in a type of numbers, and its tokenizer."""
+    """Load a model in a dtype, and its tokenizer."""
     from kvpress.cache.files import dtype_of
     from kvpress.hf.generation.pipeline import load_model
 

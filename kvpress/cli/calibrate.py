@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress calibrate`: fit what a method needs to know about a model."""
+"""`kvpress calibrate`: fit the file of a calibrated method to a model."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def calibrate_command(
         int | None, typer.Option(help="cq, kvquant, aquakv: most rounds of k-means (100, 50, 50).")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="cq, kvquant, aquakv, networks, tables, restorekv: of what is drawn (0).")
+        int | None, typer.Option(help="cq, kvquant, aquakv, networks, tables, restorekv: random seed (0).")
     ] = None,
     outliers: Annotated[
         float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
     ] = None,
     average: Annotated[float | None, typer.Option(help="bits: mean over layers, keys and values (3).")] = None,
     density: Annotated[
-        float | None, typer.Option(help="minference: part of the pairs of a prompt that is read (0.25).")
+        float | None, typer.Option(help="minference: share of the pairs of a prompt that is read (0.25).")
     ] = None,
-    last: Annotated[int | None, typer.Option(help="minference: newest queries that lines are found by (64).")] = None,
+    last: Annotated[int | None, typer.Option(help="minference: newest queries that select the lines (64).")] = None,
     block: Annotated[int | None, typer.Option(help="minference: tokens of a block (64).")] = None,
-    widths: Annotated[str | None, typer.Option(help="bits: what a layer may get (2,3,4,8).")] = None,
+    widths: Annotated[str | None, typer.Option(help="bits: widths to choose from for each layer (2,3,4,8).")] = None,
     n_sink: Annotated[
         int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
     ] = None,
@@ -89,7 +89,7 @@ def calibrate_command(
     steps: Annotated[
         int | None, typer.Option(help="Trained: updates (tables 200, restorekv 300, kvzap 2000, fastkvzip 5000).")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Tables: of a gate that is open.")] = None,
+    price: Annotated[float | None, typer.Option(help="Tables: penalty of an open gate.")] = None,
     lr: Annotated[float | None, typer.Option(help="Tables, networks, restorekv: learning rate.")] = None,
     sample: Annotated[
         int | None, typer.Option(help="kvzap, fastkvzip: tokens drawn from each sequence (500, 2000).")
@@ -104,9 +104,9 @@ def calibrate_command(
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Fit what a method needs to know about a model; a stopped run goes on where it was when it is started again."""
+    """Fit the file of a calibrated method to a model. A stopped run resumes when it is started again."""
     from kvpress.cache.report import format_bytes
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
@@ -114,7 +114,7 @@ def calibrate_command(
 
     console = Console(stderr=True)
     with shown():
-        given = {
+        options = {
             "coupled": None if coupled is None else _sides("coupled", coupled),
             "bits": None if bits is None else _sides("bits", bits),
             "fisher": fisher, "iterations": iterations, "seed": seed, "outliers": outliers,
@@ -123,32 +123,32 @@ def calibrate_command(
             "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
             "sample": sample, "kind": kind, "width": width, "press": press,
         }  # fmt: skip
-        settings = _settings(method, {name: value for name, value in given.items() if value is not None})
+        settings = _settings(method, {name: value for name, value in options.items() if value is not None})
         check_outputs(settings.outputs(out), [model, *data], force)
         loaded, tokenizer = load_model(model)
         ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
         with Progress(console=console) as progress:
             rows: dict[str, TaskID] = {}
 
-            def report(what: str, done: int, total: int) -> None:
-                if what not in rows:
-                    rows[what] = progress.add_task(what)
-                progress.update(rows[what], completed=done, total=total)
+            def report(phase: str, done: int, total: int) -> None:
+                if phase not in rows:
+                    rows[phase] = progress.add_task(phase)
+                progress.update(rows[phase], completed=done, total=total)
 
             calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 
-def _settings(method: str, given: dict[str, Any]) -> Settings:
-    """Make the settings of a method; options of other methods are refused."""
+def _settings(method: str, options: dict[str, Any]) -> Settings:
+    """Return the settings of a method. Raises ValueError for options of other methods."""
     from kvpress.calibrate import METHODS
 
-    taken = [field.name for field in fields(METHODS[method])]
-    for name in given:
-        if name not in taken:
-            options = ", ".join(_option(own) for own in taken) or "no options of its own"
+    accepted = [field.name for field in fields(METHODS[method])]
+    for name in options:
+        if name not in accepted:
+            options = ", ".join(_option(field_name) for field_name in accepted) or "no options of its own"
             raise ValueError(f"{_option(name)} does not belong to {method}, which takes {options}")
-    return METHODS[method](**given)
+    return METHODS[method](**options)
 
 
 def _option(name: str) -> str:
@@ -157,16 +157,16 @@ def _option(name: str) -> str:
 
 def _sides(name: str, text: str) -> tuple[int, int]:
     """Read one number for keys and values, or one for each."""
-    what = "a number or two, keys,values"
-    numbers = _numbers(name, text, what)
+    expected = "a number or two, keys,values"
+    numbers = _numbers(name, text, expected)
     if len(numbers) > 2:
-        raise ValueError(f"{name} must be {what}; got {text!r}")
+        raise ValueError(f"{name} must be {expected}; got {text!r}")
     return numbers[0], numbers[-1]
 
 
-def _numbers(name: str, text: str, what: str = "whole numbers with commas between them") -> tuple[int, ...]:
+def _numbers(name: str, text: str, expected: str = "whole numbers with commas between them") -> tuple[int, ...]:
     """Read whole numbers with commas between them."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{name} must be {what}; got {text!r}") from None
+        raise ValueError(f"{name} must be {expected}; got {text!r}") from None

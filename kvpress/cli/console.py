@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print, and what they say when they fail."""
+"""Console output and exit codes of commands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvpress.counts import parse_count
 from kvpress.signals import run_command
 
 WRONG, UNREADABLE, UNWRITABLE = 2, 3, 4
-"""Exit codes: what was asked for is wrong, a model or file cannot be read, the output cannot be written."""
+"""Exit codes: wrong arguments, unreadable model or file, unwritable output."""
 
 
 class App(typer.Typer):
-    """A command line that ends with the exit code of the first signal, however many follow."""
+    """Command line that exits with the code of the first signal, even if further signals follow."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return run_command(partial(super().__call__, *args, **kwargs))
 
 
 def tokens(name: str, help: str, least: int = 1) -> Any:
-    """Return an option that takes a number of tokens: 4096, 8k, 128k or 1M."""
+    """Return an option for a number of tokens: 4096, 8k, 128k or 1M."""
 
     def parse(value: str | int) -> int:
         try:
@@ -40,9 +40,9 @@ def tokens(name: str, help: str, least: int = 1) -> Any:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Print what goes wrong with files, models and presses in one line, and keep the libraries' own chatter back.
+    """Print errors of files, models and presses as one line, and silence the progress output of libraries.
 
-    Exit codes are those of `docs/reliability.md`: 3 where a model or file cannot be read, else 2.
+    Exit codes are those of `docs/reliability.md`: 3 if a model or file cannot be read, else 2.
     """
     from kvpress.hf.models import quiet
 
@@ -56,7 +56,7 @@ def shown() -> Iterator[None]:
 
 
 def fail(error: Exception, code: int | None = None) -> NoReturn:
-    """Print an error as it is, brackets included, and leave with an exit code, by default that of its kind."""
+    """Print an error, with brackets unchanged, and exit with `code`, by default the code of the error type."""
     message = error.args[0] if isinstance(error, KeyError) and error.args else error
     Console(stderr=True, soft_wrap=True).print(Text(f"error: {message}", style="red"))
     if code is None:
@@ -65,6 +65,6 @@ def fail(error: Exception, code: int | None = None) -> NoReturn:
 
 
 def new_console() -> Console:
-    """Return a console for tables; a pipe has no width of its own, and gets one at which no cell is cut."""
+    """Return a console for tables; output to a pipe is wide enough that no cell is cut."""
     console = Console()
     return console if console.is_terminal else Console(width=160)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that commands write: none is replaced by mistake."""
+"""Check of output files, so that no file is replaced by mistake."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def check_outputs(outputs: Iterable[Path], inputs: Iterable[str | Path] = (), force: bool = False) -> None:
-    """Refuse to replace a file without `force`, and to replace an input in any case, whatever link it is reached by.
+    """Refuse to replace a file without `force`; refuse to replace an input always, links included.
 
-    `inputs` are files, folders whose files count, or names that are no path, such as those of models.
+    `inputs` are files, folders with input files, or names that are not paths, such as those of models.
 
     Raises:
-        ValueError: a file is there.
+        ValueError: an output exists already.
     """
     sources = [file for source in map(Path, inputs) for file in (source.iterdir() if source.is_dir() else [source])]
     for path in outputs:

@@ -190,7 +190,7 @@ def test_what_needs_the_whole_prompt_is_refused_with_the_reason(spec: str, messa
 def test_what_a_split_pass_cannot_return_is_refused() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     with kvpress.get_press("bounded(knorm:0.5):chunk=16")(model):
-        with pytest.raises(ValueError, match="labels is not available where a prompt is read in chunks of 16 tokens"):
+        with pytest.raises(ValueError, match="labels is not available if a prompt is read in chunks of 16 tokens"):
             model(ids, labels=ids)
         with pytest.raises(ValueError, match="output_hidden_states is not available"):
             model(ids, output_hidden_states=True)

@@ -109,7 +109,7 @@ def test_sparse_reading_and_pooling_go_together() -> None:
 @pytest.mark.parametrize("spec", ["video_xl2:pool=1,chunk=2,reach=1,block=4", "minference"])
 def test_images_that_see_both_ways_are_not_read_causally(spec: str) -> None:
     model, inputs = tiny_vlm("gemma3"), image_batch("gemma3", [(5, 12), (4, 8)])
-    with pytest.raises(NotImplementedError, match="see later ones"):
+    with pytest.raises(NotImplementedError, match="attend to later ones"):
         under(spec, model, inputs)
     text = {name: value[:, -8:] for name, value in inputs.items() if name not in ("pixel_values", "input_ids")}
     ids = tokens(2, 8) % IMAGE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention and mask functions that models are given."""
+"""Attention and mask functions that replace those of a model under a press."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvpress.observe.call import LayerCall, rotary_parts
 
 NAME = "kvpress"
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
-"""Tensors and numbers, beside scaling, that models pass to their attention and that are taken into account."""
+"""Supported tensor and float arguments of a model's attention, besides scaling."""
 
 FEW, MANY = 16, 1024
-"""Up to so many new tokens behind at least so many are read by the store itself, where heads are grouped on a CPU."""
+"""Most new tokens, and fewest tokens before them, for which the store replaces sdpa with grouped heads on a CPU."""
 
 
 class PressName(str):
-    """Our name in a configuration, which remembers the `native` name before; copies of the configuration have that one."""
+    """Name `kvpress` in a configuration. It stores the `native` name, which copies of the configuration get instead."""
 
     native: str
 
@@ -51,7 +51,7 @@ def native_name(config: Any) -> str:
     name: str = config._attn_implementation
     if name == NAME and not isinstance(name, PressName):
         raise RuntimeError(
-            f"the attention implementation {NAME!r} works inside `with press(model):` alone, which sets it itself; call "
+            f"the attention implementation {NAME!r} works only inside `with press(model):`, which sets it; call "
             "model.set_attn_implementation('sdpa')"
         )
     return getattr(name, "native", name)
@@ -64,29 +64,35 @@ def native_attention(module: nn.Module) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Make both functions known to transformers under our name."""
+    """Register both functions in transformers as `kvpress`."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
 
 @dataclass
 class PressMask:
-    """What the mask function returns: the 2-D mask as it came, and how to build what the model's own attention wants.
+    """Result of the mask function: the 2-D mask, and the means to build the mask of the model's own attention.
 
-    Models pass masks through untouched, so one object serves layers that use our attention and layers that do not. `stored` is
-    how many pairs the model counted in the layer that it asked about, and the position of the first.
+    Models pass masks on unchanged, so one object serves layers with this module's attention and layers with the model's own.
     """
 
     mask: Tensor | None
+    """Real tokens `[B, tokens]`; None without padding."""
     arguments: dict[str, Any]
+    """Arguments of the model's own mask function."""
     build: Callable[..., Any]
+    """Mask function of the model's own attention implementation."""
     built: dict[int, Any] = field(default_factory=dict)
+    """Native masks by their number of keys."""
     real_tokens: RealTokens | None = None
+    """Real tokens of the pass, shared by all layers."""
     stored: tuple[int, int] | None = None
+    """Number of keys, and the position of the first, that the cache reported to the mask function."""
     later: bool | None = None
+    """Result of `sees_later`, once computed."""
 
     def real(self, call: LayerCall, request: Request | None) -> RealTokens | None:
-        """Return the real ones of the tokens seen, one object for all layers; None where nothing is padded."""
+        """Return the real tokens among those seen, one object for all layers; None without padding."""
         if self.real_tokens is None and self.mask is not None:
             seen = self.mask[:, : call.store.seen]
             later = call.phase == "decode"
@@ -98,7 +104,7 @@ class PressMask:
         return self.real_tokens
 
     def native(self, keys: int) -> Any:
-        """Return the mask of the model's own attention implementation over so many keys, all tokens or those of a window."""
+        """Return the mask of the model's own attention over `keys` keys, which are all tokens or those of a window."""
         if keys not in self.built:
             sizes = {}
             if self.stored is not None and keys == self.stored[0]:
@@ -107,7 +113,7 @@ class PressMask:
         return self.built[keys]
 
     def sees_later(self) -> bool:
-        """Whether some token of the pass attends to the next one, as those of an image do in some models."""
+        """Whether a token of the pass attends to the next one, as tokens of an image do in some models."""
         function = self.arguments.get("mask_function", causal_mask_function)
         if function is causal_mask_function:
             return False
@@ -120,47 +126,49 @@ class PressMask:
         return self.later
 
     def __getitem__(self, index: Any) -> PressMask:
-        """Return the mask of some of the queries, as models ask for it where later layers read the newest tokens only."""
+        """Return the mask of some queries, for models whose later layers process only the newest tokens."""
         arguments = {**self.arguments, "allow_is_causal_skip": False}
-        return PressMask(self.mask, arguments, lambda **given: self.build(**given)[index], real_tokens=self.real_tokens)
+        return PressMask(
+            self.mask, arguments, lambda **settings: self.build(**settings)[index], real_tokens=self.real_tokens
+        )
 
     def of_tokens(self, index: Tensor, real: Tensor) -> PressMask:
-        """Return the mask of a pass over some tokens of a prompt: those at `index [B, m]`, of which some are `real [B, m]`."""
-        left = None if bool(real.all()) else real
+        """Return the mask of a pass over the tokens at `index [B, m]` of a prompt; `real [B, m]` is False for padding."""
+        padding_mask = None if bool(real.all()) else real
         if self.arguments.get("mask_function", causal_mask_function) is causal_mask_function:
             lengths = {"q_length": index.shape[1], "kv_length": index.shape[1]}
-            return PressMask(left, {**self.arguments, **lengths, "attention_mask": left}, self.build)
+            return PressMask(padding_mask, {**self.arguments, **lengths, "attention_mask": padding_mask}, self.build)
 
-        def build(**given: Any) -> Tensor:
-            whole = self.build(**{**given, "allow_is_causal_skip": False})
-            if not isinstance(whole, Tensor) or whole.dim() != 4:
+        def build(**arguments: Any) -> Tensor:
+            full_mask = self.build(**{**arguments, "allow_is_causal_skip": False})
+            if not isinstance(full_mask, Tensor) or full_mask.dim() != 4:
                 raise NotImplementedError(
-                    "this model's masks are not known token by token; use its sdpa or eager attention"
+                    "this model's masks have no entry for each token; use its sdpa or eager attention"
                 )
             rows = torch.arange(len(index), device=index.device)[:, None, None]
-            chosen = whole.expand(len(index), *whole.shape[1:])[rows, 0, index[:, :, None], index[:, None]]
+            chosen = full_mask.expand(len(index), *full_mask.shape[1:])[rows, 0, index[:, :, None], index[:, None]]
             hidden = ~(real[:, None] | torch.eye(index.shape[1], dtype=torch.bool, device=index.device))
             return chosen.masked_fill(hidden, False if chosen.dtype == torch.bool else torch.finfo(chosen.dtype).min)[
                 :, None
             ]
 
-        return PressMask(left, self.arguments, build)
+        return PressMask(padding_mask, self.arguments, build)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise NotImplementedError(
-            f"this model computes with its attention mask (it asked for `{name}`), which compressed attention does not know"
+            f"this model reads `{name}` of its attention mask, which compressed attention does not support"
         )
 
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **kwargs: Any
 ) -> PressMask:
-    """Mask function registered as `kvpress`: keeps the arguments for later."""
+    """Store the arguments of a mask, which is built when an attention needs it. Registered as `kvpress`."""
     stored = kv_length, kv_offset
     if kwargs.get("local_size") is None:
-        # Layers of ours say how many pairs they store, for models without a press. The model's own attention gets all tokens.
+        # A PressLayer reports its stored pairs, for use without a press. Under a press, native attention reads all tokens.
         kv_length, kv_offset = kv_length + kv_offset, 0
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
@@ -184,16 +192,18 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function registered as `kvpress`: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`."""
+    """Attend to the pairs of the cache: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`. Registered as `kvpress`."""
     forward = here.forward
     if here.asked is module:
         plan = None if forward is None else forward.session.layers.get(id(module))
         query = _in_order(query, key, None if plan is None else plan.tiles)
         raise AskedError(query, key, logits_of(query, scaling, kwargs), kwargs.get("s_aux"))
     call = None if forward is None else forward.call
-    lent = None if forward is None or call is not None else forward.lent_call(key)
+    lent_call = None if forward is None or call is not None else forward.lent_call(key)
     call = (
-        call if lent is None else replace(lent, layer=replace(lent.layer, module=module), tokens=replace(lent.tokens))
+        call
+        if lent_call is None
+        else replace(lent_call, layer=replace(lent_call.layer, module=module), tokens=replace(lent_call.tokens))
     )
     native = attention_mask.native if isinstance(attention_mask, PressMask) else lambda keys: attention_mask
     if forward is None or call is None or call.layer.module is not module or call.store is None:
@@ -204,9 +214,9 @@ def attention(
     check_known(module, kwargs)
 
     store, length = call.store, query.shape[2]
-    session, static, whole = forward.session, forward.static, forward.watch is not None or lent is not None
-    plan = session.layers[id(lent.layer.module if lent else module)]
-    fresh, handed = call.tokens.seen_before == 0, query
+    session, static, rereads = forward.session, forward.static, forward.watch is not None or lent_call is not None
+    plan = session.layers[id(lent_call.layer.module if lent_call else module)]
+    is_first, native_query = call.tokens.seen_before == 0, query
     if plan.tiles is None:
         plan.tiles = _tiles(module, call, key, value)
     query = _in_order(query, key, plan.tiles)
@@ -218,47 +228,47 @@ def attention(
     else:
         real = None if attention_mask is None else attention_mask.real(call, forward.request)
     call.tokens.mask = None if real is None else real.real
-    # torch's CPU sdpa is slow for a single query over grouped heads, so there the store always reads itself.
-    own = (
+    # torch's CPU sdpa is slow for a single query over grouped heads, so the store always computes these.
+    reads_store = (
         bool(store.sealed)
         or (length == 1 and call.tokens.seen_before > 0 and (static is not None or query.device.type == "cpu"))
         or _few_behind_many(module, call, attention_mask)
     )
-    pattern = plan.pattern if call.phase == "prefill" and length > 1 and not whole else None
+    pattern = plan.pattern if call.phase == "prefill" and length > 1 and not rereads else None
     if pattern is not None and attention_mask is not None and attention_mask.sees_later():
         raise NotImplementedError(
-            f"{type(module).__name__} lets the tokens of an image see later ones, and a sparse reading of the prompt is "
+            f"in {type(module).__name__}, tokens of an image attend to later ones, but sparse prefill is "
             "causal: leave out the pattern (`reach` of video_xl2)"
         )
-    if own or pattern is not None:
-        reader = None if whole or not own else plan.reader(call)
-        opened = None if pattern is None else partial(pattern.attend, call)
-        out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, opened)
+    if reads_store or pattern is not None:
+        reader = None if rereads or not reads_store else plan.reader(call)
+        pattern_attention = None if pattern is None else partial(pattern.attend, call)
+        out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, pattern_attention)
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
-        keys, values = (key, value) if fresh else _arranged(keys, values, key, plan.tiles)
+        keys, values = (key, value) if is_first else _arranged(keys, values, key, plan.tiles)
         run = native_attention(module)
         result, call.attentions = run(
-            module, handed, keys, values, native(keys.shape[2]), scaling=scaling, dropout=dropout, **kwargs
+            module, native_query, keys, values, native(keys.shape[2]), scaling=scaling, dropout=dropout, **kwargs
         )
-    if plan.selector is not None and not whole:
+    if plan.selector is not None and not rereads:
         plan.selector.after(call)
-    if static is None and not whole:
+    if static is None and not rereads:
         session.observe(call)
-    if forward.weights and not whole and call.attentions is None:
+    if forward.weights and not rereads and call.attentions is None:
         settings = {"scaling": scaling, "dropout": dropout, **kwargs}
-        return result, _weights(module, call, handed, key, plan.tiles, attention_mask, settings)
+        return result, _weights(module, call, native_query, key, plan.tiles, attention_mask, settings)
     return result, call.attentions
 
 
 def _weights(
     module: nn.Module, call: LayerCall, query: Tensor, key: Tensor, tiles: int, mask: PressMask | None, settings: Any
 ) -> Tensor:
-    """Return the weights `[B, Hq, Q, stored]` of new tokens on the pairs of a layer, by the model's eager attention.
+    """Return the weights `[B, Hq, Q, stored]` of new tokens over the pairs of a layer, from the model's eager attention.
 
     Raises:
-        ValueError: the layer does not hold all its pairs as they came.
+        ValueError: the heads of the layer store different numbers of pairs, or pairs are encoded.
     """
     store = call.store
     reason = why_unreadable([store])
@@ -269,7 +279,7 @@ def _weights(
     keys, values = _arranged(*dense_pairs(store), key, tiles)
     visible: Any = None if mask is None else mask.native(keys.shape[2])
     if store.sealed:
-        # Rows hold as many pairs as each other, so that only the new tokens hide later ones.
+        # All rows hold the same number of pairs, so the mask is causal among the new tokens and open elsewhere.
         length = query.shape[2]
         future = torch.ones(length, keys.shape[2], dtype=torch.bool, device=query.device).triu(
             keys.shape[2] - length + 1
@@ -281,9 +291,9 @@ def _weights(
 
 
 def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None) -> bool:
-    """Whether few tokens read a long cache on a CPU, where torch's sdpa first copies all pairs for every query head.
+    """Whether few tokens read a long cache on a CPU, where torch's sdpa copies all pairs for every query head.
 
-    Such passes verify drafts. Only passes that are causal and nothing more are meant: the store hides later tokens alone.
+    Passes that verify drafts do so. Returns False for masks that are not plainly causal, since the store has no other mask.
     """
     queries = call.queries
     return (
@@ -300,45 +310,45 @@ def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None)
 
 
 def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that a module hands its attention and that ours would leave out."""
+    """Refuse tensor and float arguments of a module's attention that this attention would ignore."""
     unknown = [n for n, v in kwargs.items() if isinstance(v, (Tensor, float)) and n not in KNOWN_ATTENTION_ARGUMENTS]
     if unknown:
         raise NotImplementedError(
-            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not know"
+            f"{type(module).__name__} passes {unknown} to its attention, which compressed attention does not support"
         )
 
 
 def logits_of(query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Logits:
-    """Return how a model forms logits, from the arguments of its attention."""
+    """Return the scale and soft cap of a model's logits, from the arguments of its attention."""
     return Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
 
 
 def _tiles(module: nn.Module, call: LayerCall, key: Tensor, value: Tensor) -> int:
-    """Return how often the attention is handed the kv heads as a whole, one after the other; 1 where it gets them as written.
+    """Return how many times the sequence of KV heads is repeated in `key`; 1 if heads are as written or interleaved.
 
     Raises:
-        NotImplementedError: it is handed other keys or values than those in the cache.
+        NotImplementedError: `key` or `value` has other numbers than those written to the cache.
     """
     assert call.written is not None  # noqa: S101 - for type checkers
-    given, written = (key, value), call.written
+    passed_pairs, written = (key, value), call.written
     times = key.shape[1] // written[0].shape[1]
 
-    def same(arranged: Callable[[Tensor], Tensor]) -> bool:
-        pairs = [(new, arranged(old)) for new, old in zip(given, written, strict=True)]
+    def matches(arranged: Callable[[Tensor], Tensor]) -> bool:
+        pairs = [(new, arranged(old)) for new, old in zip(passed_pairs, written, strict=True)]
         return all(new is old or (new.shape == old.shape and torch.equal(new, old.to(new))) for new, old in pairs)
 
-    if same(lambda old: old) or same(lambda old: old.repeat_interleave(times, dim=1)):
+    if matches(lambda old: old) or matches(lambda old: old.repeat_interleave(times, dim=1)):
         return 1
-    if same(lambda old: old.repeat(1, times, 1, 1)):
+    if matches(lambda old: old.repeat(1, times, 1, 1)):
         return times
     raise NotImplementedError(
-        f"{type(module).__name__} hands its attention other keys or values than those in its cache, which compressed attention "
-        "cannot read"
+        f"{type(module).__name__} passes its attention other keys or values than those in its cache, which compressed "
+        "attention cannot read"
     )
 
 
 def _in_order(query: Tensor, key: Tensor, tiles: int | None) -> Tensor:
-    """Put query heads that read the same kv head next to each other, as the store expects."""
+    """Reorder query heads so that each GQA group is contiguous, as the store expects."""
     if tiles in (None, 1):
         return query
     return query.unflatten(1, (tiles, key.shape[1] // tiles, -1)).transpose(1, 2).flatten(1, 3)
@@ -352,7 +362,7 @@ def _out_of_order(output: Tensor, key: Tensor, tiles: int) -> Tensor:
 
 
 def _arranged(keys: Tensor, values: Tensor, key: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return stored keys and values with their heads arranged as those of `key`, which the attention was handed."""
+    """Return stored keys and values with their heads repeated in the order of `key`, an argument of the attention."""
     times = key.shape[1] // keys.shape[1]
     if times == 1:
         return keys, values
@@ -362,7 +372,7 @@ def _arranged(keys: Tensor, values: Tensor, key: Tensor, tiles: int) -> tuple[Te
 
 
 class AskedError(Exception):
-    """Ends the forward pass of an attention module that was only asked for its queries, new keys, logits and sinks."""
+    """Signal that ends the forward pass of an attention module once its queries, keys, logits and sinks are computed."""
 
     def __init__(self, queries: Tensor, keys: Tensor, logits: Logits, sinks: Tensor | None) -> None:
         super().__init__()
@@ -376,32 +386,34 @@ _ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def rotates(module: nn.Module, call: LayerCall) -> bool:
-    """Whether a layer turns its queries by the rotary embedding that it is handed; asked of its first token, once.
+    """Whether a layer applies the rotary embedding to its queries; tested once, with its first token.
 
-    Models leave single layers without, each in a way of its own.
+    Some models skip the rotary embedding in single layers, and have no common flag for it.
     """
-    given: Any = call.kwargs.get("position_embeddings")
-    if rotary_parts(given) is None:
+    embedding: Any = call.kwargs.get("position_embeddings")
+    if rotary_parts(embedding) is None:
         return False
     if module not in _ROTATES:
-        first = given[:, :1] if isinstance(given, Tensor) else tuple(part[:, :1] for part in given)
-        other = first + 1 if isinstance(first, Tensor) else tuple(part + 1 for part in first)
+        first = (
+            embedding[:, :1] if isinstance(embedding, Tensor) else tuple(component[:, :1] for component in embedding)
+        )
+        shifted = first + 1 if isinstance(first, Tensor) else tuple(component + 1 for component in first)
         with torch.no_grad():
-            found = [
+            queries = [
                 asked(module, call.hidden_states[:, :1], call.kwargs | {"position_embeddings": e}).queries
-                for e in (first, other)
+                for e in (first, shifted)
             ]
-        _ROTATES[module] = not torch.equal(*found)
+        _ROTATES[module] = not torch.equal(*queries)
     return _ROTATES[module]
 
 
 def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> AskedError:
-    """Return what an attention module would make of `hidden_states [B, Q, hidden]` and the other arguments of its forward.
+    """Return queries `[B, Hq, Q, D]`, keys `[B, H, Q, D]`, logits and sinks of an attention module.
 
-    That is its queries `[B, Hq, Q, D]`, keys `[B, H, Q, D]` and how it reads.
+    `hidden_states [B, Q, hidden]` and `kwargs` are the arguments of its forward.
     """
     register()
-    # Models may let layers leave things for each other in a dictionary.
+    # Copy dictionaries, in which layers of some models pass tensors to later layers.
     arguments = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
     arguments = {name: None if isinstance(value, Cache) else value for name, value in arguments.items()}
     arguments.pop("past_key_values", None)
@@ -412,8 +424,8 @@ def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> A
         config._attn_implementation_internal = NAME
     try:
         module.forward(**arguments)
-    except AskedError as found:
-        return found
+    except AskedError as inputs:
+        return inputs
     finally:
         here.asked = before
         if native != NAME:

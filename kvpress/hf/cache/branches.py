@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a conversation: caches that hold what they have in common once."""
+"""Branches of a conversation: copies of a cache that share their common pairs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ CacheT = TypeVar("CacheT", bound=Cache)
 
 
 def branch(cache: CacheT, attention_mask: Tensor | None = None) -> CacheT:
-    """Return a copy of a cache that shares with it everything that was read so far; both go on by themselves.
+    """Return a copy of a cache that shares all pairs read so far; both continue independently.
 
-    That is for another answer to the same turn, or another turn after the same answers: branch where they part. A plain copy
-    (`copy.deepcopy`) shares what is sealed, and has its own of the newest pairs, of all pairs where nothing was compressed;
-    these are sealed here as they are, in both. `attention_mask [B, seen]` marks real tokens, where rows are padded. What one
-    evicts or encodes later it has no longer in common with the other. Layers that grow no further, such as sliding windows, and
-    caches that no press has read are copied.
+    Use it for several answers to one turn, or several turns after the same answer. `copy.deepcopy` shares only sealed pairs;
+    `branch` first seals the newest pairs, unencoded, in both caches. Pairs that one cache evicts or encodes later are no longer
+    shared. Layers that do not grow, such as sliding windows, and caches that no press has read are copied.
 
-    `kvpress.memory_report(cache, branch)` counts what is shared once.
+    `kvpress.memory_report(cache, branch)` counts shared pairs once.
+
+    Args:
+        cache: the cache to branch from.
+        attention_mask: real tokens `[B, seen]`, needed if rows are padded.
 
     Raises:
-        TypeError, ValueError: this is no cache, or the mask is missing or of another shape; nothing has changed then.
+        TypeError, ValueError: not a cache, or the mask is missing or has another shape. Nothing has changed then.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"branch needs a cache, such as `outputs.past_key_values`, got {type(cache).__name__}")
@@ -51,8 +53,8 @@ def _check_mask(layers: list[PressLayer], mask: Tensor | None) -> None:
         if mask is None:
             if layer.padded and store.window.length:
                 raise ValueError(
-                    "rows of this cache were padded, so a branch needs attention_mask=, which marks the real ones of all "
-                    f"{store.seen} tokens"
+                    "rows of this cache were padded, so a branch needs attention_mask=, which marks the real tokens among all "
+                    f"{store.seen}"
                 )
         elif tuple(mask.shape) != (store.batch, store.seen):
             raise ValueError(

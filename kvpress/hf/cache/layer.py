@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a transformers cache that keeps its pairs in a store of ours."""
+"""Layer of a transformers cache that stores its pairs in a `KVStore`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ from kvpress.cache.store import KVStore
 from kvpress.observe.call import LayerCall
 
 LINEAR_STATE = tuple(vars(LinearAttentionLayer()))
-"""Attributes of the part of a hybrid layer that holds no pairs."""
+"""Attributes of a hybrid layer that are not pairs."""
 
 
 class PressLayer(CacheLayerMixin):
-    """One full-attention layer of a cache, kept in a `KVStore`.
+    """One full-attention layer of a cache, with its pairs in a `KVStore`.
 
-    `get_seq_length` is the number of tokens seen, never of pairs stored: positions, later turns and the slicing of
-    `generate` depend on it. Masks are made for the pairs stored, so that a model without a press can read a cache that is
-    dense and even. `interrupted` is how many tokens had been seen before a pass that failed between two layers of the cache,
-    `padded` says that rows of the last pass began with padding. With `columns`, the model reads its pairs by itself, each in
-    its column; `latent` says that what it caches are latents. With `record_past`, whose name and meaning are those of
-    transformers, tokens that come from now on may be taken back by `crop`, whatever happens to the store meanwhile.
+    `get_seq_length` returns the tokens seen, not the pairs stored: positions, later turns and the slicing of `generate` depend
+    on it. Mask sizes count the stored pairs, so that a model without a press can read a dense cache with equal lengths.
     """
 
     is_sliding = False
@@ -47,27 +43,34 @@ class PressLayer(CacheLayerMixin):
         self.belong_to(cache)
         self.store: KVStore | None = None
         self.call: LayerCall | None = None
+        """Call of the attention module that runs now."""
         self.static = False
+        """Whether the call is a captured decode step."""
         self.interrupted: int | None = None
+        """Tokens seen before a pass that failed between two layers of the cache."""
         self.padded = False
+        """Whether rows of the last pass began with padding."""
         self.columns = self.latent = False
+        """Whether the model reads each pair in its column by itself, and whether the pairs are latents."""
         self.record_past = False
+        """Whether `crop` can take back tokens that are added from now on, as in transformers."""
         self.assigned: dict[int, Tensor] = {}
+        """Assigned keys (0) or values (1), until both have the same length."""
         self.is_initialized = False
 
     def belong_to(self, cache: Cache | None) -> None:
-        """Say which cache this is a layer of."""
+        """Set the cache that this layer belongs to."""
         self._cache = None if cache is None else weakref.ref(cache)
 
     @property
     def stores(self) -> list[KVStore]:
-        """The stores of all layers of the cache, this one's alone where the cache is not known."""
+        """Stores of all layers of the cache, or only this layer's store without a cache."""
         cache = None if self._cache is None else self._cache()
         layers = [self] if cache is None else [layer for layer in cache.layers if isinstance(layer, PressLayer)]
         return [layer.store for layer in layers if layer.store is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PressLayer:
-        """Copy everything; a layer that is copied with its cache belongs to the copy, and all layers are copied at once."""
+        """Copy the layer. With its cache, all layers are copied at once, and the copies belong to the copied cache."""
         cache = None if self._cache is None else self._cache()
         if cache is not None and id(cache) in memo:
             with between_passes(cache):
@@ -80,7 +83,7 @@ class PressLayer(CacheLayerMixin):
         twin = copy.copy(self)
         memo[id(self)] = twin
         cache = None if self._cache is None else self._cache()
-        twin.__dict__ |= copy.deepcopy({name: held for name, held in vars(self).items() if name != "_cache"}, memo)
+        twin.__dict__ |= copy.deepcopy({name: value for name, value in vars(self).items() if name != "_cache"}, memo)
         twin.belong_to(memo.get(id(cache)))
         return twin
 
@@ -112,26 +115,26 @@ class PressLayer(CacheLayerMixin):
         return pairs_in_columns(self.store, self.latent) if self.columns else (key_states, value_states)
 
     def check_whole(self) -> None:
-        """Refuse a cache of which some layers hold tokens that others do not, unless all were cropped to where they agreed."""
+        """Refuse a cache whose layers have seen different tokens, unless all were cropped back to a common length."""
         if self.interrupted is None:
             return
         if self.get_seq_length() > self.interrupted or len({store.seen for store in self.stores}) > 1:
             raise RuntimeError(
-                "a forward pass that failed, or a crop that some layers refused, has left this cache with tokens in some of "
-                "its layers only; go on with a copy that was made before (copy.deepcopy(cache)), or with a new cache"
+                "a forward pass that failed, or a crop that some layers refused, has left this cache with tokens in only "
+                "some of its layers; continue with an earlier copy (copy.deepcopy(cache)), or with a new cache"
             )
         self.interrupted = None
 
     def _update_without_press(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new pairs and return all of them, where the model's own attention can read them.
+        """Add new pairs and return all pairs, if the model's own attention can read them.
 
-        The first layer checks for all, before anything is stored.
+        The first layer checks all layers before any pair is stored.
         """
         assert self.store is not None  # noqa: S101 - for type checkers
         stores = self.stores
         problem = why_unreadable(stores if self.store is stores[0] else [self.store])
         if self.columns and self.store.sealed:
-            problem = problem or "the model reads every pair in its column, of which some are evicted"
+            problem = problem or "the model reads every pair in its column, and some pairs are evicted"
         if problem:
             raise RuntimeError(
                 f"this cache holds compressed pairs that can only be read inside a press, because {problem}: put the call "
@@ -143,21 +146,21 @@ class PressLayer(CacheLayerMixin):
         return dense_pairs(self.store)
 
     def empty_twin(self) -> PressLayer:
-        """Return a layer of this kind without pairs; what it holds beside them is copied."""
+        """Return a layer of this class without pairs, with a copy of any other state."""
         return PressLayer()
 
-    def take_over(self, other: PressLayer) -> PressLayer:
-        """Hold the pairs of another layer, and return this one."""
-        self.store, self.is_initialized = other.store, other.is_initialized
-        self.columns, self.latent = other.columns, other.latent
-        self.dtype, self.device, self.batch_size = other.dtype, other.device, other.batch_size
+    def take_over(self, source: PressLayer) -> PressLayer:
+        """Take over the pairs of another layer, and return this layer."""
+        self.store, self.is_initialized = source.store, source.is_initialized
+        self.columns, self.latent = source.columns, source.latent
+        self.dtype, self.device, self.batch_size = source.dtype, source.device, source.batch_size
         return self
 
     @property
     def keys(self) -> Tensor | None:
-        """Stored keys as one dense tensor `[B, H, n, D]`: a copy, unless nothing is sealed yet.
+        """Stored keys as one dense tensor `[B, H, n, D]`: a copy, unless no pair is sealed yet.
 
-        Keys and values that are assigned take the place of all stored pairs, once both have the same length.
+        Assigned keys and values replace all stored pairs, once both have the same length.
         """
         return self._dense(0)
 
@@ -185,7 +188,7 @@ class PressLayer(CacheLayerMixin):
         if self.store is None:
             raise ValueError("keys and values can be assigned once the layer has stored some; the cache is empty")
         reasons = {
-            "the columns of padded rows are not all tokens; read rows of one length, or one row": self.padded,
+            "padded rows have columns that are not tokens; read rows of one length, or one row": self.padded,
             "a codec has encoded them, or a selector reads them": bool(self.store.segments),
             "this model reads its cache by itself": self.columns,
         }
@@ -203,7 +206,7 @@ class PressLayer(CacheLayerMixin):
                 f"the {self.store.seen} tokens seen, got {tuple(tensor.shape)}"
             )
         self.assigned[which] = tensor
-        keys, values = (self.assigned.get(part, stored[part]) for part in (0, 1))
+        keys, values = (self.assigned.get(side, stored[side]) for side in (0, 1))
         if keys.shape[2] == values.shape[2]:
             self.assigned = {}
             replace_all(self.store, (keys, values), stored)
@@ -215,7 +218,7 @@ class PressLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many pairs a pass will read, and the place of the first if they are counted back from the newest."""
+        """Return the pairs that a pass will read, and the position of the first if the pairs are the newest tokens."""
         if self.store is None:
             return query_length, 0
         if self.columns:
@@ -235,7 +238,7 @@ class PressLayer(CacheLayerMixin):
         if self.store is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             if not self.padded and not self.store.sealed and len(rows) > len(rows.unique()):
-                self.store.close(None)  # what several rows go on from is held once
+                self.store.close(None)  # rows that continue the same pairs share one copy
             self.store.select_rows(rows)
             self.batch_size = self.store.batch
 
@@ -244,13 +247,13 @@ class PressLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest `-tokens_to_remove` tokens: the layer is then as if they had never come.
+        """Take back the newest `-tokens_to_remove` tokens, and restore the layer's state from before them.
 
-        The tokens that stay count as accepted: what was kept to take them back is let go. Nothing changes in any layer of ours
-        where one of them, or a layer behind them, cannot follow.
+        The remaining tokens count as accepted, and the data to take them back is freed. No `PressLayer` changes if one of
+        them, or a layer after them, cannot take the tokens back.
 
         Raises:
-            ValueError: the number is positive, or so many tokens are not open (`KVStore.check_crop`).
+            ValueError: the number is positive, or exceeds the tokens that can be taken back (`KVStore.check_crop`).
             NotImplementedError: a layer of the cache cannot take back tokens.
             RuntimeError: a forward pass is reading the cache.
         """
@@ -263,38 +266,42 @@ class PressLayer(CacheLayerMixin):
                 self.store.crop(-tokens_to_remove)
 
     def _check_crop(self, cache: Cache | None, tokens: int) -> None:
-        """Refuse to take back tokens where this layer cannot, or one behind it that has seen as many.
+        """Refuse to take back tokens if this layer, or a later layer that has seen as many tokens, cannot.
 
-        The first layer asks for all. Layers are cropped one by one, each by what it has too many, after a pass that failed.
+        The first layer checks all layers. After a failed pass, each layer is cropped by its own excess and checks only itself.
         """
         layers = [self] if cache is None else list(cache.layers)
-        ours = [layer for layer in layers if isinstance(layer, PressLayer)]
-        if any(layer.call is not None for layer in ours):
-            raise RuntimeError("this cache is in a forward pass: take tokens back once that has ended")
+        press_layers = [layer for layer in layers if isinstance(layer, PressLayer)]
+        if any(layer.call is not None for layer in press_layers):
+            raise RuntimeError("a forward pass is reading this cache: take tokens back after it")
         if not tokens or (self.store is None and cache is None):
             return
-        place = next(i for i, layer in enumerate(layers) if layer is self)
-        alike = len({layer.get_seq_length() for layer in ours}) == 1
+        own_index = next(i for i, layer in enumerate(layers) if layer is self)
+        have_equal_lengths = len({layer.get_seq_length() for layer in press_layers}) == 1
         try:
-            for index, layer in enumerate(layers[place : None if alike else place + 1], start=place):
+            for index, layer in enumerate(
+                layers[own_index : None if have_equal_lengths else own_index + 1], start=own_index
+            ):
                 if not isinstance(layer, PressLayer) or isinstance(layer, LinearAttentionLayer):
                     check_others(layer, index, tokens)
                 if isinstance(layer, PressLayer) and layer.store is not None:
                     layer.store.check_crop(tokens)
         except (ValueError, NotImplementedError) as error:
-            if not any(layer.get_seq_length() < self.get_seq_length() for layer in layers[:place] if has_pairs(layer)):
+            if not any(
+                layer.get_seq_length() < self.get_seq_length() for layer in layers[:own_index] if has_pairs(layer)
+            ):
                 raise
-            for layer in ours:
+            for layer in press_layers:
                 layer.interrupted = self.get_seq_length() - tokens
             raise type(error)(
-                f"{error}; layers of transformers that come first have dropped them already, so this cache cannot be read on"
+                f"{error}; earlier layers of transformers have dropped the tokens already, so this cache is unusable"
             ) from error
 
     def activate_past_recording(self) -> None:
-        """Keep what happens to the layer from now on, so that `crop` can undo it.
+        """Record all changes of the layer from now on, so that `crop` can undo them.
 
         Raises:
-            NotImplementedError: a layer of the cache holds a state from which no token can be taken back.
+            NotImplementedError: a layer of the cache has a state that tokens cannot be removed from.
         """
         cache = None if self._cache is None else self._cache()
         layers = [self] if cache is None else list(cache.layers)
@@ -325,13 +332,13 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
     is_compileable = False
 
     def __init__(self, states: LinearAttentionLayer) -> None:
-        """Take over the states of a layer, which may be a stock one."""
+        """Take over the states of a layer, which may be one of transformers."""
         PressLayer.__init__(self)
         LinearAttentionLayer.__init__(self, states.number_of_states)
         self.__dict__.update({name: getattr(states, name) for name in LINEAR_STATE})
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Begin with keys and values, given by position, or with states, given by name."""
+        """Initialise from keys and values (positional arguments), or from states (keyword arguments)."""
         (PressLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
     def empty_twin(self) -> HybridPressLayer:
@@ -369,7 +376,7 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
 
 
 def stop_recording(layers: Iterable[Any]) -> None:
-    """Let layers of a cache record no further, and let go of what they kept to take tokens back."""
+    """Stop recording in layers of a cache, and free the data to take tokens back."""
     for layer in layers:
         if getattr(layer, "record_past", False):
             layer.record_past = False
@@ -378,29 +385,28 @@ def stop_recording(layers: Iterable[Any]) -> None:
 
 
 def hold_window_alone(layer: Any) -> None:
-    """Let a layer with a sliding window hold its window alone, which is a view of the whole prompt that it has just read."""
+    """Copy the window of a sliding-window layer, which is a view that keeps the whole prompt in memory."""
     if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized or layer.record_past:
         return
     for name in ("keys", "values"):
         window = getattr(layer, name)
         spare = window.untyped_storage().nbytes() - window.numel() * window.element_size()
-        if (
-            spare > window[:, :, :1].numel() * window.element_size()
-        ):  # more than the token that each decode step leaves over
+        # A decode step leaves one spare token, which is not worth a copy.
+        if spare > window[:, :, :1].numel() * window.element_size():
             setattr(layer, name, window.clone(memory_format=torch.contiguous_format))
 
 
 def has_pairs(layer: Any) -> bool:
-    """Whether a cache layer counts tokens."""
+    """Whether a cache layer stores pairs and counts its tokens."""
     return isinstance(layer, (PressLayer, DynamicLayer)) and bool(layer.is_initialized)
 
 
 def check_others(layer: Any, index: int, tokens: int) -> None:
-    """Refuse to take back `tokens` tokens, 0 for to begin to record, from what a layer of a cache holds beside our stores."""
+    """Refuse to take back `tokens` tokens (0: to begin recording) from recurrent, convolution or sliding-window states."""
     reason, advice = "", "call cache.activate_past_recording() before they are read"
     if isinstance(layer, LinearAttentionLayer):
         if any(layer.is_recurrent_states_initialized.values()):
-            reason = "its recurrent state is a sum over all tokens, from which none can be taken out"
+            reason = "its recurrent state is a sum over all tokens that no token can be removed from"
             advice = "copy the cache (copy.deepcopy) before the tokens that you want to take back"
         elif tokens and not layer.record_past and any(layer.is_conv_states_initialized.values()):
             reason = "it keeps only the newest inputs of its convolution"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of prefixes that were read before: whoever meets one again takes its cache from there instead of reading it."""
+"""Folder of compressed caches of prefixes, so that a prefix is read only once."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ from kvpress.hf.models import facts_of, new_cache
 
 ENDING = ".kv"
 ABANDONED = 24 * 3600.0
-"""Seconds after which a part of a file belongs to a process that has died."""
+"""Seconds after which a partial file is removed, because its process must have died."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a store holds of a request: the `cache` of its first `length` tokens, and what was noted about it."""
+    """Stored cache of a prefix of a request."""
 
     cache: DynamicCache
+    """Cache of the prefix."""
     length: int
+    """Tokens of the prefix."""
     notes: dict[str, Any]
+    """Notes that were stored with the cache."""
 
 
 class PrefixStore:
-    """Compressed caches of prefixes in a folder, found by model, press and tokens; those least recently used go first.
+    """Compressed caches of prefixes in a folder, looked up by model, press and tokens, with LRU eviction of files.
 
-    The longest prefix of a request that is stored is taken. What a press makes of a text is not what it makes of its first
-    half and then of the rest, so that a cache of *fewer* tokens than asked for is taken in two cases only: the press keeps
-    every pair as it is, or `turns` says that the prefix counts as an earlier turn of a conversation, which is compressed
-    before what follows is read. Otherwise all tokens must be the same, padding included.
+    A lookup returns the longest stored prefix of a request. A press does not compress a text as it compresses its first half
+    and then the second half. So a cache of *fewer* tokens than the request is used in only two cases: the press keeps every
+    pair unchanged, or `turns` declares the prefix an earlier turn of a conversation, compressed before the next turn is read.
+    Otherwise all tokens must be equal, padding included.
 
-    The settings, weights and dtype of the model, the press with the contents of files that it names and its code where that is
-    your own, and the version of this library take part in the name of a file: what was made differently is not found. Presses
-    that draw at random are answered by what was drawn first.
+    The key includes the settings, weights and dtype of the model; the press, with the contents of its files and the source of
+    user code; and the version of this library. A random press returns the cache of its first draw.
 
-    Any number of processes and threads may share a folder: files appear whole or not at all, two that ask for the same prefix
-    wait for one reading, and one that is removed while it is read stays readable. What is damaged is removed and read again.
+    Processes and threads may share a folder: files are written atomically, concurrent requests for one prefix wait for a single
+    reading, and a file that is removed while in use stays readable. Damaged files are removed and read again.
 
     Args:
-        folder: made where it is missing.
-        limit: bytes that the files may take together, or a size such as "20GB".
+        folder: created if missing.
+        limit: total bytes of all files, or a size such as "20GB".
     """
 
     def __init__(self, folder: str | Path, limit: int | str = "20GB") -> None:
@@ -92,15 +94,15 @@ class PrefixStore:
         *,
         turns: bool = False,
     ) -> DynamicCache:
-        """Return the cache of `ids [B, n]` under a press: what is stored of it is not read, and what was read is stored.
+        """Return the cache of `ids [B, n]` under a press, from the store as far as possible; store it if tokens were read.
 
-        A press may be given as its spec; without one every pair is kept, as by `none`.
-        `mask [B, n]` marks real tokens where rows are padded on the left.
+        `press` may be a spec; None keeps every pair, as `none` does. `mask [B, n]` marks real tokens if rows are padded on the
+        left.
         """
         folder = self._folder(model, press)
         with self._reading(folder, ids, mask):
-            found = self._find(folder, model, press, ids, mask, turns)
-            cache, seen = (new_cache(model), 0) if found is None else (found.cache, found.length)
+            entry = self._find(folder, model, press, ids, mask, turns)
+            cache, seen = (new_cache(model), 0) if entry is None else (entry.cache, entry.length)
             if seen == ids.shape[1]:
                 return cache
             real = torch.ones_like(ids) if mask is None else mask
@@ -117,7 +119,7 @@ class PrefixStore:
         *,
         turns: bool = False,
     ) -> Found | None:
-        """Return the cache of the longest prefix of `ids [B, n]` that may be used, None where there is none."""
+        """Return the stored cache of the longest usable prefix of `ids [B, n]`, or None."""
         return self._find(self._folder(model, press), model, press, ids, mask, turns)
 
     def _find(
@@ -135,9 +137,9 @@ class PrefixStore:
         for length in sorted(lengths, reverse=True):
             if 0 < length <= ids.shape[1]:
                 path = folder / _name(ids[:, :length], None if mask is None else mask[:, :length])
-                if path.is_file() and (found := self._load(path, model, length)) is not None:
+                if path.is_file() and (entry := self._load(path, model, length)) is not None:
                     self.hits += 1
-                    return found
+                    return entry
         self.misses += 1
         return None
 
@@ -150,9 +152,9 @@ class PrefixStore:
         mask: Tensor | None = None,
         notes: dict[str, Any] | None = None,
     ) -> bool:
-        """Store the cache of `ids [B, n]` under a press; returns whether it is stored, which one beyond the limit is not.
+        """Store the cache of `ids [B, n]` under a press; returns False if it exceeds the limit or cannot be written.
 
-        A disk that is full is no error: what was read can be used all the same, and a warning says so.
+        A full disk logs a warning instead of raising an error, since the cache itself is usable.
         """
         return self._keep(self._folder(model, press), model, press, ids, cache, mask, notes)
 
@@ -175,7 +177,7 @@ class PrefixStore:
             return False
         if info.file_bytes > self.limit:
             logger.warning(
-                "a cache of %s is larger than all that %s may hold, %s: it is not stored",
+                "a cache of %s is larger than the limit of %s, %s: it is not stored",
                 format_bytes(info.file_bytes), self.folder, format_bytes(self.limit),
             )  # fmt: skip
             path.unlink(missing_ok=True)
@@ -187,7 +189,7 @@ class PrefixStore:
     def reading(
         self, model: PreTrainedModel, press: BasePress | str | None, ids: Tensor, mask: Tensor | None = None
     ) -> Iterator[None]:
-        """Let others that ask for the same prefix wait until the block is left."""
+        """Lock a prefix, so that other requests for it wait until the block ends."""
         with self._reading(self._folder(model, press), ids, mask):
             yield
 
@@ -205,18 +207,18 @@ class PrefixStore:
 
     def _load(self, path: Path, model: PreTrainedModel, length: int) -> Found | None:
         try:
-            found = Found(load(path, model), length, cache_info(path).notes)
+            entry = Found(load(path, model), length, cache_info(path).notes)
             os.utime(path)
         except FileNotFoundError:
-            return None  # another process has made room
+            return None  # another process has removed the file
         except ValueError as error:
             logger.warning("%s: it is removed, and read again", error)
             path.unlink(missing_ok=True)
             return None
-        return found
+        return entry
 
     def _make_room(self) -> None:
-        """Remove what was not used for longest, until all that is left is within the limit."""
+        """Remove the least recently used files until the total is within the limit."""
         with self._lock("room"):
             files = sorted(self._files())
             total = sum(size for _, size, _ in files)
@@ -225,25 +227,25 @@ class PrefixStore:
                     break
                 path.unlink(missing_ok=True)
                 total -= size
-            for part in self.folder.glob("*/.*.part"):
+            for partial_file in self.folder.glob("*/.*.part"):
                 with suppress(FileNotFoundError):
-                    if time.time() - part.stat().st_mtime > ABANDONED:
-                        part.unlink()
+                    if time.time() - partial_file.stat().st_mtime > ABANDONED:
+                        partial_file.unlink()
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """When each file was last used, its size, and its path."""
-        found = []
+        """Return last use, size and path of each file."""
+        files = []
         for path in self.folder.glob(f"*/*{ENDING}"):
             with suppress(FileNotFoundError):
                 state = path.stat()
-                found.append((state.st_mtime, state.st_size, path))
-        return found
+                files.append((state.st_mtime, state.st_size, path))
+        return files
 
     def _folder(self, model: PreTrainedModel, press: BasePress | str | None) -> Path:
-        """Return the folder of a model and a press; all weights are sampled for it, as they may have changed."""
+        """Return the folder of a model and a press. The weights are sampled anew each time, since they may have changed."""
         plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
-        said = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
-        text = json.dumps([*said, kvpress.__version__], sort_keys=True)
+        key = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
+        text = json.dumps([*key, kvpress.__version__], sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _lock(self, name: str) -> FileLock:
@@ -257,7 +259,7 @@ def _or_none(press: BasePress | str | None) -> BasePress:
 
 
 def _name(ids: Tensor, mask: Tensor | None) -> str:
-    """Name of the file of `ids [B, n]`: how many they are, and a digest of them and of the padding."""
+    """Return the file name of `ids [B, n]`: their number, and a digest of ids and padding."""
     padded = mask is not None and not bool(mask.all())
     digest = hashlib.sha256(f"{list(ids.shape)} {padded}".encode())
     for tensor in (ids, mask) if padded and mask is not None else (ids,):
@@ -266,7 +268,7 @@ def _name(ids: Tensor, mask: Tensor | None) -> str:
 
 
 def _files_in(plain: Any) -> list[str]:
-    """Digests of the files that the settings of a press name."""
+    """Return digests of the files named in the settings of a press."""
     if isinstance(plain, str):
         path = Path(plain)
         return [hashlib.sha256(path.read_bytes()).hexdigest()] if "." in plain and path.is_file() else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pipeline("kv-press-text-generation")`: ask questions about contexts that are compressed once."""
+"""Pipeline `kv-press-text-generation`: compress contexts once, and answer questions about them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Context = str | Messages | None
 class KVPressTextGenerationPipeline(Pipeline):
     """Compress a context, or a batch of contexts, before the questions are seen, then answer each question from it.
 
-    The context is read once; every question works on a copy of the compressed cache, so that answers do not depend on
-    each other. Answers are greedy, by the model's logits alone: of the model's `generation_config`, the ids of special tokens
-    count, and sampling, beams, penalties and other processors of logits do not. They come from `model.generate`: any of its
-    arguments can be given, penalties and sampling included. The numbers of tokens read and kept are logged at the level DEBUG.
+    The context is read once. Each question gets a copy of the compressed cache, so that answers are independent. Answers
+    are greedy by default: the pipeline takes the ids of special tokens from the model's `generation_config`, but not its
+    sampling, beams, penalties or other logits processors. Pass these as arguments, which go to `model.generate`. The numbers
+    of tokens read and kept are logged at level DEBUG.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         for name in ("generate_answer", "_remove_answer_from_cache"):
             if name in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__} overrides {name!r}, which the pipeline does not call here: override `_forward` instead"
+                    f"{cls.__name__} overrides {name!r}, which this pipeline does not call: override `_forward` instead"
                 )
 
     def __call__(
@@ -73,31 +73,41 @@ class KVPressTextGenerationPipeline(Pipeline):
         prefix_store: PrefixStore | None = None,
         **generate: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
+        """Compress contexts and answer questions about them.
 
-        A context is a text, or a list of messages: a question goes to the end of the last one if that is the user's, else into
-        a user's turn behind it. A list of contexts is read as one batch and returns a list; `questions` are the same for all of
-        them, or a list of lists, one for each. `press` is a press or its spec, such as "snapkv:0.5". `system` is a system
-        prompt, and `tools` are those of the chat template. With `num_return_sequences`, every answer is a list.
+        Contexts and questions must fit in the positions of the model. An answer beyond them issues a `RuntimeWarning`, once
+        for a model.
 
-        `cache` is filled with the compressed context and can be passed again with a further context, or with the context None
-        to ask about what it holds; the path of a file that `kvpress.save` wrote stands for what it holds. Contexts that a
-        `prefix_store` holds are not read again, and those that it does not hold are read into it. Contexts longer than
-        `max_context_length` tokens lose their end. A `streamer` gets the tokens of one answer as they come; a list of them,
-        those of each question about one context.
+        Args:
+            context: a text, or a list of messages. A question is appended to a last message of the user, or added as a new
+                one. A list of contexts is read as one batch and returns a list. None needs a `cache` that has read a context.
+            question: one question; none continues the context.
+            questions: several questions, for all contexts; or a list of lists, one for each context.
+            answer_prefix: text that every answer begins with; not returned.
+            press: a press or its spec, such as "snapkv:0.5".
+            max_new_tokens: tokens of an answer at most.
+            max_context_length: tokens of a context at most; the rest of it is cut off.
+            enable_thinking: argument of the chat template.
+            cache: cache that the compressed context is stored in; pass it again with a further context or None. Or the path
+                of a file from `kvpress.save`.
+            system: system prompt.
+            tools: tools of the chat template.
+            prefix_store: store of compressed contexts. Contexts in it are not read again; new ones are added.
+            generate: arguments of `model.generate`. With `num_return_sequences`, every answer is a list. A `streamer` gets
+                the tokens of one answer; a list of them has one for each question about one context.
 
-        More tokens of contexts and questions than the model has positions are refused. An answer that goes on past them is a
-        `RuntimeWarning`, once for a model.
+        Returns:
+            `{"answer": text}` for one or no question, `{"answers": [...]}` for `questions`.
 
         Raises:
-            TypeError, ValueError, KeyError: an argument does not fit, or there is no such press; nothing has been read then.
+            TypeError, ValueError, KeyError: an argument is not valid, or the press is unknown. Nothing has been read then.
         """
         press = None if press is None else get_press(press)
         contexts, single = _contexts(context)
-        asked, many = _questions(question, questions, len(contexts))
+        all_questions, many = _questions(question, questions, len(contexts))
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-        streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, asked)))
+        streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, all_questions)))
         if prefix_store is not None and cache is not None:
             raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
         cache = self._cache(cache)
@@ -107,7 +117,13 @@ class KVPressTextGenerationPipeline(Pipeline):
                 "that has read one"
             )
         inputs = self.preprocess(
-            contexts, asked, answer_prefix or "", max_context_length, enable_thinking, system=system, tools=tools
+            contexts,
+            all_questions,
+            answer_prefix or "",
+            max_context_length,
+            enable_thinking,
+            system=system,
+            tools=tools,
         )
         self._check_positions(inputs, cache, press, max_new_tokens)
         if streamers:
@@ -119,7 +135,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         return results[0] if single else results
 
     def _cache(self, cache: Any) -> Cache:
-        """Return the cache that is meant: the one place where what is given as `cache` becomes one."""
+        """Return the cache of the argument `cache`: new for None, loaded for a path."""
         if cache is None:
             return new_cache(self.model)
         if isinstance(cache, (str, Path)):
@@ -143,40 +159,43 @@ class KVPressTextGenerationPipeline(Pipeline):
         enable_thinking: bool,
         **template: Any,
     ) -> dict[str, Any]:
-        """Tokenise: contexts padded on the left to `[B, n]`, and the first, second, ... question of all contexts.
+        """Tokenise the contexts, padded on the left to `[B, n]`, and the first, second, ... question of all contexts.
 
-        Each of these has `ids [b, m]`, padded on the left, their `mask`, and the `rows` of the contexts that they are about.
+        Each round of questions has `ids [b, m]`, padded on the left, their `mask`, and the `rows` of their contexts.
         """
         framed = [
-            self._frame(context, any(asked), enable_thinking, **template)
-            for context, asked in zip(contexts, questions, strict=True)
+            self._frame(context, any(context_questions), enable_thinking, **template)
+            for context, context_questions in zip(contexts, questions, strict=True)
         ]
         rows = [self._encode(before)[:max_context_length] for before, _ in framed]
         ids, mask = self._padded(rows)
         rounds = []
-        for place in range(max(map(len, questions))):
-            about = [row for row, asked in enumerate(questions) if place < len(asked)]
-            texts = [questions[row][place] + framed[row][1] + answer_prefix for row in about]
-            for row, text in zip(about, texts, strict=True):
+        for index in range(max(map(len, questions))):
+            asked_rows = [row for row, context_questions in enumerate(questions) if index < len(context_questions)]
+            texts = [questions[row][index] + framed[row][1] + answer_prefix for row in asked_rows]
+            for row, text in zip(asked_rows, texts, strict=True):
                 if not text:
-                    raise ValueError(
-                        f"there is nothing to ask about context {row}: give a question or an answer_prefix"
-                    )
+                    raise ValueError(f"no question about context {row}: pass a question or an answer_prefix")
             asked_ids, asked_mask = self._padded([self._encode(text) for text in texts])
-            rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": about})
+            rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": asked_rows})
         return {"ids": ids, "mask": mask, "questions": rounds}
 
     def _check_positions(
         self, inputs: dict[str, Any], cache: Cache, press: BasePress | None, max_new_tokens: int
     ) -> None:
-        """Refuse contexts and questions that the model has no positions for."""
+        """Refuse contexts and questions that exceed the positions of the model."""
         config, recipe = self.model.config, BasePress().recipe() if press is None else press.recipe()
-        read, asked = inputs["ids"].shape[1], max(question["ids"].shape[1] for question in inputs["questions"])
+        context_tokens, question_tokens = (
+            inputs["ids"].shape[1],
+            max(question["ids"].shape[1] for question in inputs["questions"]),
+        )
         seen = cache.get_seq_length()
-        room = (positions_of(config) or 0) - seen - asked - max_new_tokens
-        fix = f"pass max_context_length={room}, or a shorter text" if read and room > 0 else "read or ask less"
-        parts = f"{seen} in the cache, {read} of the context, {asked} of the question"
-        check_positions(config, seen + read + asked, f"{fix} ({parts})", recipe=recipe)
+        room = (positions_of(config) or 0) - seen - question_tokens - max_new_tokens
+        fix = (
+            f"pass max_context_length={room}, or a shorter text" if context_tokens and room > 0 else "read or ask less"
+        )
+        parts = f"{seen} in the cache, {context_tokens} of the context, {question_tokens} of the question"
+        check_positions(config, seen + context_tokens + question_tokens, f"{fix} ({parts})", recipe=recipe)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -200,7 +219,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         system: str | None = None,
         tools: Sequence[Any] | None = None,
     ) -> tuple[str, str]:
-        """Split the chat template around the place where the question goes: `(text before, text after)`."""
+        """Render the chat template and split it at the question: `(text before, text after)`."""
         if self.tokenizer.chat_template is None:
             if isinstance(context, list) or system is not None or tools is not None:
                 raise ValueError(
@@ -228,8 +247,8 @@ class KVPressTextGenerationPipeline(Pipeline):
             enable_thinking=enable_thinking,
         )
         chat = render(add_generation_prompt=True)
-        before, found, after = chat.partition(mark)
-        if not found:  # nothing is asked: what follows is the turn of the answer
+        before, marker, after = chat.partition(mark)
+        if not marker:  # no question: the second text begins the answer
             before = render(add_generation_prompt=False)
             after = chat.removeprefix(before)
         return ("" if context is None else before), after
@@ -242,7 +261,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         prefix_store: PrefixStore | None = None,
         **generate: Any,
     ) -> list[Tensor]:
-        """Read the contexts under the press, then generate a `[b, new]` tensor of answers for each round of questions."""
+        """Read the contexts under the press, then return a `[b, new]` tensor of answers for each round of questions."""
         ids, mask = inputs["ids"], inputs["mask"]
         cache = new_cache(self.model) if cache is None else cache
         before = cache.get_seq_length()
@@ -253,23 +272,23 @@ class KVPressTextGenerationPipeline(Pipeline):
             cache = self._read(ids, mask, press, cache, prefix_store)
         branches = copies_of(self.model, generate.get("generation_config"), greedy(generate))
         answers, streamers = [], generate.pop("streamer", None)
-        for place, question in enumerate(inputs["questions"]):
-            rows, own = question["rows"], copy.deepcopy(cache)
+        for index, question in enumerate(inputs["questions"]):
+            rows, branch = question["rows"], copy.deepcopy(cache)
             if len(rows) < len(ids):
-                own.batch_select_indices(torch.tensor(rows, device=ids.device))
+                branch.batch_select_indices(torch.tensor(rows, device=ids.device))
             if branches > 1:
-                own.batch_repeat_interleave(branches)
-            streamer = streamers[place] if streamers else None
-            # Only the length of ids already in the cache matters to `generate`, so the new ones are passed alone.
-            spoken = {"streamer": streamer} if streamer else {}
+                branch.batch_repeat_interleave(branches)
+            streamer = streamers[index] if streamers else None
+            # `generate` takes the new ids alone, with a mask of all tokens.
+            streaming = {"streamer": streamer} if streamer else {}
             real = torch.cat([mask[rows], question["mask"]], dim=1)
             with self._asking(press), _ended(streamer):
-                answers.append(self._answer(question["ids"], real, own, **generate, **spoken))
+                answers.append(self._answer(question["ids"], real, branch, **generate, **streaming))
         return answers
 
     @torch.no_grad()
     def _answer(self, ids: Tensor, mask: Tensor, cache: Cache, **generate: Any) -> Tensor:
-        """Return what follows questions `[b, m]`, `[b, new]`; `mask` marks their real tokens and those that a cache holds."""
+        """Return answers `[b, new]` to questions `[b, m]`; `mask` marks the real tokens of cache and questions."""
         output: Tensor = self.model.generate(ids, attention_mask=mask, **with_cache(cache), **greedy(generate))
         return output[:, ids.shape[1] :]
 
@@ -277,10 +296,10 @@ class KVPressTextGenerationPipeline(Pipeline):
         """Return the greedy answer to a question `[1, m]` about the one context that a cache holds, as in NVIDIA kvpress.
 
         `context_length` is the number of tokens that the cache has seen. The cache keeps question and answer. Inside a `with`
-        block its press goes on; outside of any the cache is read as it is.
+        block, its press applies; outside, nothing is compressed further.
 
         Raises:
-            ValueError: the cache holds several contexts, or has seen another number of tokens.
+            ValueError: the cache has several rows, or has seen another number of tokens.
         """
         seen = cache.get_seq_length()
         if context_length != seen or _rows(cache) > 1:
@@ -297,62 +316,65 @@ class KVPressTextGenerationPipeline(Pipeline):
     def _read(
         self, ids: Tensor, mask: Tensor, press: BasePress | None, cache: Cache, prefix_store: PrefixStore | None
     ) -> Cache:
-        """Return the cache of the contexts, `cache` unless a store has them; `mask` covers what that already holds too."""
+        """Read contexts and return their cache, from the store or `cache`; `mask` includes the tokens that `cache` has seen."""
         before = cache.get_seq_length()
         if prefix_store is not None:
             cache = prefix_store.read(self.model, press, ids, mask)
         else:
-            used, evict = press or BasePress(), press is not None
-            read_prompt(self.model, used, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)
+            applied, evict = press or BasePress(), press is not None
+            read_prompt(self.model, applied, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)
         logger.debug("Context Length: %d", ids.shape[1])
         if logger.isEnabledFor(logging.DEBUG):
             stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer)]
-            held = [n for store in stores if store is not None for n in store.stored()]
+            num_stored = [n for store in stores if store is not None for n in store.stored()]
             logger.debug(
-                "Compressed Context Length: %d", round(sum(held) / len(held)) if held else before + ids.shape[1]
+                "Compressed Context Length: %d",
+                round(sum(num_stored) / len(num_stored)) if num_stored else before + ids.shape[1],
             )
         return cache
 
     def _asking(self, press: BasePress | None) -> AbstractContextManager[Session]:
-        """Open a block for this thread alone: others may ask the same pipeline, under other presses."""
+        """Open a private block, since other threads may use this pipeline with other presses."""
         return session(press or BasePress(), self.model, evict=False, private=True, tokenizer=self.tokenizer)
 
     def postprocess(self, answers: list[Tensor], many: bool, rows: list[list[int]]) -> list[dict[str, Any]]:
-        """Decode: one dictionary per context, given which `rows` each tensor of answers is about."""
-        found: list[list[Any]] = [[] for _ in range(1 + max(row for about in rows for row in about))]
-        for answer, about in zip(answers, rows, strict=True):
+        """Decode to one dictionary per context; `rows` has the contexts of each tensor of answers."""
+        answers_by_row: list[list[Any]] = [
+            [] for _ in range(1 + max(row for answer_rows in rows for row in answer_rows))
+        ]
+        for answer, answer_rows in zip(answers, rows, strict=True):
             texts = self.tokenizer.batch_decode(answer, skip_special_tokens=True)
-            each = len(texts) // len(about)
-            for place, row in enumerate(about):
-                own = texts[place * each : (place + 1) * each]
-                found[row].append(own if each > 1 else own[0])
-        return [{"answers": own} if many else {"answer": own[0]} for own in found]
+            copies = len(texts) // len(answer_rows)
+            for index, row in enumerate(answer_rows):
+                row_answers = texts[index * copies : (index + 1) * copies]
+                answers_by_row[row].append(row_answers if copies > 1 else row_answers[0])
+        return [{"answers": row_answers} if many else {"answer": row_answers[0]} for row_answers in answers_by_row]
 
 
-# `Pipeline.save_pretrained` reads it, as `PipelineRegistry.register_pipeline` would leave it.
+# Read by `Pipeline.save_pretrained`; same content as `PipelineRegistry.register_pipeline` sets.
 KVPressTextGenerationPipeline._registered_impl = {
     TASK: {"impl": KVPressTextGenerationPipeline, "pt": (AutoModelForCausalLM,)}
 }
 
 
-def _contexts(given: Any) -> tuple[list[Context], bool]:
-    """Return the contexts of a call, and whether it is a single one."""
-    if given is None or isinstance(given, str) or _is_talk(given):
-        return [given], True
-    contexts = list(given) if isinstance(given, (list, tuple)) else [given]
+def _contexts(context_argument: Any) -> tuple[list[Context], bool]:
+    """Return the contexts of a call, and whether it passed a single one."""
+    if context_argument is None or isinstance(context_argument, str) or _is_talk(context_argument):
+        return [context_argument], True
+    contexts = list(context_argument) if isinstance(context_argument, (list, tuple)) else [context_argument]
     if not contexts:
         raise ValueError("need at least one context and one question, got no context")
-    for place, context in enumerate(contexts):
+    for index, context in enumerate(contexts):
         if not isinstance(context, str) and not _is_talk(context):
             raise TypeError(
                 "a context must be a text or a list of messages such as {'role': 'user', 'content': 'text'}, the last content "
-                f"being text, or a list of contexts; got {context!r:.80} at place {place}"
+                f"being text, or a list of contexts; got {context!r:.80} at place {index}"
             )
     return contexts, False
 
 
 def _rows(cache: Cache) -> int:
-    """Return how many contexts a cache has read side by side; 0 for an empty one."""
+    """Return the number of rows of a cache; 0 for an empty one."""
     for layer in cache.layers:
         if isinstance(layer, PressLayer):
             return 0 if layer.store is None else layer.store.batch
@@ -361,41 +383,43 @@ def _rows(cache: Cache) -> int:
     return 0
 
 
-def _is_talk(given: Any) -> bool:
-    """Whether something is a list of messages."""
-    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+def _is_talk(value: Any) -> bool:
+    """Whether a value is a list of messages."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         return False
-    return all("role" in each and "content" in each for each in given) and isinstance(given[-1]["content"], str)
+    return all("role" in message and "content" in message for message in value) and isinstance(
+        value[-1]["content"], str
+    )
 
 
 def _questions(question: str | None, questions: Any, contexts: int) -> tuple[list[list[str]], bool]:
-    """Return the questions about every context, and whether there may be several."""
+    """Return the questions about every context, and whether the call passed `questions`."""
     if question is not None and questions is not None:
         raise ValueError("give either question or questions, not both")
     if isinstance(questions, str) or not isinstance(question, (str, type(None))):
         raise TypeError(f"question is a text and questions a list of texts, got {question!r:.60} and {questions!r:.60}")
     if questions is None:
         return [[question or ""]] * contexts, False
-    asked = list(questions)
-    if not asked or (contexts == 1 and asked == [[]]):
+    texts = list(questions)
+    if not texts or (contexts == 1 and texts == [[]]):
         raise ValueError("need at least one context and one question, got no question")
-    if all(isinstance(each, str) for each in asked):
-        return [asked] * contexts, True
-    if not all(isinstance(each, (list, tuple)) and all(isinstance(text, str) for text in each) for each in asked):
+    if all(isinstance(item, str) for item in texts):
+        return [texts] * contexts, True
+    if not all(isinstance(item, (list, tuple)) and all(isinstance(text, str) for text in item) for item in texts):
         raise TypeError("questions must be texts, or a list of texts for every context")
-    if len(asked) != contexts:
-        raise ValueError(f"questions has {len(asked)} lists for {contexts} contexts; give a list for each")
-    empty = [place for place, each in enumerate(asked) if not each]
+    if len(texts) != contexts:
+        raise ValueError(f"questions has {len(texts)} lists for {contexts} contexts; give a list for each")
+    empty = [index for index, item in enumerate(texts) if not item]
     if empty:
         raise ValueError(f"need at least one question about each context, got none about context {empty[0]}")
-    return [list(each) for each in asked], True
+    return [list(item) for item in texts], True
 
 
-def _streamers(given: Any, contexts: int, questions: int) -> list[Any]:
-    """Return a streamer for each question; none where none are given."""
-    if given is None:
+def _streamers(streamer_argument: Any, contexts: int, questions: int) -> list[Any]:
+    """Return a streamer for each question; an empty list without streamers."""
+    if streamer_argument is None:
         return []
-    streamers = list(given) if isinstance(given, (list, tuple)) else [given]
+    streamers = list(streamer_argument) if isinstance(streamer_argument, (list, tuple)) else [streamer_argument]
     if len(streamers) != questions:
         raise ValueError(
             f"a streamer shows the answer to one question: got {len(streamers)} for {questions} questions; pass a list of one "
@@ -411,7 +435,7 @@ def _streamers(given: Any, contexts: int, questions: int) -> list[Any]:
 
 @contextlib.contextmanager
 def _ended(streamer: Any) -> Iterator[None]:
-    """End a streamer where the answer fails, so that nobody waits for the rest of it."""
+    """End a streamer if the answer fails, so that no reader waits for more tokens."""
     try:
         yield
     except BaseException:

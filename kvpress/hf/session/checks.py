@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of models and calls, made before any work starts; each error names the value, what is allowed and the fix."""
+"""Checks of models and calls before any work starts. Each error names the value, the allowed values and the fix."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 
 
 def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
-    """Return whether a press can work on the attention `modules` of a model; only one that `is_identity` goes without.
+    """Return whether a press can compress the caches of a model, from its attention `modules`. An identity press need not.
 
     Raises:
         RuntimeError: a press is active on the model.
-        NotImplementedError: no press, or not this one, can work on the model; says why.
-        ValueError: the kernels are asked to run at a level that the processor lacks.
+        NotImplementedError: the model is not supported; the message has the reason.
+        ValueError: the environment selects a kernel level that the processor lacks.
     """
-    build.asked_level()  # a prompt would be read first: kernels run while decoding,
-    launch.runs_on(model.device)  # and its first token would wait until they are loaded, or compiled
+    # Load or compile the kernels now: otherwise the first decode step, after the prompt, would wait for them.
+    build.asked_level()
+    launch.runs_on(model.device)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder model; only decoder-only models are supported")
@@ -45,37 +46,35 @@ def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
 
 
 def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
-    """Return why the pairs of a model cannot be compressed."""
+    """Return the reason why the pairs of a model cannot be compressed, or None."""
     text = model.config.get_text_config(decoder=True)
     kinds = layer_types(text) if hasattr(text, "num_hidden_layers") else list(GROWING)
     if "indexed_attention" in kinds:
-        return (
-            "chooses what it reads with an index of its own over all tokens (indexed attention), which needs every key"
-        )
+        return "selects the pairs to read with its own index over all tokens (indexed attention), which needs every key"
     if not set(GROWING) & set(kinds):
-        found = ", ".join(sorted(set(kinds)))
-        return (
-            f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {found}"
-        )
-    taken = inspect.signature(decoder_of(model).forward).parameters
-    if "input_ids" in taken and not {CACHE, "use_cache"} <= set(taken):
+        kind_names = ", ".join(sorted(set(kinds)))
+        return f"has no full-attention layer, so there is no growing key-value cache to compress; its layers are {kind_names}"
+    parameters = inspect.signature(decoder_of(model).forward).parameters
+    if "input_ids" in parameters and not {CACHE, "use_cache"} <= set(parameters):
         return f"takes no cache of keys and values (`{CACHE}`), so there is nothing to compress"
-    places = [cache_place(module) for module in modules]
-    growing = [place for place in places if place < len(kinds) and kinds[place] in GROWING]
+    cache_indices = [cache_place(module) for module in modules]
+    growing = [
+        cache_index for cache_index in cache_indices if cache_index < len(kinds) and kinds[cache_index] in GROWING
+    ]
     if not growing:
         return (
-            "has no attention modules that know their layer of the cache (`layer_idx`), which is how a press finds the pairs "
-            "of a layer"
+            "has no attention modules with the index of their cache layer (`layer_idx`), which a press needs to find the "
+            "pairs of a layer"
         )
     if len(set(growing)) < len(growing):
-        return "writes several layers of its cache from one attention module, so that layers cannot be told apart"
+        return "writes several layers of its cache from one attention module, so that a press cannot distinguish the layers"
     return None
 
 
 def check_generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> int:
-    """Check the arguments of `generate`; return the prompt length if that cannot be seen from the first pass, else 0.
+    """Check the arguments of `generate`; return the prompt length if the first pass does not show it, else 0.
 
-    That is where the prompt comes in chunks, or with candidates behind it.
+    The first pass does not show it if the prompt is read in chunks, or together with draft tokens.
     """
     settings = (generation_config, model.generation_config)
     ids = kwargs.get("input_ids", inputs)
@@ -83,7 +82,7 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
         check_assisted(model, ids, kwargs, settings)
     if setting("use_cache", kwargs, settings) is False:
         raise ValueError(
-            "use_cache=False, given or in the model's generation_config, leaves no cache to compress; pass use_cache=True"
+            "use_cache=False, as an argument or in generation_config, leaves no cache to compress; pass use_cache=True"
         )
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor):
@@ -98,8 +97,8 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     recording = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     if ids is None:
         embeds = kwargs.get("inputs_embeds")
-        whole = mask if isinstance(mask, Tensor) else embeds
-        return int(whole.shape[1]) if recording and isinstance(embeds, Tensor) and isinstance(whole, Tensor) else 0
+        tokens = mask if isinstance(mask, Tensor) else embeds
+        return int(tokens.shape[1]) if recording and isinstance(embeds, Tensor) and isinstance(tokens, Tensor) else 0
     check_ids(ids)
     check_cache_kind(cache)
     seen = 0 if cache is None else int(cache.get_seq_length())
@@ -109,7 +108,7 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
         check_padding(mask)
     length = int(ids.shape[1] if mask is None else mask.shape[1])
     if is_assistant(generation_config):
-        # Of the prompt, the last token may be taken back; what was read behind it before are candidates.
+        # The last token of a first prompt may be taken back. Later calls read draft tokens.
         return 0 if seen else length - 1
     if setting("prefill_chunk_size", kwargs, settings) or recording or takes_back(model, generation_config, kwargs):
         return length
@@ -122,13 +121,13 @@ def wants_weights(kwargs: dict[str, Any], config: Any) -> bool:
 
 
 def check_weights(recipe: Recipe, config: Any, mask: Any, later: bool) -> None:
-    """Refuse `output_attentions=True` where the weights cannot be had, of the prompt or of `later` tokens too.
+    """Refuse `output_attentions=True` if the attention weights are not available; `later` if the cache has tokens already.
 
-    Weights of a prompt are those of the model's eager attention on all its tokens. Later tokens have weights on the pairs that
-    are stored, `[B, Hq, Q, stored]`, where every head of a layer holds as many of them, as they came.
+    The weights of a prompt are from the model's eager attention over all its tokens. Later tokens get weights over the stored
+    pairs, `[B, Hq, Q, stored]`, if every head of a layer stores the same number of unchanged pairs.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: the weights are not available; the message has the reason.
     """
     name = config.get_text_config()._attn_implementation
     name, steps = getattr(name, "native", name), [step for step in recipe.evictions if not step.is_identity]
@@ -153,11 +152,11 @@ def check_weights(recipe: Recipe, config: Any, mask: Any, later: bool) -> None:
 
 
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
-"""Settings of `generate`, beside `assistant_model`, by which candidates are read and some of them taken back."""
+"""Settings of `generate`, besides `assistant_model`, that verify draft tokens and take rejected ones back."""
 
 
 def takes_back(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `generate` may take back tokens: it verifies candidates, or makes them for another model."""
+    """Whether `generate` may take back tokens: it verifies drafts, or drafts for another model."""
     settings = (generation_config, model.generation_config)
     return (
         kwargs.get("assistant_model") is not None
@@ -167,13 +166,13 @@ def takes_back(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bo
 
 
 def copies_of(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> int:
-    """How many rows `generate` makes of every prompt."""
+    """Number of rows that `generate` makes of every prompt."""
     settings = (generation_config, model.generation_config)
     return max(setting(name, kwargs, settings) or 1 for name in ("num_beams", "num_return_sequences"))
 
 
 def is_assistant(generation_config: Any) -> bool:
-    """Whether a call of `generate` makes candidates for another model."""
+    """Whether a call of `generate` drafts tokens for another model."""
     return bool(getattr(generation_config, "is_assistant", False))
 
 
@@ -183,16 +182,16 @@ def check_assisted(model: Any, ids: Tensor | None, kwargs: dict[str, Any], setti
     if getattr(model, "_is_stateful", False):
         raise NotImplementedError(
             f"assisted decoding takes back rejected tokens, but {name} has recurrent layers, whose state is a sum over all "
-            "tokens, from which none can be taken out; generate without an assistant or prompt lookup"
+            "tokens that no token can be removed from; generate without an assistant or prompt lookup"
         )
-    for other in ASSISTED[1:]:
-        if setting(other, kwargs, settings):
+    for option in ASSISTED[1:]:
+        if setting(option, kwargs, settings):
             raise NotImplementedError(
-                f"{other} makes candidates from inside the model itself, which is not supported inside a press; use "
+                f"{option} drafts tokens inside the model itself, which is not supported inside a press; use "
                 "assistant_model= or prompt_lookup_num_tokens="
             )
     if ids is None:
-        raise NotImplementedError("assisted decoding needs input_ids: candidates are compared with them")
+        raise NotImplementedError("assisted decoding needs input_ids, which draft tokens are compared with")
     if ids.shape[0] > 1:
         raise ValueError(f"assisted decoding is for one sequence at a time, got a batch of {ids.shape[0]}")
     mask = kwargs.get("attention_mask")
@@ -205,18 +204,18 @@ def check_assisted(model: Any, ids: Tensor | None, kwargs: dict[str, Any], setti
         return
     if not hasattr(assistant, "generate"):
         raise TypeError(f"assistant_model must be a model that can generate, got {type(assistant).__name__}")
-    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, assistant)]
+    sizes = [language_model.config.get_text_config(decoder=True).vocab_size for language_model in (model, assistant)]
     if sizes[0] != sizes[1] and kwargs.get("assistant_tokenizer") is None:
         raise ValueError(
-            f"assistant_model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: its candidates would mean "
+            f"assistant_model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: its draft tokens would be "
             "other words; use an assistant with the same tokenizer, or pass tokenizer= and assistant_tokenizer="
         )
 
 
 def setting(name: str, kwargs: dict[str, Any], settings: tuple[Any, ...]) -> Any:
-    """What `generate` will use: its own argument, else the first configuration that says something."""
-    given = (kwargs.get(name), *(getattr(config, name, None) for config in settings))
-    return next((value for value in given if value is not None), None)
+    """Return the value that `generate` uses: its argument, else the first value that is set in `settings`."""
+    values = (kwargs.get(name), *(getattr(config, name, None) for config in settings))
+    return next((value for value in values if value is not None), None)
 
 
 def check_cache_kind(cache: Any) -> None:
@@ -236,24 +235,24 @@ def check_ids(ids: Tensor) -> None:
 
 def check_turn(ids: Tensor, mask: Tensor | None, seen: int) -> None:
     """Check a later turn on a cache that already holds `seen` tokens."""
-    given = ids.shape[1]
-    if mask is not None and mask.shape[1] > given:
-        return  # Only new tokens; the decoder is handed the same mask, and its length is checked there.
-    if given == seen:
+    num_ids = ids.shape[1]
+    if mask is not None and mask.shape[1] > num_ids:
+        return  # The ids are only the new tokens; `check_forward` checks the length of the mask.
+    if num_ids == seen:
         raise ValueError(
             f"the cache already holds all {seen} tokens of input_ids, so there is nothing to read; pass the whole "
             "sequence with at least one new token at its end"
         )
-    if given < seen:
+    if num_ids < seen:
         raise ValueError(
-            f"input_ids has {given} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
+            f"input_ids has {num_ids} tokens but the cache has seen {seen}: to pass only the new tokens, give the mask of "
             f"the whole sequence too: generate(new_ids, {CACHE}=cache, "
-            f"attention_mask=torch.ones(batch, {seen} + {given})); or pass all {seen} + new ids"
+            f"attention_mask=torch.ones(batch, {seen} + {num_ids})); or pass all {seen} + new ids"
         )
 
 
 def check_mask(mask: Tensor) -> None:
-    """Refuse masks that say more than which tokens are real."""
+    """Refuse masks that are not the 2-D mask of real tokens."""
     if mask.dim() != 2:
         raise NotImplementedError(
             f"attention_mask has {mask.dim()} dimensions; inside a press it is the 2-D mask of real tokens "
@@ -281,12 +280,13 @@ def check_forward(
     layers: Sequence[LayerFacts],
     ids_known: bool = True,
 ) -> int:
-    """Check one forward pass of the decoder: masks, cache and whether the press can keep anything of the prompt.
+    """Check one forward pass of the decoder: mask, cache, and whether the prompt is long enough for the press.
 
-    Returns the columns of the cache after the pass, padding included; 0 where the pass reads nothing.
+    `layers` are all layers of the decoder, as its cache should have them. `ids_known` is whether the token ids are known.
+    `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, and None if nothing is evicted.
 
-    `layers` are all layers of the decoder, as its cache should have them. `ids_known` says whether the ids of its tokens are.
-    `prefill_until` is the prompt length of a chunked prefill, 0 for other passes, None where nothing is evicted.
+    Returns:
+        Columns of the cache after the pass, padding included; 0 if the pass reads nothing.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     new = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -319,26 +319,27 @@ def check_forward(
     if cache is not None:
         _check_cache_shape(cache, layers)
         if not recipe.is_identity:
-            for place, (layer, known) in enumerate(zip(cache.layers, layers, strict=False)):
-                if known.grows:
-                    check_adopted(layer, place)
+            for index, (layer, layer_facts) in enumerate(zip(cache.layers, layers, strict=False)):
+                if layer_facts.grows:
+                    check_adopted(layer, index)
     if prefill_until is not None and (new.shape[1] > 1 or seen == 0):
         length = max(seen + new.shape[1], prefill_until)
-        whole = isinstance(mask, Tensor) and mask.shape[1] == length
-        lengths = mask.sum(dim=1).tolist() if whole and isinstance(mask, Tensor) else [length]
+        covers_prompt = isinstance(mask, Tensor) and mask.shape[1] == length
+        lengths = mask.sum(dim=1).tolist() if covers_prompt and isinstance(mask, Tensor) else [length]
         for real in sorted(set(lengths)):
             recipe.check_length(int(real))
     return seen + int(new.shape[1])
 
 
 def check_known_tokens(cache: Any, seen: int) -> None:
-    """Refuse to look for spans in a cache that has read tokens without a press that does."""
+    """Refuse to find spans in a cache that has seen tokens of unknown ids."""
     store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)
-    known = 0 if store is None or SPANS not in store.observers else store.observers[SPANS].known
-    if known != seen:
+    num_known = 0 if store is None or SPANS not in store.observers else store.observers[SPANS].known
+    if num_known != seen:
         raise ValueError(
-            f"spans of tags, roles and images are found in token ids, and the cache has seen {seen} tokens of which the ids of "
-            f"{known} are known: read everything under the press (in `with press(model)` or `kvpress.reading(model, press)`)"
+            "spans of tags, roles and images are found in token ids, and the cache has seen "
+            f"{seen} tokens of which the ids of {num_known} are known: read everything under the press (in `with press(model)` "
+            "or `kvpress.reading(model, press)`)"
         )
 
 
@@ -355,19 +356,19 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
         before, after = position_ids[row, token : token + 2].tolist()
         raise NotImplementedError(
             f"position_ids go from {before} back to {after} inside row {row}: a press does not read packed sequences; "
-            "read them one by one or padded. Where none are packed, the prompt may hold the pad token as an ordinary one, "
-            "which generate takes for padding unless it is given an attention_mask (of ones)"
+            "read them one by one or padded. If none are packed, the prompt may contain the pad token as an ordinary token, "
+            "which generate treats as padding unless you pass an attention_mask (of ones)"
         )
 
 
 def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
-    held, layers = len(cache.layers), len(expected)
-    # Before transformers 5.23, a cache leaves out the layers at the end that read the pairs of others.
-    fewest = 1 + max((layer.cache_index for layer in expected if layer.kind != NO_PAIRS), default=-1)
-    # A cache made without a configuration gets its layers as they are first used.
-    unused = held == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
-    if not fewest <= held <= layers and not unused:
-        raise ValueError(f"the cache has {held} layers but the model has {layers}; use one cache per model")
+    num_layers, layers = len(cache.layers), len(expected)
+    # Before transformers 5.23, a cache has no entry for trailing layers that read the pairs of other layers.
+    min_layers = 1 + max((layer.cache_index for layer in expected if layer.kind != NO_PAIRS), default=-1)
+    # A cache made without a configuration adds its layers at their first use.
+    unused = num_layers == 0 and getattr(cache, "layer_class_to_replicate", None) is not None
+    if not min_layers <= num_layers <= layers and not unused:
+        raise ValueError(f"the cache has {num_layers} layers but the model has {layers}; use one cache per model")
     for index, (layer, shape) in enumerate(zip(cache.layers, expected, strict=False)):
         keys = _held_keys(layer)
         if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.kv_heads, shape.head_dim):
@@ -378,9 +379,9 @@ def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
 
 
 def _held_keys(layer: Any) -> Tensor | None:
-    """Return a tensor `[B, H, n, D]` shaped like the keys of a cache layer, or None while it is empty."""
+    """Return a tensor `[B, H, n, D]` with the shape of the keys of a cache layer, or None while the layer is empty."""
     if getattr(type(layer), "on_its_way", False):
-        return None  # its model was checked when it began to arrive
+        return None  # the loader has checked the model already
     if hasattr(layer, "store"):
         return None if layer.store is None else layer.store.window.keys
     keys = getattr(layer, "keys", None)

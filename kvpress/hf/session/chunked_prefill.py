@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are evicted from while they are read: the forward pass that stands in for a model's own."""
+"""Chunked prefill with eviction after each chunk: a replacement of the model's forward."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvpress.hf.session.requests import Request, here
 from kvpress.hf.session.running import Running
 
 PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
-"""Arguments of forward whose last axis are tokens."""
+"""Arguments of forward whose last axis is tokens."""
 OUTPUTS = ("logits", "last_hidden_state")
 IMAGES = ("pixel_values", "mm_encoder_outputs")
-"""What arguments of forward that bring images, or what an encoder made of them, begin with."""
+"""Prefixes of the names of forward arguments with images or encoded images."""
 
 
 class ChunkedForward:
-    """Stands in for a model's forward: splits passes where something is evicted and joins their outputs."""
+    """Forward of a model that reads prompts in chunks and concatenates the outputs."""
 
     def __init__(self, session: Running, forward: Callable[..., Any], chunk: int) -> None:
         update_wrapper(self, forward, updated=())
@@ -35,51 +35,51 @@ class ChunkedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = arguments_of(self.names, args, kwargs)
-        given = arguments.get("input_ids")
-        given = arguments.get("inputs_embeds") if given is None else given
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         config = self.session.model.config
-        cached = arguments.get("use_cache", getattr(config.get_text_config(decoder=True), "use_cache", True))
-        if given is None or cached is False:
+        use_cache = arguments.get("use_cache", getattr(config.get_text_config(decoder=True), "use_cache", True))
+        if tokens is None or use_cache is False:
             return self.forward(**arguments)
         cache, request = arguments.get(CACHE), here.request
         assert request is not None  # noqa: S101 - for type checkers; every call of the model is one
         arguments = without_repeats(self.session, arguments, cache, request)
-        given = arguments["input_ids"] if arguments.get("input_ids") is not None else given
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else tokens
         seen = 0 if cache is None else int(cache.get_seq_length())
         if not request.is_of(cache):
             request = Request(self.session.model, self.session, False, cache, prompt_start=seen)
-        before, end, candidates = request.prompt_end, seen + given.shape[1], records(cache, request)
-        if candidates and seen >= max(before, 1):
+        before, end, has_drafts = request.prompt_end, seen + tokens.shape[1], records(cache, request)
+        if has_drafts and seen >= max(before, 1):
             return self.forward(**arguments)
-        until = before if candidates and before else max(before, end)
-        # Counted from the end, so that neither padding nor `prefill_chunk_size` changes where a prompt is cut.
+        until = before if has_drafts and before else max(before, end)
+        # Cuts are counted from the end, so that they depend neither on padding nor on `prefill_chunk_size`.
         first = seen + (until - seen) % self.chunk
         cuts = [cut - seen for cut in range(first, min(until, end), self.chunk) if cut > seen]
         if seen < until < end:
-            cuts.append(until - seen)  # candidates follow
+            cuts.append(until - seen)  # draft tokens follow
         if not cuts:
             return self.forward(**arguments)
-        self._check(arguments, given, before)
+        self._check(arguments, tokens, before)
         outer, here.request, request.prompt_end = here.request, request, until
         if not before:
             request.prompt_start = seen
         try:
-            return self._read(arguments, [0, *cuts, given.shape[1]], seen)
+            return self._read(arguments, [0, *cuts, tokens.shape[1]], seen)
         finally:
             here.request, request.prompt_end = outer, before
 
-    def _check(self, arguments: dict[str, Any], given: Tensor, prompt_end: int) -> None:
+    def _check(self, arguments: dict[str, Any], tokens: Tensor, prompt_end: int) -> None:
         if any(name.startswith(IMAGES) and value is not None for name, value in arguments.items()):
             raise NotImplementedError(
-                f"a prompt with images is embedded whole, so it cannot be read in chunks of {self.chunk} tokens: read it "
+                f"a prompt with images is embedded at once, so it cannot be read in chunks of {self.chunk} tokens: read it "
                 "in one pass, under a press that evicts after the prompt, such as vision(snapkv:0.5)"
             )
         for name in ("output_hidden_states", "labels"):
             if arguments.get(name) is not None and arguments[name] is not False:
-                raise ValueError(f"{name} is not available where a prompt is read in chunks of {self.chunk} tokens")
+                raise ValueError(f"{name} is not available if a prompt is read in chunks of {self.chunk} tokens")
         if not isinstance(arguments.get("logits_to_keep", 0), int):
-            raise NotImplementedError("logits_to_keep must be a number where a prompt is read in chunks")
-        check_ids(given)
+            raise NotImplementedError("logits_to_keep must be an integer if a prompt is read in chunks")
+        check_ids(tokens)
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):
             check_mask(mask)
@@ -87,35 +87,35 @@ class ChunkedForward:
                 check_padding(mask)
 
     def _read(self, arguments: dict[str, Any], edges: list[int], seen: int) -> Any:
-        """Read the tokens between edges, one pass each."""
+        """Read the tokens between consecutive edges in one pass each."""
         length, keep = edges[-1], arguments.get("logits_to_keep", 0)
-        wanted = length - keep if keep else 0
+        first_logit = length - keep if keep else 0
         arguments = {**arguments, "return_dict": True}
         if arguments.get(CACHE) is None:
             arguments |= with_cache(new_cache(self.session.model))
-        found: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
+        collected: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
         for start, stop in itertools.pairwise(edges):
-            part = self._part(arguments, slice(start, stop), length, seen)
+            part_arguments = self._part(arguments, slice(start, stop), length, seen)
             if "logits_to_keep" in self.names:
-                part["logits_to_keep"] = max(1, stop - max(start, wanted))
-            outputs = self.forward(**part)
+                part_arguments["logits_to_keep"] = max(1, stop - max(start, first_logit))
+            outputs = self.forward(**part_arguments)
             for name in OUTPUTS:
-                if stop > wanted and name in outputs:
-                    found[name].append(outputs[name])
-        for name, parts in found.items():
+                if stop > first_logit and name in outputs:
+                    collected[name].append(outputs[name])
+        for name, parts in collected.items():
             if parts:
                 outputs[name] = torch.cat(parts, dim=1)
         return outputs
 
     def _part(self, arguments: dict[str, Any], tokens: slice, length: int, seen: int) -> dict[str, Any]:
         """Return the arguments of a pass over some of the tokens."""
-        part = dict(arguments)
+        selected = dict(arguments)
         for name in PER_TOKEN:
-            value = part.get(name)
+            value = selected.get(name)
             if isinstance(value, Tensor) and value.shape[-1] == length:
-                part[name] = value[..., tokens]
-        if isinstance(part.get("inputs_embeds"), Tensor):
-            part["inputs_embeds"] = part["inputs_embeds"][:, tokens]
-        if isinstance(part.get("attention_mask"), Tensor):
-            part["attention_mask"] = part["attention_mask"][:, : seen + tokens.stop]
-        return part
+                selected[name] = value[..., tokens]
+        if isinstance(selected.get("inputs_embeds"), Tensor):
+            selected["inputs_embeds"] = selected["inputs_embeds"][:, tokens]
+        if isinstance(selected.get("attention_mask"), Tensor):
+            selected["attention_mask"] = selected["attention_mask"][:, : seen + tokens.stop]
+        return selected

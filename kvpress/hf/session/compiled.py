@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that were compiled with `torch.compile`: inside a block they run as they were, so that no hook is left out."""
+"""Run models compiled with `torch.compile` eagerly inside a block, so that every hook runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 ORIGINAL = "_torchdynamo_orig_callable"
-"""Name under which a compiled function keeps the one that it was made of."""
+"""Attribute of a compiled function with the original function."""
 
 
 def original(model: Any) -> Any:
@@ -18,24 +18,24 @@ def original(model: Any) -> Any:
 
 
 def run_eagerly(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Let compiled modules run their original code; returns what undoes it.
+    """Make compiled modules run their original code; returns a function that undoes it.
 
-    It does not matter whether a module was wrapped, compiled in place or given a compiled `forward`. Compiled code may have
-    been traced without the hooks of a press, and would then go on without them.
+    Supports wrapped modules, modules compiled in place and modules with a compiled `forward`. Compiled code may have been
+    traced without the hooks of a press, and would not run them.
     """
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
-        held = vars(module)
-        forward = getattr(held.get("forward"), ORIGINAL, None)
-        new: dict[str, Any] = {} if forward is None else {"forward": forward}
-        if held.get("_compiled_call_impl") is not None:
-            new["_compiled_call_impl"] = None
-        if new:
-            before.append((held, {name: held[name] for name in new}))
-            held.update(new)
+        attributes = vars(module)
+        forward = getattr(attributes.get("forward"), ORIGINAL, None)
+        originals: dict[str, Any] = {} if forward is None else {"forward": forward}
+        if attributes.get("_compiled_call_impl") is not None:
+            originals["_compiled_call_impl"] = None
+        if originals:
+            before.append((attributes, {name: attributes[name] for name in originals}))
+            attributes.update(originals)
 
     def undo() -> None:
-        for held, names in before:
-            held.update(names)
+        for attributes, compiled in before:
+            attributes.update(compiled)
 
     return undo

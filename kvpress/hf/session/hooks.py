@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks and stand-ins for methods that copies of a model do not have."""
+"""Hooks and method replacements that are not copied with a model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 
 class Hook(partial[Any]):
-    """A hook that copies of its module do not have."""
+    """Hook that becomes a no-op in copies of its module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (nothing,)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a hook in the copy of a model."""
+    """Do nothing, as the hook in a copy of a model."""
 
 
 class Replaced:
-    """Stands in for the method `name` of a module: calls `act` with it. Copies of the module have the method itself."""
+    """Replacement of the method `name` of a module: calls `act` with the method. Copies of the module get the method."""
 
     def __init__(self, owner: nn.Module, name: str, act: Callable[..., Any]) -> None:
         self.owner, self.name, self.act = owner, name, act
@@ -34,13 +34,13 @@ class Replaced:
         return self.act(self.before, *args, **kwargs)
 
     def put(self) -> Callable[[], None]:
-        """Take the place of the method; returns what undoes it."""
+        """Replace the method; returns a function that restores it."""
         attributes = self.owner.__dict__
-        own = {self.name: attributes[self.name]} if self.name in attributes else {}
+        previous = {self.name: attributes[self.name]} if self.name in attributes else {}
 
         def undo() -> None:
             attributes.pop(self.name, None)
-            attributes.update(own)
+            attributes.update(previous)
 
         attributes[self.name] = self
         return undo

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that are merged before the first layer: the model computes and stores one of them, with the mean of all.
+"""Merge image tokens before the first layer: one token of each group remains, with the mean embedding of the group.
 
-What the vision encoder has made of a picture is in the embeddings that the decoder is given. Of tokens that are merged one
-stays, at its own position; the others are handed to no layer (`kvpress.hf.session.token_dropping`).
+The decoder's input embeddings contain the encoded images. The remaining token keeps its position; no layer processes the others
+(`kvpress.hf.session.token_dropping`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from kvpress.observe.spans import Span, Spans, SpanTracker
 
 
 def merge_prompt(session: Running, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the decoder with image tokens merged, and note which ones its first layer is handed.
+    """Merge image tokens in the arguments of the decoder, and set the remaining tokens of the pass.
 
-    These are the same ones where nothing is merged: without a rule, behind a first prompt, and where no images are embedded.
+    Returns `kwargs` unchanged without a merge rule, after a first prompt, and without image embeddings.
     """
     dropping, states, cache = session.recipe.dropping, kwargs.get("inputs_embeds"), cache_among(kwargs.values())
     if dropping is None or dropping.merge is None or not session.evict or not isinstance(states, Tensor):
         return kwargs
-    asked = kwargs.get("use_cache")
-    stores = session.decoder.config.use_cache if asked is None else asked  # a decoder without a cache may make one
+    use_cache = kwargs.get("use_cache")
+    stores = (
+        session.decoder.config.use_cache if use_cache is None else use_cache
+    )  # a decoder without a cache may make one
     if (
         not (stores if cache is None else not cache.get_seq_length())
         or forward.ids is None
@@ -45,18 +47,18 @@ def merge_prompt(session: Running, forward: Forward, kwargs: dict[str, Any]) -> 
     state = everything(dropping.rule, session.recipe.protected, real.to(states.device), _SpansIn(ids, real))
     cells = _cells_of(forward, state.free)
     into = dropping.merge(Entering(states, state.free, cells))
-    own = torch.arange(into.shape[1], device=into.device).expand_as(into)
-    stays = into == own
+    identity = torch.arange(into.shape[1], device=into.device).expand_as(into)
+    stays = into == identity
     if bool(stays.all()):
         return kwargs
     forward.handed = state.keep(stays & state.real)
     rows, columns = (~stays).nonzero(as_tuple=True)
-    found = {**kwargs, "inputs_embeds": _with_means(states, rows, columns, into[rows, columns])}
-    return {**found, **_deep(kwargs, rows, columns, into[rows, columns], forward.handed)}
+    merged = {**kwargs, "inputs_embeds": _with_means(states, rows, columns, into[rows, columns])}
+    return {**merged, **_deep(kwargs, rows, columns, into[rows, columns], forward.handed)}
 
 
 class _SpansIn:
-    """Finds the spans of rules in a first prompt, of which no cache knows yet: `ids [B, T]`, `real [B, T]`."""
+    """Span finder for a first prompt, `ids [B, T]` and `real [B, T]`, before a cache has a tracker."""
 
     def __init__(self, ids: Tensor, real: Tensor) -> None:
         self.tracker, self.real = SpanTracker(), real
@@ -69,12 +71,12 @@ class _SpansIn:
 
 
 def _cells_of(forward: Forward, free: Tensor) -> Tensor:
-    """Return picture, frame, row and column of the tokens of a prompt, `[B, T, 4]`; says so where some are not known."""
+    """Return image, frame, row and column of the tokens of a prompt, `[B, T, 4]`; warn if some are unknown."""
     cells = torch.full((*free.shape, 4), UNKNOWN, dtype=torch.int32) if forward.cells is None else forward.cells(0)
     cells = cells.to(free.device)
     if bool((cells[..., 0][free] == UNKNOWN).any()):
         warnings.warn(
-            "the model does not say where some of the image or video tokens lie in their pictures, so these are not merged",
+            "the layout of some image or video tokens is unknown for this model, so these are not merged",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -82,28 +84,28 @@ def _cells_of(forward: Forward, free: Tensor) -> Tensor:
 
 
 def _with_means(states: Tensor, rows: Tensor, columns: Tensor, into: Tensor) -> Tensor:
-    """Return `states [B, T, n]` with means in the places of the tokens that others are merged into.
+    """Return `states [B, T, n]` with each remaining token replaced by the mean of its group.
 
     The tokens `rows [k]`, `columns [k]` are merged into the columns `into [k]`.
     """
     length = states.shape[1]
-    kept, place = (rows * length + into).unique(return_inverse=True)
+    kept, group = (rows * length + into).unique(return_inverse=True)
     flat = states.flatten(0, 1).clone()
-    sums = flat[kept].float().index_add_(0, place, flat[rows * length + columns].float())
-    counts = torch.bincount(place, minlength=len(kept)) + 1
+    sums = flat[kept].float().index_add_(0, group, flat[rows * length + columns].float())
+    counts = torch.bincount(group, minlength=len(kept)) + 1
     flat[kept] = (sums / counts[:, None]).to(flat.dtype)
     return flat.view_as(states)
 
 
 def _deep(kwargs: dict[str, Any], rows: Tensor, columns: Tensor, into: Tensor, handed: Handed) -> dict[str, Any]:
-    """Return what Qwen3-VL adds to the outputs of its first layers, merged alike, and at which of the tokens handed on."""
+    """Merge the deepstack features that Qwen3-VL adds in its first layers, and return them with their token mask."""
     embeds, visual = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
     if not embeds or visual is None:
         return {}
     kept = handed.real & visual.to(handed.index.device).gather(1, handed.index)
-    at, merged = torch.arange(len(kept), device=kept.device)[:, None].expand_as(kept)[kept], []
-    for each in embeds:
-        whole = each.new_zeros(*visual.shape, each.shape[-1])
-        whole[visual] = each
-        merged.append(_with_means(whole, rows, columns, into)[at, handed.index[kept]])
+    batch_index, merged = torch.arange(len(kept), device=kept.device)[:, None].expand_as(kept)[kept], []
+    for features in embeds:
+        scattered = features.new_zeros(*visual.shape, features.shape[-1])
+        scattered[visual] = features
+        merged.append(_with_means(scattered, rows, columns, into)[batch_index, handed.index[kept]])
     return {"visual_pos_masks": kept, "deepstack_visual_embeds": merged}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that presses put on a model, shared by the blocks that are open on it, and the choice of a block for each call.
+"""Hooks on a model, shared by all open blocks, and the choice of the block that serves a call.
 
-A block serves the thread, or asynchronous task, that entered it. A thread that entered none, such as one that generates for a
-streamer, is served where it makes no difference by which block: all open ones have the same press. Blocks of different presses
-are open beside each other in different threads, never inside each other. A request that began inside a block ends under its
-press, also where the block has been left by then: the model is restored after it.
+A block serves the thread, or asynchronous task, that entered it. A thread that entered no block, such as one that generates
+for a streamer, is served if all open blocks have the same press. Blocks of different presses may be open in different threads,
+but never inside each other. A request that began inside a block ends under its press, even if the block was left meanwhile:
+the model is restored after the request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvpress.hf.session.token_dropping import decoder_layers, hand_on
 
 _changes = threading.RLock()
 _installed: dict[int, Installation] = {}
-"""What is installed, by the id of every configuration that was switched (configurations are not hashable)."""
+"""Installations by the id of each switched configuration (configurations are not hashable)."""
 _entered: ContextVar[tuple[int, ...]] = ContextVar("entered", default=())
 """Numbers of the blocks that this thread, or asynchronous task, has entered."""
 _numbers = itertools.count()
@@ -45,21 +45,20 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class Block:
-    """Identity of a `with` block: its number, and whether it serves the thread that entered it alone (`private`).
-
-    Open blocks that do the same to every cache share a `group`, a number.
-    """
+    """Identity of a `with` block."""
 
     def __init__(self, private: bool) -> None:
         self.number = self.group = next(_numbers)
+        """Number of the block, and of the group of blocks with equal effect on a cache."""
         self.private = private
+        """Whether only the thread that entered the block is served."""
 
     def enter(self) -> None:
-        """Note that this thread has entered the block."""
+        """Add the block to those that this thread has entered."""
         _entered.set((*_entered.get(), self.number))
 
     def leave(self) -> None:
-        """Forget the block; it may have been entered in another thread."""
+        """Remove the block from this thread, which may not be the one that entered it."""
         _entered.set(tuple(number for number in _entered.get() if number != self.number))
 
     @property
@@ -69,43 +68,43 @@ class Block:
 
 
 def check_free(session: Running) -> None:
-    """Refuse a block inside that of another press, and one of a model that shares its configuration object.
+    """Refuse a block inside the block of another press, or on a model that shares its configuration with another.
 
     Raises:
-        RuntimeError: this thread has entered a block of another press, or a model that shares the configuration has a block.
+        RuntimeError: this thread is in a block of another press, or a block is open on a model with the same config object.
     """
     with _changes:
-        found = _installed.get(id(session.model.config))
-        if found is None:
+        installation = _installed.get(id(session.model.config))
+        if installation is None:
             return
-        if found.model is not session.model:
+        if installation.model is not session.model:
             raise RuntimeError(
                 "a press is already active on another model that shares its configuration object with this one: leave its "
                 "block first, or give one of them a configuration of its own (copy.deepcopy(config))"
             )
-        for other in found.sessions:
-            if other.block.is_ours and not _alike(other, session):
+        for open_session in installation.sessions:
+            if open_session.block.is_ours and not _alike(open_session, session):
                 raise RuntimeError(
-                    f"{_shown(other)} is already active on this model in this thread, so {_shown(session)} cannot be: compose "
-                    "presses instead of nesting them, `press_a + press_b`; to use one after the other, leave the first block "
-                    "before"
+                    f"{_shown(open_session)} is already active on this model in this thread, so {_shown(session)} cannot be: "
+                    "compose presses instead of nesting them, `press_a + press_b`; to use one after the other, leave the "
+                    "first block before"
                 )
 
 
 def install(session: Running) -> Installation:
-    """Open a block on its model."""
+    """Open a block on its model, and return the installation that serves it."""
     with _changes:
         check_free(session)
-        found = _installed.get(id(session.model.config)) or Installation(session)
-        found.open(session)
-        return found
+        installation = _installed.get(id(session.model.config)) or Installation(session)
+        installation.open(session)
+        return installation
 
 
 def is_inside_block(model: Any) -> bool:
     """Whether this thread has entered a block that is open on a model."""
     with _changes:
-        found = _installed.get(id(model.config))
-        return found is not None and any(session.block.is_ours for session in found.sessions)
+        installation = _installed.get(id(model.config))
+        return installation is not None and any(session.block.is_ours for session in installation.sessions)
 
 
 def _shown(session: Running) -> str:
@@ -113,43 +112,42 @@ def _shown(session: Running) -> str:
     return (text if len(text) <= 120 else f"{text[:117]}...") + ("" if session.evict else " (reading)")
 
 
-def _alike(one: Running, other: Running) -> bool:
-    """Whether two sessions do the same to every cache."""
+def _alike(first: Running, second: Running) -> bool:
+    """Whether two sessions have the same effect on every cache."""
     return (
-        one.evict == other.evict
-        and (one.recorder is None) == (other.recorder is None)
-        and not one.block.private
-        and not other.block.private
-        and same(one.press, other.press)
+        first.evict == second.evict
+        and (first.recorder is None) == (second.recorder is None)
+        and not first.block.private
+        and not second.block.private
+        and same(first.press, second.press)
     )
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two settings are the same, presses and tensors included."""
-    if one is other:
+def same(first: Any, second: Any) -> bool:
+    """Whether two settings are equal; compares presses and tensors by value."""
+    if first is second:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.device == other.device and bool((one == other).all())
-    if isinstance(one, BasePress):
-        mine, theirs = ({n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (one, other))
-        return same(mine, theirs)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(first, Tensor):
+        return first.shape == second.shape and first.device == second.device and bool((first == second).all())
+    if isinstance(first, BasePress):
+        first_settings, second_settings = (
+            {n: v for n, v in vars(press).items() if n != "_last_cache"} for press in (first, second)
+        )
+        return same(first_settings, second_settings)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(value, second[name]) for name, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
     try:
-        return bool(one == other)
+        return bool(first == second)
     except (TypeError, ValueError, RuntimeError):
         return False
 
 
 class Installation:
-    """The hooks and methods that were put on one model, and the sessions of the blocks that are open on it.
-
-    `running` counts calls under way, of any thread: they keep what is installed.
-    """
+    """Hooks and replaced methods of one model, and the sessions of the blocks that are open on it."""
 
     def __init__(self, session: Running) -> None:
         self.model: PreTrainedModel = session.model
@@ -157,6 +155,7 @@ class Installation:
         self.modules = session.modules
         self.sessions: list[Running] = []
         self.running = 0
+        """Calls that run now, in any thread; the hooks stay until they end."""
         self.forward: Replaced | None = None
         self.hands_on = False
         self._was_open_to_all = False
@@ -166,7 +165,7 @@ class Installation:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def open(self, session: Running) -> None:
-        """Add a block, and put on the model what is not there yet."""
+        """Add a block, and install the hooks that it needs and the model lacks."""
         try:
             if not self._undo:
                 self._install(session)
@@ -182,7 +181,7 @@ class Installation:
                     self.forward = Replaced(self.model, "forward", self._run_model)
                     self._undo.append(self.forward.put())
                 session.replace_forward(self.forward.before)
-            twin = next((other for other in self.sessions if _alike(other, session)), session)
+            twin = next((candidate for candidate in self.sessions if _alike(candidate, session)), session)
             session.block.group = twin.block.group
             self.sessions.append(session)
             self._was_open_to_all |= not session.block.private
@@ -192,7 +191,7 @@ class Installation:
             raise
 
     def close(self, session: Running) -> None:
-        """Take a block away; after the last one the model is restored, once nothing is under way any more."""
+        """Remove a block. After the last block, the model is restored as soon as no call runs."""
         with _changes:
             session.block.leave()
             self.sessions.remove(session)
@@ -200,7 +199,7 @@ class Installation:
 
     def _install(self, session: Running) -> None:
         if not self.modules:
-            return  # of a model that no press can work on, under one that does nothing
+            return  # an identity press on a model without a compressible cache
         register()
         self._undo.append(run_eagerly(self.model.modules()))
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
@@ -223,7 +222,7 @@ class Installation:
             ]
             self._undo += [handle.remove for handle in handles]
             if rotary is not None and not hasattr(module, "rotary_emb"):
-                # Presses written for NVIDIA kvpress read it there.
+                # Presses written for NVIDIA kvpress read `module.rotary_emb`.
                 module.__dict__["rotary_emb"] = rotary
                 self._undo.append(partial(module.__dict__.pop, "rotary_emb", None))
         if session.reads_itself:
@@ -240,12 +239,12 @@ class Installation:
         for module in self.modules:
             if id(module.config) not in _installed:
                 raise NotImplementedError(
-                    f"{type(module).__name__} did not take the attention function `{NAME}`: this model does not use "
+                    f"{type(module).__name__} ignores the attention function `{NAME}`: this model does not use "
                     "the attention interface of transformers"
                 )
 
     def _restore(self) -> None:
-        """Undo what no open block and no call under way needs, newest first."""
+        """Undo the installation, newest change first, once no block is open and no call runs."""
         if self.sessions:
             return
         if self._undo_generate is not None:
@@ -259,10 +258,10 @@ class Installation:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _begin(self) -> tuple[Running | None, bool]:
-        """Count a call; return its session, and whether the call's cache is that of the session's own block.
+        """Count a call; return its session, and whether the session's block owns the cache of the call.
 
         Raises:
-            RuntimeError: this thread has entered no block, and those that are open have different presses.
+            RuntimeError: this thread has entered no block, and the open blocks have different presses.
         """
         with _changes:
             session, owns_cache = self._serving()
@@ -270,7 +269,7 @@ class Installation:
             return session, owns_cache
 
     def _serving(self) -> tuple[Running | None, bool]:
-        """Return the innermost block that this thread has entered; else one of those open to all, which must be alike."""
+        """Return the innermost block that this thread has entered, else a public one; public blocks must have equal presses."""
         entered = [session for session in self.sessions if session.block.is_ours]
         if entered:
             return entered[-1], True
@@ -281,7 +280,7 @@ class Installation:
         if len(groups) > 1:
             presses = " and ".join(map(_shown, groups.values()))
             raise RuntimeError(
-                f"this thread has entered no block, and others have different ones: {presses}. "
+                f"this thread has entered no block, and the open blocks have different presses: {presses}. "
                 "Enter the block in the thread that uses the model, or start the thread with the context of the block: "
                 "Thread(target=contextvars.copy_context().run, args=(model.generate, ids), kwargs=...)"
             )
@@ -295,7 +294,7 @@ class Installation:
             self._restore()
 
     def _request(self) -> Request | None:
-        """Return the call of `generate` on this model that is under way in this thread, if any."""
+        """Return the call of `generate` on this model that runs in this thread, if any."""
         return here.request if here.request is not None and here.request.model is self.model else None
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -307,22 +306,22 @@ class Installation:
                 if cache is not None:
                     here.request.cache, here.request.prompt_start = cache, int(cache.get_seq_length())
                 here.request.prompt_end = check_generate(self.model, *args, **kwargs)
-                given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-                if setting("output_attentions", kwargs, (given, self.model.generation_config)):
+                generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+                if setting("output_attentions", kwargs, (generation_config, self.model.generation_config)):
                     check_weights(session.recipe, self.model.config, kwargs.get("attention_mask"), later=True)
-                here.request.copies = copies_of(self.model, given, kwargs)
-                here.request.takes_back = takes_back(self.model, given, kwargs)
+                here.request.copies = copies_of(self.model, generation_config, kwargs)
+                here.request.takes_back = takes_back(self.model, generation_config, kwargs)
                 here.request.grids = grids_among(kwargs)
                 if here.request.takes_back:
                     here.request.prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
                 if session.captured is not None:
                     check_captured_generate(self.model, *args, **kwargs)
-                if here.request.takes_back and not is_assistant(given):
+                if here.request.takes_back and not is_assistant(generation_config):
                     return _recording(here.request, lambda: generate(*args, **kwargs))
             elif not self.sessions and self._was_open_to_all:
                 raise RuntimeError(
-                    "this `generate` was taken from the model inside a `with press(model):` block that has been left since; "
-                    "keep the block open until a thread that generates is done (thread.join())"
+                    "this `generate` was read from the model inside a `with press(model):` block that has ended; keep the "
+                    "block open until the generating thread is done (thread.join())"
                 )
             return generate(*args, **kwargs)
         finally:
@@ -332,7 +331,7 @@ class Installation:
             self._end()
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the whole model, which a session may replay, or read a prompt by in chunks; it counts as a request of its own."""
+        """Run the whole model as one request; a session may replay it or read the prompt in chunks."""
         request = self._request()
         if request is not None:
             return _stand_in(request.session, forward)(*args, **kwargs)
@@ -345,7 +344,7 @@ class Installation:
             self._end()
 
     def _decode(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder as a pass of its session, or as if nothing were installed where it has none."""
+        """Run the decoder as a pass of the session that serves this call; without one, run it unchanged."""
         prepared, request = here.prepared, self._request()
         if prepared is not None and prepared.session.decoder is self.decoder:
             here.prepared = None
@@ -360,19 +359,19 @@ class Installation:
 
 
 def _recording(request: Request, generate: Callable[[], Any]) -> Any:
-    """Generate on a cache that records what happens to it, and let it be afterwards as it was before."""
-    given = request.cache
-    before = {id(layer) for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)}
+    """Generate on a cache that records its changes; afterwards, stop the recording that this call began."""
+    cache = request.cache
+    recorded = {id(layer) for layer in getattr(cache, "layers", ()) if getattr(layer, "record_past", False)}
     try:
         return generate()
     finally:
-        stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in before)
+        stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in recorded)
 
 
 def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs in the place of a model's own `forward`."""
-    found = None if session is None else session.chunked or session.captured
-    return forward if found is None else found
+    """Return the session's replacement of a model's `forward`, or `forward` itself."""
+    replacement = None if session is None else session.chunked or session.captured
+    return forward if replacement is None else replacement
 
 
 def _run(forward: Forward | None, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -396,8 +395,8 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _note_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = kwargs.get("input_ids", args[0] if args else None)
-    here.given = given if isinstance(given, Tensor) and given.dim() == 2 else None
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    here.given = ids if isinstance(ids, Tensor) and ids.dim() == 2 else None
     here.cells = None if here.given is None else cells_in(module.config, here.given, kwargs, here.request)
 
 
@@ -407,7 +406,7 @@ def _forget_ids(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _generates(model: PreTrainedModel) -> bool:
-    """Whether this thread is inside a `generate` of a model, which began before there was a block: later ones are requests."""
+    """Whether this thread runs a `generate` of the model that began before any block was open."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _GENERATE and frame.f_locals.get("self") is model:

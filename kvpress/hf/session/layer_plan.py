@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one attention layer does under a press."""
+"""Plan of one attention layer under a press."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ if TYPE_CHECKING:
 
 
 class LayerPlan:
-    """What one attention layer does under a press: the same in every pass, so it is worked out once per session.
-
-    `depth` counts the layers before it whose caches grow; `following` is the next such layer's plan where that layer's selector
-    looks ahead.
-    """
+    """Parts of a press that act on one attention layer, resolved once per session."""
 
     def __init__(self, recipe: Recipe, facts: LayerFacts, depth: int, selector: Selector | None) -> None:
         self.facts = facts
         self.depth = depth
+        """Number of earlier layers whose caches grow."""
         self.codec = recipe.codec_at(facts.index)
         self.selector = selector
         self.pattern = None if recipe.pattern is None else recipe.pattern(facts.index)
         self.following: LayerPlan | None = None
+        """Plan of the next growing layer, if its selector prefetches."""
         self.tiles: int | None = None
+        """Repetitions of the sequence of KV heads in the attention's keys; None before the first call."""
 
     def reader(self, call: LayerCall) -> Reader | None:
-        """Return what a decode step reads sealed pairs with; None reads them all."""
+        """Return the selector's reader of sealed pairs for a decode step; None reads all pairs."""
         return None if self.selector is None else partial(self.selector.attend, call)
 
     def look_ahead(self, call: LayerCall) -> None:
-        """Tell the next layer's selector what that layer will ask, as far as this layer's input says."""
+        """Prefetch pairs for the next layer's selector, with queries computed from this layer's input."""
         if self.following is None or self.following.selector is None:
             return
         module = self.following.facts.module

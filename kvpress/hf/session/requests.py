@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is under way, thread by thread: calls of `generate`, and forward passes of a decoder.
+"""State of the running calls of `generate` and of the running forward passes, for each thread.
 
-Whatever belongs to a pass stands on a `Forward`, and that on the thread which runs it: threads do not see each other's passes,
-a pass inside another one comes back to it, and a pass that failed leaves nothing for the next.
+All state of a pass is in its `Forward`, which the running thread holds. So threads do not see each other's passes, the outer
+pass is current again after an inner one, and a failed pass leaves no state for the next.
 """
 
 from __future__ import annotations
@@ -29,42 +29,45 @@ from kvpress.observe.call import Cells, LayerCall
 from kvpress.observe.passes import Watch
 
 reading: dict[int, Forward] = {}
-"""The pass that reads a cache, by the id of every cache that is being read."""
+"""Running passes by the id of the cache that they read."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A call of `generate`, of the first `cache` that it uses: others, such as that of a negative prompt, only help it.
-
-    `prompt_end` is the length of its prompt where that comes in chunks, else 0, and `prompt_start` how much of it the cache had
-    seen before. Without a `session` it is none of a press, and without `owns_cache` no block can say that the cache is its own.
-    With `takes_back`, tokens behind its `prompt [B, T]` may be taken back, so that its cache records what happens to it.
-    `grids` are the arguments that tell those of the prompt's pictures, which `generate` does not hand to the model. So
-    many rows in a row as `copies` says are the same prompt, for beams and for several answers to one prompt. `real_tokens` are
-    those that a pass over generated tokens has seen, which later passes continue.
-    """
+    """A call of `generate`, or of the model's forward outside of it."""
 
     model: Any
+    """Model that is called."""
     session: Running | None
+    """Session that serves the call; None without a press."""
     owns_cache: bool = True
+    """Whether the session may record the cache as its own; False if several blocks could own it."""
     cache: Cache | None = None
+    """First cache that the call uses; further ones, as for a negative prompt, are not compressed as prompts."""
     prompt_end: int = 0
+    """Length of a prompt that is read in chunks; else 0."""
     prompt_start: int = 0
+    """Tokens that the cache had seen before the call."""
     takes_back: bool = False
+    """Whether tokens behind the prompt may be taken back, so that the cache records its changes."""
     prompt: Tensor | None = None
+    """Ids `[B, T]` of the prompt, if tokens may be taken back."""
     grids: dict[str, Any] = field(default_factory=dict)
+    """Arguments with the grids of the prompt's images, which `generate` does not pass to the model."""
     copies: int = 1
+    """Consecutive rows with the same prompt, for beams or several answers."""
     real_tokens: RealTokens | None = None
+    """Real tokens of the last pass over generated tokens, which the next pass extends."""
 
     def is_of(self, cache: Any) -> bool:
-        """Whether a cache is the one that the call is about."""
+        """Whether a cache is the request's cache, or could become it."""
         return self.cache is None or self.cache is cache
 
 
 def generated_behind(mask: Tensor, request: Request | None, cache: Any) -> RealTokens:
-    """Return the real tokens of `mask [B, seen]` in a pass over generated tokens, which are all real.
+    """Return the real tokens of `mask [B, seen]` in a pass over generated tokens, which are never padding.
 
-    Passes of one call of `generate` continue each other's, so that only the first one waits for the device.
+    Each pass of one call of `generate` extends the result of the last, so that only the first one waits for the device.
     """
     if request is None or not request.is_of(cache):
         return RealTokens(mask)
@@ -119,13 +122,13 @@ class Forward:
 
     @classmethod
     def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
-        """Return a new pass of a session; None where there is none."""
-        given, cells = here.given, here.cells
+        """Return a new pass of a session, or None without a session."""
+        ids, cells = here.given, here.cells
         here.given = here.cells = None
-        return None if session is None else cls(session, request, owns_cache=owns_cache, given=given, cells=cells)
+        return None if session is None else cls(session, request, owns_cache=owns_cache, given=ids, cells=cells)
 
     def ids_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the ids `[B, Q]` of the tokens that the decoder is handed, None where nobody knows them."""
+        """Return the ids `[B, Q]` of the decoder's new tokens, or None if they came as embeddings of unknown ids."""
         ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
         embeds = kwargs.get("inputs_embeds")
         if ids is None and self.given is not None and isinstance(embeds, Tensor):
@@ -133,7 +136,7 @@ class Forward:
         return ids
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which tokens come, which are real and where they stand, from the arguments of the decoder."""
+        """Record the ids, the mask and the positions of the new tokens from the arguments of the decoder."""
         self.weights = wants_weights(kwargs, self.session.model.config)
         self.ids = self.ids_among(args, kwargs)
         self.cells = self.cells if self.ids is self.given else None
@@ -146,45 +149,45 @@ class Forward:
             )  # the first of four counts tokens, for masks
 
     def prompt_end(self, cache: Any) -> int:
-        """Return how many tokens a cache will have seen once a prompt that comes in chunks is read, else 0."""
+        """Return the tokens that a cache will have seen after a prompt in chunks; 0 for other prompts."""
         return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
 
     def copies(self, cache: Any) -> int:
-        """Return how many rows in a row begin with the same prompt."""
+        """Return the number of consecutive rows with the same prompt."""
         return self.request.copies if self.request is not None and self.request.is_of(cache) else 1
 
     def begin(self, cache: Cache) -> None:
-        """Take a cache, once its first layer is about to be read.
+        """Lock a cache before its first layer is read.
 
         Raises:
-            RuntimeError: another pass is reading the cache, or one that failed has left it in between.
+            RuntimeError: another pass reads the cache, or a failed pass has read only some of its layers.
         """
         if self.watch is None:
-            other = reading.setdefault(id(cache), self)
-            if other is not self:
+            reader = reading.setdefault(id(cache), self)
+            if reader is not self:
                 raise RuntimeError(
-                    f"this cache is being read by another forward pass, in thread {other.thread!r}: a cache belongs to one "
-                    "request; give each its own, or a copy (copy.deepcopy(cache)) that was made before"
+                    f"this cache is being read by another forward pass, in thread {reader.thread!r}: a cache serves one "
+                    "request; pass each request its own cache, or a copy (copy.deepcopy(cache)) made before"
                 )
             self.guard = lock_of(cache)
             self.guard.acquire()
         self.cache = cache
         if self.request is not None and self.request.cache is None:
             self.request.cache = cache
-        ours = next((layer for layer in cache.layers if isinstance(layer, PressLayer)), None)
-        if ours is not None:
-            ours.check_whole()
-            self.seen_before = ours.get_seq_length()
-        leave_inference_mode(cache, ours)
+        first = next((layer for layer in cache.layers if isinstance(layer, PressLayer)), None)
+        if first is not None:
+            first.check_whole()
+            self.seen_before = first.get_seq_length()
+        leave_inference_mode(cache, first)
         if self.owns_cache and self.watch is None:
             self.session.cache = cache if self.request is None else self.request.cache
 
     def lent_call(self, key: Tensor) -> LayerCall | None:
-        """Return the call of the layer whose new keys these are, for modules that read the pairs of another layer."""
+        """Return the call of the layer that wrote `key`, for modules that read the pairs of another layer."""
         return next((call for call in self.lent if call.written is not None and call.written[0] is key), None)
 
     def release(self) -> LayerCall | None:
-        """Take the call off this pass and its cache layer, so that neither keeps the other alive."""
+        """Detach the call from this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
             layer = call.cache.layers[cache_place(call.layer.module)]
@@ -192,7 +195,7 @@ class Forward:
         return call
 
     def end(self) -> None:
-        """Let go of the cache."""
+        """Release the cache and its lock."""
         self.release()
         if self.cache is not None and reading.get(id(self.cache)) is self:
             del reading[id(self.cache)]
@@ -201,28 +204,29 @@ class Forward:
             self.guard = None
 
     def fail(self) -> None:
-        """Mark the layers of a cache of which this pass has read some, or has compressed some, but not all."""
-        whole = self.modules_left == 0 and not self.session.follows and not self.lent
-        if self.cache is not None and reading.get(id(self.cache)) is self and not whole:
+        """Mark the layers of the cache as interrupted, if only some were read or compressed."""
+        completed = self.modules_left == 0 and not self.session.follows and not self.lent
+        if self.cache is not None and reading.get(id(self.cache)) is self and not completed:
             for layer in self.cache.layers:
                 if isinstance(layer, PressLayer):
                     layer.interrupted = self.seen_before
 
 
 class Here(threading.local):
-    """What this thread is doing: the innermost `request` and pass (`forward`) under way.
-
-    `prepared` is the pass that the next call of the decoder will be, where the session has made it beforehand. `asked` is an
-    attention module that is only asked for its queries. `given` are the ids `[B, Q]` that a model is about to embed by itself,
-    with its images among them, and `cells` where these stand.
-    """
+    """Running calls of this thread."""
 
     request: Request | None = None
+    """Innermost call of `generate`."""
     forward: Forward | None = None
+    """Innermost forward pass."""
     prepared: Forward | None = None
+    """Pass for the next call of the decoder, if the session made it beforehand."""
     asked: nn.Module | None = None
+    """Attention module that is run only to get its queries."""
     given: Tensor | None = None
+    """Ids `[B, Q]`, images included, that a model embeds by itself before it calls its decoder."""
     cells: Cells | None = None
+    """Layout of the images and videos among `given`."""
 
 
 here = Here()
@@ -230,7 +234,7 @@ here = Here()
 
 @contextmanager
 def as_pass(forward: Forward) -> Iterator[None]:
-    """Let the next call of the decoder in this thread be a certain pass."""
+    """Use `forward` as the pass of the next call of the decoder in this thread."""
     here.prepared = forward
     try:
         yield
@@ -239,16 +243,16 @@ def as_pass(forward: Forward) -> Iterator[None]:
 
 
 def leave_inference_mode(cache: Cache, first: PressLayer | None) -> None:
-    """Copy what inference mode made of a cache, once a pass comes without: it could not be written to any more.
+    """Copy the inference tensors of a cache before a pass outside of inference mode, which could not write to them.
 
-    `first` is the first layer of the cache that is ours.
+    `first` is the first `PressLayer` of the cache.
     """
     state = cache.__dict__
     if torch.is_inference_mode_enabled():
         state["_kvpress_inference"] = True
         return
-    made = state.pop("_kvpress_inference", False)
-    if first is None or first.store is None or not (made or first.store.window.keys.is_inference()):
+    had_inference = state.pop("_kvpress_inference", False)
+    if first is None or first.store is None or not (had_inference or first.store.window.keys.is_inference()):
         return
     device, shared = first.store.window.keys.device, state.get("_kvpress_shared", {})
     with torch.no_grad(), _CopyingWhatInferenceModeMade():
@@ -259,8 +263,8 @@ def leave_inference_mode(cache: Cache, first: PressLayer | None) -> None:
 
 
 class _CopyingWhatInferenceModeMade(TorchFunctionMode):
-    """Moving a tensor copies it where inference mode made it."""
+    """Make `Tensor.to` copy inference tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found.clone() if func is Tensor.to and found.is_inference() else found
+        result = func(*args, **(kwargs or {}))
+        return result.clone() if func is Tensor.to and result.is_inference() else result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading tokens behind a cache, or once more, while the session that the cache belongs to stands back."""
+"""Read extra tokens after a cache, or its newest tokens again, without the hooks of the session."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from kvpress.observe.passes import Pass, Watch
 
 
 class DecoderReader:
-    """Runs the decoder of a session for presses that look at whole passes; see `kvpress.observe.passes.Pass`."""
+    """Decoder of a session, for presses that act on whole passes; see `kvpress.observe.passes.Pass`."""
 
     def __init__(self, session: Running) -> None:
         self.session = session
         self.model = session.model
 
     def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
-        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, behind the cache of a pass and take them back."""
-        others = [(layer, _copied(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer]
-        held = [
+        """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cache of a pass, then remove their pairs."""
+        other_layers = [
+            (layer, _copied(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer
+        ]
+        stores = [
             (call.store, call.store.seen, call.store.window.length, dict(call.store.window.side)) for call in done.calls
         ]
         try:
             self._run(done, ids, done.position + torch.arange(ids.shape[1], device=done.position.device), watch)
         finally:
-            for store, seen, length, side in held:
+            for store, seen, length, side in stores:
                 store.window.crop(store.window.length - length)
                 store.seen, store.window.side = seen, side
-            for layer, state in others:
+            for layer, state in other_layers:
                 layer.__dict__.update(state)
 
     def reread(self, done: Pass, tokens: int) -> None:
-        """Read the newest tokens of a pass once more at their positions; the new pairs take the place of the old."""
+        """Read the newest tokens of a pass again at their positions, and replace their pairs."""
         stores = [call.store for call in done.calls]
-        most = done.rereadable_tokens
-        if done.ids is None or not 1 <= tokens <= most:
+        limit = done.rereadable_tokens
+        if done.ids is None or not 1 <= tokens <= limit:
             raise ValueError(
-                f"can read 1 to {most} of the newest tokens once more, got {tokens}: older ones are evicted or encoded"
+                f"can read 1 to {limit} of the newest tokens again, got {tokens}: older ones are evicted or encoded"
             )
         if any(type(layer) is not PressLayer for layer in done.cache.layers):
             raise NotImplementedError(
-                f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so none can be read again"
+                f"{type(self.model).__name__} has layers whose caches cannot take back tokens, so no token can be read again"
             )
         sides = [store.newest_side(tokens) for store in stores]
         since = [store.since_eviction for store in stores]
@@ -59,12 +61,12 @@ class DecoderReader:
         for store, side, generated in zip(stores, sides, since, strict=True):
             store.since_eviction = generated
             for name, newest in side.items():
-                held = store.window.side.get(name, newest[..., :0])
-                older = held[..., : store.window.length - tokens]
+                side = store.window.side.get(name, newest[..., :0])
+                older = side[..., : store.window.length - tokens]
                 store.window.side[name] = torch.cat([older, newest], dim=-1)
 
     def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
-        """Run the decoder alone: every hook of the session stands back, but for `watch`."""
+        """Run the decoder with no hook of the session but `watch`."""
         mask, seen = done.mask, done.seen
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)[:, : seen + ids.shape[1]]
@@ -80,11 +82,11 @@ class DecoderReader:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a cache layer's state, tensors that are written in place included."""
+    """Copy the state of a cache layer, with tensors that are written in place."""
 
-    def own(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.clone()
         return _copied(value) if isinstance(value, dict) else value
 
-    return {name: own(value) for name, value in state.items()}
+    return {name: copied(value) for name, value in state.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a session ask of the session that they belong to."""
+"""Protocol of a session, for the modules that a session uses."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Running(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether something happens at the end of passes."""
+        """Whether the press acts on all layers together at the end of a pass."""
 
     @property
     def replaces_forward(self) -> bool:
-        """Whether something stands in for the model's own `forward`."""
+        """Whether the model's `forward` is replaced, for capture or chunked prefill."""
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
-        """Stand in for the model's own `forward`."""
+        """Wrap the model's `forward`."""
 
     def run(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the decoder as a pass of this session, or as several where candidates have to be read in parts."""
+        """Run the decoder as one pass, or as several where draft tokens must be read in parts."""
 
     def run_whole(self, forward: Any, decode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the decoder as one pass."""
@@ -57,19 +57,19 @@ class Running(Protocol):
         """Refuse a pass that this session cannot run."""
 
     def before(self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Prepare an attention module's part of a pass."""
+        """Adopt the cache layer of an attention module, and set up its call."""
 
     def after(self, forward: Any, module: nn.Module, output: Any) -> Any:
-        """End an attention module's part of a pass, and return its output."""
+        """Finish the call of an attention module, and return its output."""
 
     def prepare_reading(self, module: nn.Module, store: Any) -> None:
-        """Let the selector of a layer look at what it stores."""
+        """Build the selector's index of the pairs that a layer stores."""
 
     def observe(self, call: LayerCall) -> None:
-        """Let observers see a pass."""
+        """Run the observers on the call of a layer."""
 
     def follow(self, call: LayerCall) -> None:
-        """Evict and encode, once a layer's pass is over."""
+        """Evict and encode after the attention of a layer."""
 
     def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
         """Act on all layers of a pass."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session: what a press does to the passes of a model inside a `with` block."""
+"""Session of a `with press(model)` block: run the forward passes of a model under a press."""
 
 from __future__ import annotations
 
@@ -46,11 +46,17 @@ from kvpress.observe.spans import SPANS, SpanTracker
 
 
 class Session:
-    """One `with press(model)` block: a press, worked out for a model. It holds nothing of a pass but the last cache.
+    """Configuration of one press on one model, for the length of a `with` block.
 
-    `evict=False` reads compressed caches without evicting at prefill. With a `recorder`, decode steps are recorded and
-    replayed. A `private` session serves the thread alone that entered its block. A `tokenizer` is asked instead of that
-    beside the model.
+    The state of a pass is in its `Forward`; the session keeps only the last cache.
+
+    Args:
+        press: a press or its spec.
+        model: the model, compiled or not.
+        evict: False reads compressed caches and evicts nothing after a prompt.
+        recorder: records decode steps, which are then replayed.
+        private: the block serves only the thread that entered it.
+        tokenizer: finds tags and roles, instead of the tokenizer in the model's folder.
     """
 
     def __init__(
@@ -89,15 +95,15 @@ class Session:
 
     @property
     def cache(self) -> Cache | None:
-        """The cache last used inside the block; in `generate`, the one that it is about.
+        """Cache last used inside the block; of a call of `generate`, the cache of its prompt.
 
         Raises:
-            RuntimeError: it cannot be known, since threads that entered no block used the press while several were open.
+            RuntimeError: a thread that entered no block used the press while several blocks were open.
         """
         if self._cache is None and self.shares_caches:
             raise RuntimeError(
-                "several blocks of this press were open while a thread that entered none of them used the model, so it is not "
-                "known whose cache that was; take it from what generate(..., return_dict_in_generate=True) returns"
+                "a thread that entered no block used the model while several blocks of this press were open, so its cache "
+                "belongs to no single block; read past_key_values of generate(..., return_dict_in_generate=True)"
             )
         return self._cache
 
@@ -107,11 +113,11 @@ class Session:
 
     @property
     def watch(self) -> Watch | None:
-        """Set while the session itself reads behind a cache, in this thread."""
+        """Receiver of the layer calls while this thread rereads tokens behind a cache; else None."""
         return None if here.forward is None else here.forward.watch
 
     def enter(self) -> None:
-        """Check the model, then install; nothing is changed if a check fails."""
+        """Check the model, then install the hooks. A failed check changes nothing."""
         self.press.validate()
         check_free(self)
         self.prepare()
@@ -120,7 +126,7 @@ class Session:
         self._installation = install(self)
 
     def prepare(self) -> None:
-        """Check press and model against each other, and work out what every layer does."""
+        """Check that the press supports the model, and build the plan of each layer."""
         self.press.validate()
         outline = self.press.recipe()
         if not check_model(self.model, outline.is_identity, self.modules):
@@ -141,28 +147,30 @@ class Session:
             check_capture(self)
         selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
         self.layers = {}
-        for known in facts.layers:
-            depth = sum(layer < known.index for layer in self.growing)
-            self.layers[id(known.module)] = LayerPlan(self.recipe, known, depth, selectors.get(known.index))
+        for layer_facts in facts.layers:
+            depth = sum(layer < layer_facts.index for layer in self.growing)
+            self.layers[id(layer_facts.module)] = LayerPlan(
+                self.recipe, layer_facts, depth, selectors.get(layer_facts.index)
+            )
         for layer, later in itertools.pairwise(self.growing):
-            looking = selectors[later]
-            if looking is not None and looking.looks_ahead:
+            later_selector = selectors[later]
+            if later_selector is not None and later_selector.looks_ahead:
                 self.layers[id(self.modules[layer])].following = self.layers[id(self.modules[later])]
 
     @property
     def replaces_forward(self) -> bool:
-        """Whether something stands in for the model's own `forward`."""
+        """Whether the model's `forward` is replaced, for capture or chunked prefill."""
         return self.recorder is not None or self.executor.chunk is not None
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
-        """Replay the decode steps of the model's own `forward`, or read prompts in chunks by it."""
+        """Wrap the model's `forward` to replay decode steps and to read prompts in chunks."""
         if self.recorder is not None:
             self.captured = CapturedForward(self, forward, self.recorder)
         if self.executor.chunk is not None:
             self.chunked = ChunkedForward(self, self.captured or forward, self.executor.chunk)
 
     def exit(self) -> None:
-        """Leave the block; what is under way in other threads goes on as it began."""
+        """Leave the block. Calls that run in other threads finish under the press."""
         if self._installation is not None:
             self._installation.close(self)
             self._installation = None
@@ -176,11 +184,11 @@ class Session:
     # -- passes ----------------------------------------------------------------------------------------------
 
     def run(self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the decoder as a pass of this session, or as several where candidates have to be read in parts."""
-        found = None
+        """Run the decoder as one pass, or as several where draft tokens must be read in parts."""
+        output = None
         if forward.watch is None and forward.static is None:
-            found = read_in_parts(self, forward, decode, args, kwargs)
-        return self.run_whole(forward, decode, args, kwargs) if found is None else found
+            output = read_in_parts(self, forward, decode, args, kwargs)
+        return self.run_whole(forward, decode, args, kwargs) if output is None else output
 
     def run_whole(
         self, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -210,34 +218,34 @@ class Session:
             )
         if forward.watch is None:
             until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
-            known = forward.ids_among(args, kwargs) is not None
-            tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, known)
+            has_ids = forward.ids_among(args, kwargs) is not None
+            tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, has_ids)
             self.note_length(self.recipe, tokens, kwargs)
             token_dropping.check_pass(self, forward, args, kwargs)
 
     def note_length(self, recipe: Recipe, tokens: int, kwargs: dict[str, Any]) -> None:
-        """Warn, once for a model, where a pass takes the cache to more tokens than the model has positions."""
+        """Warn once for a model if a pass makes the cache longer than the model has positions."""
         limit = self.positions
         if limit is not None and tokens > limit and reach(self.model.config, recipe, tokens) > limit:
             warn_past_positions(self.model, limit, tokens, kwargs)
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put our layer into the cache, and say what the attention module under way is about to do."""
+        """Adopt the cache layer of an attention module, and set up the `LayerCall` of its forward pass."""
         plan, cache = self.layers.get(id(module)), cache_among((*kwargs.values(), *args))
         if plan is None:
-            return  # of another model
+            return  # the module belongs to another model
         forward.release()
         if cache is None:
             return
         if forward.cache is None:
             forward.begin(cache)
-        place = cache_place(module)
-        if place not in self.full:
+        cache_index = cache_place(module)
+        if cache_index not in self.full:
             return
-        layer = adopt_layer(cache, place)
+        layer = adopt_layer(cache, cache_index)
         if layer is None:
             if not self.recipe.is_identity:
-                check_adopted(cache.layers[place], place)
+                check_adopted(cache.layers[cache_index], cache_index)
             return
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         length = hidden.shape[1] if hidden is not None else 1
@@ -288,26 +296,26 @@ class Session:
             plan.look_ahead(call)
 
     def tracker(self, cache: Any) -> SpanTracker:
-        """Return what has found spans in the tokens of a cache: it hangs on the first layer."""
+        """Return the span tracker of a cache, which is an observer of its first growing layer."""
         tracker: SpanTracker = cache.layers[cache_place(self.modules[self.growing[0]])].store.observers[SPANS]
         return tracker
 
     def observe(self, call: LayerCall) -> None:
-        """Let observers see a pass, where something later needs it."""
-        if any(not wanted.by_token for wanted in self.executor.watched[call.phase]):
+        """Run the observers that a later step of the press needs."""
+        if any(not observation.by_token for observation in self.executor.watched[call.phase]):
             call.keep_store(call.tokens.seen_before)
-        for wanted in self.executor.watched[call.phase]:
-            if wanted not in call.store.observers:
-                call.store.observers[wanted] = wanted.make()
-            call.store.observers[wanted].observe(call)
+        for observation in self.executor.watched[call.phase]:
+            if observation not in call.store.observers:
+                call.store.observers[observation] = observation.make()
+            call.store.observers[observation].observe(call)
 
     @property
     def follows(self) -> bool:
-        """Whether something happens at the end of passes."""
+        """Whether the press acts on all layers together at the end of a pass."""
         return self.executor.follows("prefill") or self.executor.follows("decode")
 
     def after(self, forward: Forward, module: nn.Module, output: Any) -> Any:
-        """End an attention module's part of a pass, and return its output, which a user's hook may have replaced."""
+        """Finish the call of an attention module, and return its output, which a user's hook may have replaced."""
         if id(module) not in self.layers:
             return output
         forward.modules_left -= 1
@@ -332,13 +340,13 @@ class Session:
         return call.output
 
     def _finish_layer(self, forward: Forward, call: LayerCall) -> None:
-        """Act on a layer whose pairs nothing reads any more in this pass."""
+        """Evict and encode in a layer that no later module of this pass reads."""
         self.follow(call)
         if self.follows:
             forward.passed.append(self._kept_of(call))
 
     def follow(self, call: LayerCall) -> None:
-        """Evict, and let the codec encode, once a layer's pass is over."""
+        """Evict and encode after the attention of a layer."""
         store = call.store
         if store is None or call.queries.dim() < 4:
             return
@@ -350,7 +358,7 @@ class Session:
             self._seal(call)
 
     def _seal(self, call: LayerCall) -> None:
-        """Drop what only this pass's eviction needed and encode what is ready, once a layer holds what it will keep."""
+        """Drop observations that only this eviction needed, and encode full tiles of the kept pairs."""
         store, plan = call.store, self.layers[id(call.layer.module)]
         if call.phase == "prefill" and self.evict:
             store.forget([*self.executor.watched["decode"], *((TOKENS,) if self.follows else ())])
@@ -366,7 +374,7 @@ class Session:
         self.prepare_reading(call.layer.module, store)
 
     def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
-        """Let the selector of a layer look at what it stores."""
+        """Build the selector's index of the pairs that a layer stores."""
         selector = self.layers[id(module)].selector
         if selector is not None:
             selector.prepare(store)
@@ -386,7 +394,7 @@ class Session:
             )
 
     def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
-        """Remember what a pass read, and let the press act on all layers together where it follows such passes."""
+        """Record the ids of a pass, then evict across layers if the press does so at the end of such passes."""
         store, phase = calls[0].store, calls[0].phase
         if TOKENS not in store.observers:
             store.observers[TOKENS] = ReadTokens()
@@ -427,10 +435,9 @@ def session(
 def reading(model: Any, press: BasePress | str | None = None, capture: bool = False) -> Iterator[Session]:
     """Read compressed caches inside the block without evicting from the tokens that are read.
 
-    With a `press`, or its spec, its codec still encodes older tokens, its selector still chooses what decoding reads and a
-    decoding schedule still runs; only the eviction after a prompt is left out. This is how questions are asked about a
-    context that was compressed before they were known. `capture` is that of `press(model, capture=True)`: decode steps are
-    replayed.
+    With a `press`, or its spec, its codec, its selector and its decoding schedule still run; only the eviction after a
+    prompt is left out. Use it to answer questions about a context that was compressed before. `capture=True` replays
+    decode steps, as `press(model, capture=True)` does.
     """
     recorder = graph_recorder(model) if capture else None
     with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
