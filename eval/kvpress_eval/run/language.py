@@ -37,8 +37,8 @@ def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunCon
             f"the tokenizer of {config.model!r} spells neither English nor the words of the reference model, so that no task "
             "can be worded for it: give samples of your own, tasks file:PATH.jsonl"
         )
-    given = {name: getattr(config, name) for name in config.model_fields_set}
-    return validate({**given, "language": language}, None, {}, {})
+    settings = {name: getattr(config, name) for name in config.model_fields_set}
+    return validate({**settings, "language": language}, None, {}, {})
 
 
 def _spelt(tokenizer: PreTrainedTokenizerBase) -> str | None:
