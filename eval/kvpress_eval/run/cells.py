@@ -17,16 +17,18 @@ from kvpress_eval.tasks.source import Source
 
 @dataclass(frozen=True)
 class Cell:
-    """A press on a task; `spec` is everything that decides the result, `id` its hash."""
+    """A press on a task at a length."""
 
     press: str
     source: Source
     spec: Mapping[str, Any]
+    """Everything that decides the result."""
     id: str
+    """Hash of `spec`."""
 
     @property
     def label(self) -> str:
-        """How progress lines and error messages call the cell."""
+        """Name of the cell in progress lines and error messages."""
         return f"{self.press} on {self.place}"
 
     @property
@@ -37,12 +39,12 @@ class Cell:
 
     @property
     def weight(self) -> int:
-        """How much work a sample is, beside those of other cells: its tokens."""
+        """Relative work of a sample: its tokens."""
         return max(1, self.source.length)
 
     @property
     def depth(self) -> float | None:
-        """Where the answer is hidden, if the run says so."""
+        """Position of the answer as a fraction of the context, if configured."""
         return self.spec.get("depth")
 
     @property
@@ -52,7 +54,7 @@ class Cell:
 
 
 def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, device: str, dtype: str) -> list[Cell]:
-    """Return the cells of a run, press by press; the last three arguments say which weights ran how."""
+    """Return the cells of a run, press by press; `fingerprint` identifies the weights."""
     shared = {
         "schema": SCHEMA,
         "kvpress": kvpress.__version__,
@@ -68,7 +70,7 @@ def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, d
     for press in config.presses:
         code = own_code(kvpress.get_press(press))
         for source in sources:
-            own = {**source.identity, "max_new_tokens": source.max_new_tokens, **({CODE: code} if code else {})}
-            spec = {**shared, **own, "press": press, "task": source.task, "length": source.length}
+            parameters = {**source.identity, "max_new_tokens": source.max_new_tokens, **({CODE: code} if code else {})}
+            spec = {**shared, **parameters, "press": press, "task": source.task, "length": source.length}
             cells.append(Cell(press, source, spec, hash_json(spec)[:16]))
     return cells

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster: how it is reached, and how many workers it has room for."""
+"""Connection to a Ray cluster, and the number of workers that fit on it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ from kvpress_eval.run.shape import shape_of
 from kvpress_eval.tasks.source import Source
 
 _SECONDS = 5
-"""How long a cluster may take to answer."""
+"""Timeout for the answer of a cluster."""
 _PROCESS = 2**30
-"""Bytes of a process that has imported everything."""
+"""Bytes of a process after all imports."""
 _UNKNOWN = 4096
-"""Tokens of a context whose task does not say how long it is."""
+"""Assumed tokens of a context, for a task without lengths."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
-"""How HTTP/2, which clusters speak, begins (RFC 9113): the greeting of a client, the type of the first frame of a server."""
+"""Start of HTTP/2, the protocol of clusters (RFC 9113): the client's preface, and the type of the server's first frame."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a worker asks of a machine: `least` bytes for one press at a time, `most` for all of them beside each other."""
+    """Resources that a worker needs on a machine."""
 
     cpus: int
     gpus: int
     least: int
+    """Bytes of memory for one press at a time."""
     most: int
+    """Bytes of memory for the caches of all presses at once."""
     weights: int
+    """Bytes of the weights in main memory."""
 
     def __str__(self) -> str:
         cores = f"{self.cpus} core{'s' if self.cpus > 1 else ''}"
         return f"{cores}{', 1 GPU' if self.gpus else ''} and {format_bytes(self.least)} of memory"
 
     def room(self, resources: Mapping[str, float]) -> int:
-        """Return how many workers a machine holds."""
+        """Return the number of workers that fit on a machine."""
         counts = [resources.get("CPU", 0) // self.cpus, resources.get("memory", 0) // self.least]
         if self.gpus:
             counts.append(resources.get("GPU", 0) // self.gpus)
@@ -56,21 +59,23 @@ class Need:
 
 @dataclass(frozen=True)
 class Places:
-    """The workers that a cluster has room for, on how many machines, and the bytes that each may ask for."""
+    """Workers that fit on a cluster."""
 
     workers: int
     nodes: int
+    """Number of machines."""
     memory: int
+    """Bytes of memory to request per worker."""
 
 
 def need_of(config: RunConfig, sources: Sequence[Source], settings: Any, *, gpu: bool) -> Need:
-    """Return what a worker needs: its process, the weights and, unless they are on a GPU, the caches of a batch by formula."""
+    """Return the need of a worker: its process, the weights and, without a GPU, the planned caches of a batch."""
     cpus = config.threads or 1
     try:
         shape = shape_of(config, settings)
     except NotImplementedError:  # a cache that no formula describes
         return Need(cpus, int(gpu), _PROCESS, _PROCESS, 0)
-    least = most = 0
+    smallest = largest = 0
     if not gpu:
         presses = [kvpress.get_press(spec) for spec in config.presses]
         for source in sources:
@@ -79,15 +84,15 @@ def need_of(config: RunConfig, sources: Sequence[Source], settings: Any, *, gpu:
                 cache_bytes(press, shape.geometry, config.batch_size, tokens, source.max_new_tokens)
                 for press in presses
             ]
-            # Press by press, a context is read in full before what is evicted is gone.
+            # Even with one press at a time, the full context is in the cache before pairs are evicted.
             full = cache_bytes(kvpress.get_press("none"), shape.geometry, config.batch_size, tokens, 0)
-            least, most = max(least, full, *sizes), max(most, full + sum(sizes))
-    own = _PROCESS + shape.weight_bytes
-    return Need(cpus, int(gpu), own + int(least / SHARE), own + int(most / SHARE), shape.weight_bytes)
+            smallest, largest = max(smallest, full, *sizes), max(largest, full + sum(sizes))
+    process = _PROCESS + shape.weight_bytes
+    return Need(cpus, int(gpu), process + int(smallest / SHARE), process + int(largest / SHARE), shape.weight_bytes)
 
 
 def free_bytes(need: Need, memory: int) -> int | None:
-    """Return what is left of the memory of a worker for caches; None on a GPU, which it has for itself."""
+    """Return the memory of a worker that remains for caches; None on a GPU, which no other process uses."""
     return None if need.gpus else memory - need.weights - _PROCESS
 
 
@@ -95,10 +100,10 @@ def free_bytes(need: Need, memory: int) -> int | None:
 def connected(address: str | None) -> Iterator[Any]:
     """Connect to the cluster at an address, or start one on this machine, and yield `ray`.
 
-    A connection that the process has already is used, and left open.
+    An existing connection of the process is used and left open.
 
     Raises:
-        ConfigError: Ray is not installed, or the address is not one.
+        ConfigError: Ray is not installed, or the address is invalid.
         ClusterError: no cluster answers there.
     """
     if importlib.util.find_spec("ray") is None:
@@ -113,21 +118,21 @@ def connected(address: str | None) -> Iterator[Any]:
         return
     if address not in (None, "auto"):
         check_answers(str(address))
-    # A library reports nothing to its makers unless the user wants it to.
+    # No usage statistics are sent unless the user enables them.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     local = {"address": "local", "include_dashboard": False} if address is None else {"address": address}
     try:
         ray.init(**local, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # the library has errors of many kinds
+    except Exception as error:  # Ray raises many types of errors
         where = "start a local cluster" if address is None else f"join the cluster at {address!r}"
         first = str(error).strip().partition("\n")[0]
         raise ClusterError(
             f"cannot {where} ({first}): run this command on one of its machines, on which `ray start` was run"
         ) from error
     if main and handler is not None:
-        signal.signal(signal.SIGTERM, handler)  # that of the run, not of the library
+        signal.signal(signal.SIGTERM, handler)  # restore the handler of the run, which Ray replaced
     try:
         yield ray
     finally:
@@ -135,13 +140,11 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def check_answers(address: str) -> None:
-    """Raise an error unless a server that speaks the protocol of clusters answers at HOST:PORT, within seconds.
-
-    Ray itself would try for minutes.
+    """Raise an error unless a Ray cluster answers at HOST:PORT within seconds; Ray itself would retry for minutes.
 
     Raises:
-        ConfigError: the address is none.
-        ClusterError: nothing, or something else, answers there.
+        ConfigError: the address is invalid.
+        ClusterError: no server, or another kind of server, answers.
     """
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
@@ -165,27 +168,27 @@ def check_answers(address: str) -> None:
 
 
 def has_gpus(ray: Any) -> bool:
-    """Whether any machine of the cluster has one."""
+    """Whether any machine of the cluster has a GPU."""
     return any(resources.get("GPU", 0) >= 1 for resources in _machines(ray))
 
 
 def places(ray: Any, need: Need, parts: int) -> Places:
-    """Return the workers that the machines of a cluster have room for, at most one for each of `parts`.
+    """Return the workers that fit on the machines of a cluster, at most `parts`.
 
     Raises:
-        ClusterError: no machine has room for one; says what is needed.
+        ClusterError: no machine has room for a worker; the message names the resources that it needs.
     """
     machines = _machines(ray)
     rooms = [(need.room(resources), resources) for resources in machines]
     used = [(room, resources) for room, resources in rooms if room]
     if not used:
-        told = "; ".join(
+        offers = "; ".join(
             f"{resources.get('CPU', 0):g} cores, {resources.get('GPU', 0):g} GPUs, "
             f"{format_bytes(int(resources.get('memory', 0)))}"
             for resources in machines[:8]
         )
         raise ClusterError(
-            f"a worker needs {need}, and no machine of the cluster has that ({told or 'it has none'}): "
+            f"a worker needs {need}, and no machine of the cluster has that ({offers or 'it has none'}): "
             "give fewer threads, shorter lengths or a smaller batch_size, or add a machine"
         )
     workers = min(parts, sum(room for room, _ in used))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the cells of a configuration on the machines of a Ray cluster.
 
-Every worker loads the model once and sends each finished sample to this process, which alone writes the output folder: the
-machines need share no storage. Cells of a worker that is lost go to another one, less the samples that have arrived.
+Every worker loads the model once and sends each finished sample to this process. Only this process writes the output folder,
+so that the machines need no shared storage. If a worker is lost, another one runs the missing samples of its cells.
 """
 
 from __future__ import annotations
@@ -30,58 +30,70 @@ from kvpress_eval.run.worker import Call, Introduction, Part, Worker
 from kvpress_eval.tasks.source import Source
 
 _TICK = 0.5
-"""Seconds after which it is asked again whether the run was interrupted."""
+"""Seconds between checks for an interrupt."""
 _PATIENCE = 30
-"""Seconds without any worker after which the user is told what is waited for."""
+"""Seconds without any worker until the reason for waiting is printed."""
 MOST_LOSSES = 3
-"""Workers that cells may lose before they count as failed: perhaps the cells are why."""
+"""Lost workers after which cells count as failed, because the cells may be the cause."""
 _PARTS_PER_WORKER = 2
 
 
 @dataclass
 class Work:
-    """What came of a run: its cells, the record of the first worker, and the cells that other processes have claimed."""
+    """Outcome of a run."""
 
     cells: Sequence[Cell] = ()
     record: dict[str, Any] = field(default_factory=dict)
+    """Record of the first worker."""
     interrupted: bool = False
     savings: Savings = field(default_factory=Savings)
     busy: list[Cell] = field(default_factory=list)
+    """Cells that other processes have claimed."""
 
 
 @dataclass(eq=False)
 class _Task:
-    """Cells of one source that a worker runs together, and the claims on them while it does."""
+    """Cells of one source that a worker runs together."""
 
     source: Source
     cells: Sequence[Cell]
     losses: int = 0
+    """Number of workers lost while they ran the task."""
     counted: int = 0
+    """Work counted as finished by the current worker."""
     skipped: int = 0
+    """Work counted as skipped by the current worker."""
     claims: ExitStack = field(default_factory=ExitStack)
+    """Claims on the cells while the task runs."""
     stores: dict[str, CellStore] = field(default_factory=dict)
+    """Stores of the claimed cells by cell id."""
 
     @property
     def work(self) -> int:
-        """How much there is to do, beside other tasks."""
+        """Relative work of the task."""
         return sum(cell.weight for cell in self.cells) * len(self.source.ids)
 
 
 @dataclass(eq=False)
 class _Hand:
-    """A worker: `waited` is what it is asked for, if anything, and `task` what it runs."""
+    """A worker on the cluster."""
 
     actor: Any
     waited: Any
+    """Pending result of the actor, None if idle."""
     introduction: Introduction | None = None
+    """None until the worker has loaded the model."""
     task: _Task | None = None
+    """Task that it runs."""
     since: float = 0.0
+    """Start of the task, in monotonic seconds."""
     busy_seconds: float = 0.0
+    """Total time of its finished tasks."""
     savings: Savings = field(default_factory=Savings)
 
 
 def run_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, console: Console) -> Work:
-    """Run what is missing of some tasks on a cluster.
+    """Run the missing samples of some tasks on a cluster.
 
     Raises:
         ClusterError: no cluster answers, no machine of it has room for a worker, or all workers were lost.
@@ -102,7 +114,7 @@ def run_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, 
 
 
 class _Crew:
-    """The workers of a run, and what they are at."""
+    """Workers of a run, with their tasks."""
 
     def __init__(
         self,
@@ -124,13 +136,13 @@ class _Crew:
         self.started = time.monotonic()
 
     def __enter__(self) -> _Crew:
-        found = places(self.ray, self.need, self.most)
-        self.wanted, self.memory = found.workers, found.memory
+        room = places(self.ray, self.need, self.most)
+        self.wanted, self.memory = room.workers, room.memory
         self.progress.note(
-            f"{found.workers} worker{'s' if found.workers > 1 else ''} on {found.nodes} "
-            f"machine{'s' if found.nodes > 1 else ''}: each asks for {self.need}"
+            f"{room.workers} worker{'s' if room.workers > 1 else ''} on {room.nodes} "
+            f"machine{'s' if room.nodes > 1 else ''}: each asks for {self.need}"
         )
-        for _ in range(found.workers):
+        for _ in range(room.workers):
             self._hire()
         return self
 
@@ -141,22 +153,22 @@ class _Crew:
             self.ray.kill(hand.actor)
 
     def run(self) -> Work:
-        """Give out all tasks, take in what comes, and return when nothing is left."""
-        told = False
+        """Hand out tasks and store the results until all tasks are finished."""
+        is_announced = False
         while not self._done():
             waited = {hand.waited: hand for hand in self.hands if hand.waited is not None}
             if not waited and not any(hand.introduction for hand in self.hands):
                 self._replace()
                 continue
             ready, _ = self.ray.wait(list(waited), num_returns=1, timeout=_TICK) if waited else ([], [])
-            for one in ready:
-                self._take(waited[one])
+            for reference in ready:
+                self._take(waited[reference])
             if self.interrupt.requested:
                 self._wind_up()
             else:
                 self._give()
-            if not told and not any(h.introduction for h in self.hands) and self._seconds > _PATIENCE:
-                told = True
+            if not is_announced and not any(h.introduction for h in self.hands) and self._seconds > _PATIENCE:
+                is_announced = True
                 self.progress.note("waiting for the first worker: the cluster is busy, or the model takes long to load")
         self._conclude()
         return self.work
@@ -171,16 +183,16 @@ class _Crew:
         return self.interrupt.requested or (bool(self.work.cells) and not self.todo)
 
     def _hire(self) -> None:
-        """Ask for a worker; it comes as soon as the cluster has room."""
+        """Request a worker; the cluster starts it as soon as there is room."""
         options = {"num_cpus": self.need.cpus, "num_gpus": self.need.gpus, "memory": self.memory}
         presses = [kvpress.get_press(spec) for spec in self.config.presses]
-        # Two calls at a time: the work, and the one that stops it.
+        # Two concurrent calls: `run`, and `stop`.
         actor = self.ray.remote(Worker).options(max_concurrency=2, **options)
         actor = actor.remote(self.config, presses, free_bytes(self.need, self.memory))
         self.hands.append(_Hand(actor, actor.introduce.remote()))
 
     def _take(self, hand: _Hand) -> None:
-        """Take in what a worker has sent, or see that it is lost."""
+        """Process the pending result of a worker, or the loss of the worker."""
         errors = self.ray.exceptions
         try:
             if hand.introduction is None:
@@ -196,7 +208,7 @@ class _Crew:
             self._lose(hand, error)
 
     def _meet(self, hand: _Hand, introduction: Introduction) -> None:
-        """Note what a worker runs; the first one says how the cells are named."""
+        """Record the introduction of a worker; the first one makes the cells."""
         hand.introduction, hand.waited = introduction, None
         log_run(self.config.out, introduction.record)
         if not self.work.cells:
@@ -211,12 +223,14 @@ class _Crew:
             )
 
     def _divide(self) -> None:
-        """Make tasks: the presses of a source together, as contexts are read once for them, in enough parts for all workers."""
-        each = -(-_PARTS_PER_WORKER * self.wanted // len(self.sources))
+        """Make tasks of cells of one source, so that they share the reading of contexts; enough tasks for all workers."""
+        tasks_per_source = -(-_PARTS_PER_WORKER * self.wanted // len(self.sources))
         for source in self.sources:
             cells = [cell for cell in self.work.cells if cell.source is source]
-            self.todo.extend(_Task(source, part) for part in parts(cells, -(-len(cells) // min(each, len(cells)))))
-        # The longest first, so that all workers end at about the same time.
+            self.todo.extend(
+                _Task(source, part) for part in parts(cells, -(-len(cells) // min(tasks_per_source, len(cells))))
+            )
+        # Longest first, so that all workers finish at about the same time.
         self.todo = deque(sorted(self.todo, key=lambda task: -task.work))
 
     def _give(self) -> None:
@@ -225,7 +239,7 @@ class _Crew:
                 self._start(hand, self.todo.popleft())
 
     def _start(self, hand: _Hand, task: _Task) -> None:
-        """Claim the cells of a task that are free, and let a worker run them."""
+        """Claim the free cells of a task, and run them on a worker."""
         cells = []
         for cell in task.cells:
             store = store_of(self.config.out, cell.id)
@@ -244,7 +258,7 @@ class _Crew:
         hand.waited = hand.actor.run.options(num_returns="streaming").remote(part)
 
     def _obey(self, hand: _Hand, message: Call | Savings) -> None:
-        """Do with a result what the job would have done here."""
+        """Apply a call or the savings that a worker has sent."""
         task = hand.task
         if task is None:
             raise RuntimeError("a worker without a task has sent a result")
@@ -265,8 +279,8 @@ class _Crew:
         hand.task = hand.waited = None
 
     def _lose(self, hand: _Hand, error: Exception) -> None:
-        """Let another worker run what is missing of a lost one's cells, unless they have lost too many."""
-        self.ray.kill(hand.actor)  # perhaps it only cannot be reached
+        """Requeue the task of a lost worker, or fail its cells after `MOST_LOSSES` losses."""
+        self.ray.kill(hand.actor)  # it may still run, only unreachable
         self.hands.remove(hand)
         self.past.append(hand)
         task, hand.task = hand.task, None
@@ -298,7 +312,7 @@ class _Crew:
         task.claims.close()
 
     def _replace(self) -> None:
-        """Hire as many workers as there is room for, up to those that the run began with."""
+        """Start workers where there is room, up to the initial number."""
         try:
             room = places(self.ray, self.need, self.most).workers if self.stillborn < MOST_LOSSES else 0
         except ClusterError:
@@ -309,7 +323,7 @@ class _Crew:
             raise ClusterError("all workers were lost: what is finished is kept, and the same command continues there")
 
     def _wind_up(self) -> None:
-        """Let the samples in flight be the last ones."""
+        """Drop all waiting tasks, and stop workers after their sample in flight."""
         while self.todo:
             self.todo.pop().claims.close()
         for hand in self.hands:
@@ -317,7 +331,7 @@ class _Crew:
                 hand.actor.stop.remote()
 
     def _conclude(self) -> None:
-        """Log what the workers did, and say how fast that was."""
+        """Log the records of the workers, and print the speed of the run."""
         hands = [hand for hand in (*self.past, *self.hands) if hand.introduction]
         for hand in hands:
             self.work.savings += hand.savings

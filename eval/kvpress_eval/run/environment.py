@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was measured with: versions, hardware, time; nothing of the process environment."""
+"""Record of the conditions of a measurement: versions, hardware, time; no environment variables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe_code() -> str | None:
 
 
 def _processor() -> str:
-    """Return the name of the processor, where the system tells it."""
+    """Return the name of the processor, as far as the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would take: cells, memory by formula, and time from what this machine can do or what was measured before."""
+"""Estimate of a run before it starts: cells, planned memory, and time from earlier samples or the speed of this machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvpress_eval.run.runner import prepare
 from kvpress_eval.run.shape import Shape, shape_of
 
 _SIDES, _MOMENT, _READ_BYTES, _ROUNDS = (128, 256, 512, 1024, 2048), 0.01, 2**27, 5
-"""Rows and columns of the matrices that are multiplied until one product takes a moment (seconds), bytes that are read, and
-how often, to see how fast a device is. A processor without bfloat16 is a hundred times slower than one that has it."""
+"""Speed test of a device: sides of square matrices, tried until one product takes `_MOMENT` seconds; bytes to read; and the
+number of repetitions. Small matrices come first, because a processor without bfloat16 is a hundred times slower."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device reaches on large products and long reads, per second."""
+    """Speed of a device on large products (operations per second) and long reads (bytes per second)."""
 
     flops: float
     bandwidth: float
@@ -42,21 +42,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class PressEstimate:
-    """One press over all cells of a run; `seconds` are those of what is missing, as an upper bound on answers.
-
-    `cache_bytes` are those of the longest contexts, None where tasks have no length.
-    """
+    """One press over all cells of a run."""
 
     press: str
     samples: int
     done: int
     cache_bytes: int | None
+    """Size for the longest contexts; None if the tasks have no length."""
     seconds: float
+    """Time of the missing samples, with answers of the maximum length."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run before it is made."""
+    """Estimate of a run."""
 
     config: RunConfig
     presses: Sequence[PressEstimate]
@@ -66,12 +65,12 @@ class Estimate:
     measured: bool
 
     def show(self, console: Console) -> None:
-        """Print what would run."""
+        """Print the samples, memory and time of the run."""
         word = "about" if self.measured else "at least"
         table = plain_table(["press"], ["samples", "done", "cache", f"alone {word}"])
-        for one in self.presses:
-            cache = MISSING if one.cache_bytes is None else format_bytes(one.cache_bytes)
-            table.add_row(Name(one.press), str(one.samples), str(one.done), cache, _time(one.seconds))
+        for row in self.presses:
+            cache = MISSING if row.cache_bytes is None else format_bytes(row.cache_bytes)
+            table.add_row(Name(row.press), str(row.samples), str(row.done), cache, _time(row.seconds))
         console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
         console.print(table)
         source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
@@ -87,7 +86,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig) -> Estimate:
-    """Estimate a run from the model's configuration, the results that its folder holds, and a second of measuring.
+    """Estimate a run from the model's configuration, the existing results in its folder, and a speed test of a second.
 
     Raises:
         ConfigError: a press does not suit a length.
@@ -100,13 +99,13 @@ def estimate(config: RunConfig) -> Estimate:
     presses, answering, measured = [], 0.0, False
     reading: dict[tuple[Any, ...], float] = {}
     for press in config.presses:
-        own = [cell for cell in cells if cell.press == press]
-        rows = {cell.id: _rows(config, cell) for cell in own}
+        press_cells = [cell for cell in cells if cell.press == press]
+        rows = {cell.id: _rows(config, cell) for cell in press_cells}
         measured |= any(rows.values())
-        lengths = {cell.source.length for cell in own if cell.source.length}
+        lengths = {cell.source.length for cell in press_cells if cell.source.length}
         caches = {length: cache_bytes(config, press, length, shape) for length in lengths}
         seconds = 0.0
-        for cell in own:
+        for cell in press_cells:
             missing = len(cell.source.ids) - len(rows[cell.id])
             read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches.get(cell.source.length, 0))
             shared = kvpress.get_press(press).recipe().shares_prefill
@@ -114,20 +113,20 @@ def estimate(config: RunConfig) -> Estimate:
             reading[key] = max(reading.get(key, 0.0), read * missing)
             answering += answer * missing
             seconds += (read + answer) * missing
-        asked, done = sum(len(cell.source.ids) for cell in own), sum(map(len, rows.values()))
-        presses.append(PressEstimate(press, asked, done, max(caches.values(), default=None), seconds))
-    together = sum(one.cache_bytes or 0 for one in presses)
+        samples, done = sum(len(cell.source.ids) for cell in press_cells), sum(map(len, rows.values()))
+        presses.append(PressEstimate(press, samples, done, max(caches.values(), default=None), seconds))
+    together = sum(item.cache_bytes or 0 for item in presses)
     return Estimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
 
 
 def _rows(config: RunConfig, cell: Cell) -> list[Row]:
-    """Return what was measured of the samples that the run asks for."""
+    """Return the existing rows of the samples of the run."""
     rows, _, _ = read_rows(store_of(config.out, cell.id).rows_path)
     return [row for row in rows if row["sample"] in cell.source.ids]
 
 
 def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int:
-    """Return what the caches of one batch hold under a press."""
+    """Return the planned bytes of the caches of one batch under a press."""
     try:
         return plan(kvpress.get_press(press), shape.geometry, length, config.batch_size).total_bytes
     except (ValueError, NotImplementedError) as error:
@@ -137,12 +136,12 @@ def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int
 def cell_seconds(
     config: RunConfig, cell: Cell, rows: Sequence[Row], shape: Shape, machine: Machine, cache: int
 ) -> tuple[float, float]:
-    """Return the time to read a context and to answer about it: as measured on earlier samples, or as the machine allows."""
+    """Return the seconds to read a context and to answer: from earlier samples, or from the speed of the machine."""
     step = (shape.weight_bytes + cache) / config.batch_size / machine.bandwidth
     timed = [row["measured"] for row in rows]
-    steps = [one["seconds_per_token"] for one in timed if one["seconds_per_token"]]
+    steps = [times["seconds_per_token"] for times in timed if times["seconds_per_token"]]
     read = (
-        median(one["prefill_seconds"] for one in timed)
+        median(times["prefill_seconds"] for times in timed)
         if timed
         else shape.prefill_flops(cell.source.length) / machine.flops
     )

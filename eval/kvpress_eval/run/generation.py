@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read, compress, answer: contexts are read once for all the presses and questions that can share the reading."""
+"""Reading, compression and answers: a context is read once for all presses and questions that can share the reading."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Limits:
-    """How long an answer may get, in tokens and in seconds, and at which strings it ends."""
+    """Limits of an answer."""
 
     max_new_tokens: int
     max_seconds: float | None
     stop: tuple[str, ...] = ()
+    """Strings that end the answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to one prompt, and what it took.
-
-    `text` is None when the time ran out; `ids` are its tokens, with the one that ends it. `bytes` are those of the compressed
-    context, before the question, `end_bytes` what the cache holds after the answer.
-    `seconds_per_token` is None for answers of one token: there is no step to time. `compressed` is False where a press that
-    compresses prompts left this one whole.
-    """
+    """Answer of the model to one prompt, with its memory and time."""
 
     text: str | None
+    """None after a timeout."""
     ids: tuple[int, ...]
+    """Tokens of the answer, with the token that ends it."""
     new_tokens: int
     context_tokens: int
     bytes: float
+    """Size of the compressed context, before the question."""
     uncompressed_bytes: float
     end_bytes: float
+    """Size of the cache after the answer."""
     end_uncompressed_bytes: float
     bits_per_value: float
     kept: float
     compressed: bool
+    """False if a press that compresses prompts did not compress this one."""
     prefill_seconds: float
     seconds_per_token: float | None
+    """None for an answer of one token, which has no decode step."""
 
 
 @dataclass
 class _StepClock(StoppingCriteria):
-    """Notes when each token was ready, and stops the answer when its time is up."""
+    """Records the time of each token, and stops the answer at its time limit."""
 
     limit: float | None
     started: float = field(default_factory=time.perf_counter)
@@ -75,18 +76,18 @@ class _StepClock(StoppingCriteria):
 
     @property
     def expired(self) -> bool:
-        """Whether the answer took longer than it may."""
+        """Whether the answer took longer than the limit."""
         return self.limit is not None and bool(self.ticks) and self.ticks[-1] - self.started > self.limit
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of the steps after the first token."""
+        """Mean time of the decode steps after the first token."""
         steps = len(self.ticks) - 1
         return (self.ticks[-1] - self.ticks[0]) / steps if steps > 0 else None
 
 
 class _RefuseNaN(LogitsProcessor):
-    """Fails instead of answering from broken numbers: argmax over NaN is an answer like any other."""
+    """Raises FloatingPointError for NaN in logits, because argmax would still return a token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if torch.isnan(scores).any():
@@ -96,78 +97,81 @@ class _RefuseNaN(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Context:
-    """Contexts that were read together and compressed under one press: rows of `cache`, all that is measured about them.
-
-    `seconds` is what one of them took under this press; `shared_by` presses took part in the same reading, which itself
-    took `reading_seconds` a context. `stored` ones were read by an earlier run, which took these times.
-    """
+    """Contexts that were read together and compressed under one press."""
 
     press: Any
     cache: DynamicCache
+    """One row per context."""
     ids: Tensor
     mask: Tensor
     report: kvpress.MemoryReport
     kept: list[float]
+    """Kept fraction per row."""
     seconds: float
+    """Time per context under this press."""
     reading_seconds: float
+    """Time per context of the reading alone."""
     shared_by: int
+    """Number of presses that shared the reading."""
     stored: bool = False
+    """Whether the contexts come from a prefix store; the times are then those of the run that stored them."""
 
     def compressed(self, row: int) -> bool:
-        """Whether something of a row was compressed, if that is what the press is for."""
+        """Whether a row was compressed; also True for a press that is not meant to compress prompts."""
         return not left_whole(self.press, self.kept[row], self.report.total_bytes, self.report.uncompressed_bytes)
 
 
 _TIMES = ("seconds", "reading_seconds", "shared_by")
-"""What a prefix store notes of a context."""
+"""Fields of a context that a prefix store keeps as notes."""
 
 
 @torch.inference_mode()
 def read_contexts(
     engine: Engine, presses: Sequence[Any], contexts: Sequence[list[int]], store: kvpress.PrefixStore | None = None
 ) -> list[Context]:
-    """Read and compress contexts together, once for all presses if they share it; a press that does not comes alone.
+    """Read contexts together and compress them under each press.
 
-    Those that a `store` holds under a press are not read for it; their times are those of the reading that put them there.
+    All presses must share the reading, unless there is only one. Contexts that are in `store` under a press are not read again
+    for it; their times are those of the run that stored them.
     """
     ids, mask = pad_left(contexts, engine.tokenizer.pad_token_id, engine.model.device)
-    known: list[Context | None] = [
+    stored: list[Context | None] = [
         None if store is None else _stored(engine, press, ids, mask, store) for press in presses
     ]
-    missing = [press for press, found in zip(presses, known, strict=True) if found is None]
+    missing = [press for press, context in zip(presses, stored, strict=True) if context is None]
     read = _read_contexts(engine, missing, ids, mask) if missing else []
     if store is not None:
         for context in read:
             notes = {name: getattr(context, name) for name in _TIMES}
             store.keep(engine.model, context.press, ids, context.cache, mask, notes)
-    fresh = iter(read)
-    return [next(fresh) if found is None else found for found in known]
+    remaining = iter(read)
+    return [next(remaining) if context is None else context for context in stored]
 
 
 def _stored(engine: Engine, press: Any, ids: Tensor, mask: Tensor, store: kvpress.PrefixStore) -> Context | None:
-    """Return what a store holds of contexts under a press."""
-    found = store.find(engine.model, press, ids, mask)
-    if found is None or found.length < ids.shape[1] or any(name not in found.notes for name in _TIMES):
+    """Return the stored contexts under a press, or None."""
+    entry = store.find(engine.model, press, ids, mask)
+    if entry is None or entry.length < ids.shape[1] or any(name not in entry.notes for name in _TIMES):
         return None
-    return _context(press, found.cache, ids, mask, stored=True, **{name: found.notes[name] for name in _TIMES})
+    return _context(press, entry.cache, ids, mask, stored=True, **{name: entry.notes[name] for name in _TIMES})
 
 
 def _read_contexts(engine: Engine, presses: Sequence[Any], ids: Tensor, mask: Tensor) -> list[Context]:
     if len(presses) > 1 or presses[0].recipe().shares_prefill:
         shared = kvpress.prefill(engine.model, presses, ids, mask)
-        logits, caches, reading, own = shared.logits, shared.caches, shared.seconds, shared.press_seconds
+        logits, caches, reading, press_seconds = shared.logits, shared.caches, shared.seconds, shared.press_seconds
     else:
         started = now(ids.device)
         caches = [new_cache(engine.model)]
         with presses[0](engine.model):
             logits = read(engine.model, ids, mask, caches[0])
-        reading, own = now(ids.device) - started, [0.0]
+        reading, press_seconds = now(ids.device) - started, [0.0]
     if torch.isnan(logits).any():
         raise FloatingPointError("NaN in the logits of the prefill")
     rows = len(ids)
     return [
         _context(press, cache, ids, mask, (reading + seconds) / rows, reading / rows, len(presses))
-        for press, cache, seconds in zip(presses, caches, own, strict=True)
+        for press, cache, seconds in zip(presses, caches, press_seconds, strict=True)
     ]
 
 
@@ -197,13 +201,13 @@ def _context(
 
 
 @torch.inference_mode()
-def answer(engine: Engine, context: Context, asked: Sequence[tuple[int, Prompt]], limits: Limits) -> list[Answer]:
-    """Return an answer to each `(row, prompt)`; any number of prompts may ask about the same row. Uses up the cache."""
-    answers: list[Answer] = [None] * len(asked)  # type: ignore[list-item]
-    rounds = _rounds(asked)
+def answer(engine: Engine, context: Context, prompts: Sequence[tuple[int, Prompt]], limits: Limits) -> list[Answer]:
+    """Return an answer to each `(row, prompt)`; several prompts may share a row. The cache is not usable afterwards."""
+    answers: list[Answer] = [None] * len(prompts)  # type: ignore[list-item]
+    rounds = _rounds(prompts)
     for number, places in enumerate(rounds):
-        rows = [asked[place][0] for place in places]
-        second = torch.tensor([asked[place][1].second for place in places], device=context.ids.device)
+        rows = [prompts[place][0] for place in places]
+        second = torch.tensor([prompts[place][1].second for place in places], device=context.ids.device)
         last = number == len(rounds) - 1
         branch = context.cache if last else copy.deepcopy(context.cache)
         if rows != list(range(len(context.ids))):
@@ -230,7 +234,7 @@ def answer(engine: Engine, context: Context, asked: Sequence[tuple[int, Prompt]]
 
 
 def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
-    """Return, per row, the fraction of the pairs of real tokens still stored, over layers and heads."""
+    """Return the kept fraction of the pairs of real tokens per row, over layers and heads."""
     layers = kvpress.kept_positions(cache)
     fractions = []
     for row, real in enumerate(mask.bool().cpu()):
@@ -240,12 +244,12 @@ def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
 
 
 def parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Cut a sequence into parts of `size` items, the last one shorter."""
+    """Split a sequence into chunks of `size` items; the last one may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows of ids as one tensor `[B, longest]`, padded on the left, and the mask of what is real."""
+    """Return rows of ids as one left-padded tensor `[B, longest]`, and its mask with 1 for real tokens."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad)
     mask = torch.zeros_like(ids)
@@ -292,11 +296,11 @@ def _decode(
     return out[:, ids.shape[1] :], clock
 
 
-def _rounds(asked: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
-    """Return groups of prompts that can be read together: all of one length, so that none is padded, and each row once."""
+def _rounds(prompts: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
+    """Return groups of prompts that can be read together: of equal length, so without padding, and each row at most once."""
     groups: dict[tuple[int, int], list[int]] = {}
     times: Counter[int] = Counter()
-    for place, (row, prompt) in enumerate(asked):
+    for place, (row, prompt) in enumerate(prompts):
         groups.setdefault((times[row], len(prompt.second)), []).append(place)
         times[row] += 1
     return list(groups.values())
@@ -304,7 +308,7 @@ def _rounds(asked: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
 
 @contextmanager
 def seeded(name: str) -> Iterator[None]:
-    """Make a press that draws at random draw the same for the contexts of that name, in whatever order they come."""
+    """Seed torch by a name, so that random presses do not depend on the order of the contexts."""
     with torch.random.fork_rng():
         torch.manual_seed(int(hash_json(name)[:8], 16))
         yield
@@ -312,18 +316,18 @@ def seeded(name: str) -> Iterator[None]:
 
 def ends(model: Any) -> set[int]:
     """Return the tokens that end an answer."""
-    found = model.generation_config.eos_token_id
-    return set(found) if isinstance(found, list) else {found} - {None}
+    token_ids = model.generation_config.eos_token_id
+    return set(token_ids) if isinstance(token_ids, list) else {token_ids} - {None}
 
 
 def _ended(tokens: Tensor, engine: Engine) -> tuple[int, ...]:
     """Return the tokens of an answer up to the first that ends it."""
-    said = tokens.tolist()
-    stop = next((at for at, token in enumerate(said) if token in ends(engine.model)), len(said))
-    return tuple(said[: stop + 1])
+    ids = tokens.tolist()
+    stop = next((at for at, token in enumerate(ids) if token in ends(engine.model)), len(ids))
+    return tuple(ids[: stop + 1])
 
 
 def _length(tokens: Tensor, engine: Engine) -> int:
-    """Return the number of tokens of an answer, without those that pad it to the longest of its batch."""
+    """Return the number of tokens of an answer, without the padding to the longest answer of its batch."""
     pad = engine.tokenizer.pad_token_id
     return int((tokens != pad).sum()) if pad != engine.tokenizer.eos_token_id else len(tokens)

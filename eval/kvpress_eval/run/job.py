@@ -38,28 +38,29 @@ _FIGURES = (
     "context_tokens", "new_tokens", "kept", "bytes", "uncompressed_bytes", "end_bytes", "end_uncompressed_bytes",
     "bits_per_value", "compressed",
 )  # fmt: skip
-"""What a row says of an answer."""
+"""Fields of an answer that are stored in its row."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A cell that this process has claimed; `open` until it failed, `seconds` spent on its answers.
-
-    `warned` once it was said that nothing is compressed.
-    """
+    """A cell that this process has claimed."""
 
     cell: Cell
     store: Results
     rows: dict[str, Row]
+    """Finished rows by sample id."""
     press: Any
     open: bool = True
+    """False after a failure."""
     warned: bool = False
+    """True after the warning that nothing is compressed."""
     seconds: float = 0.0
+    """Time spent on answers."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Contexts that are read together, and the samples that ask about each."""
+    """Contexts that are read together, each with its samples."""
 
     contexts: Sequence[Sequence[tuple[Sample, Prompt]]]
 
@@ -81,11 +82,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Job:
-    """One process at work on a configuration. `results` says where those of a cell go, by its id.
-
-    `shown` is where the tokens that were kept are recorded, per press once. `prefixes` holds compressed contexts of other runs.
-    `free_bytes` is the memory that is left to this process, None where it may take what the machine has.
-    """
+    """Work of one process on a configuration."""
 
     config: RunConfig
     engine: Engine
@@ -93,10 +90,14 @@ class Job:
     progress: JobProgress
     interrupt: Interrupt
     results: Callable[[str], Results]
+    """Returns the destination of results by cell id."""
     shown: Source | None
+    """Source whose kept tokens are recorded, once per press."""
     savings: Savings = field(default_factory=Savings)
     prefixes: kvpress.PrefixStore | None = None
+    """Compressed contexts of other runs."""
     free_bytes: int | None = None
+    """Memory for the caches of this process; None: the free memory of the machine."""
 
     def run_source(self, source: Source, cells: Sequence[Cell]) -> list[Cell]:
         """Run cells of one task and length; return those that another process has claimed."""
@@ -116,7 +117,7 @@ class Job:
 
     def _run_cells(self, source: Source, running: Sequence[_Running]) -> None:
         ids, weight = source.ids, running[0].cell.weight
-        missing = {name: sum(name not in one.rows for one in running) for name in ids}
+        missing = {name: sum(name not in cell_run.rows for cell_run in running) for name in ids}
         self.progress.skip((len(ids) * len(running) - sum(missing.values())) * weight)
         if any(missing.values()):
             place = running[0].cell.place
@@ -126,108 +127,112 @@ class Job:
                 self.progress.advance(sum(missing[sample.id] for sample in batch.samples) * weight)
                 if self.interrupt.requested:
                     return
-        for one in running:
-            if one.open:
-                one.store.finish(len(ids))
-                scores = [one.rows[name]["score"] for name in ids]
-                self.progress.finished(one.cell.label, scores, one.seconds)
+        for cell_run in running:
+            if cell_run.open:
+                cell_run.store.finish(len(ids))
+                scores = [cell_run.rows[name]["score"] for name in ids]
+                self.progress.finished(cell_run.cell.label, scores, cell_run.seconds)
 
     def _batches(self, source: Source, running: Sequence[_Running]) -> list[_Batch]:
-        """Return the samples, those about the same context together; a batch is formed the same way in every run."""
+        """Return the samples grouped by context and batch; batches do not depend on rows that exist already."""
         aware, tokenizer = self.config.question_aware, self.engine.tokenizer
         try:
-            asked = [(s, make_prompt(tokenizer, s, question_aware=aware)) for s in source.make(tokenizer)]
+            prompts = [(s, make_prompt(tokenizer, s, question_aware=aware)) for s in source.make(tokenizer)]
             if not source.length:
-                self._check_positions(asked)
+                self._check_positions(prompts)
         except EvalError:
             raise
         except Exception as error:
-            for one in running:
-                self._fail(one, error)
+            for cell_run in running:
+                self._fail(cell_run, error)
             return []
-        contexts = [list(group) for _, group in groupby(asked, key=lambda pair: pair[1].first)]
+        contexts = [list(group) for _, group in groupby(prompts, key=lambda pair: pair[1].first)]
         return [_Batch(part) for part in parts(contexts, self.config.batch_size)]
 
-    def _check_positions(self, asked: Sequence[tuple[Sample, Prompt]]) -> None:
-        """Refuse samples that are longer than the model has positions; of those with a length, the run has checked that."""
-        for sample, prompt in asked:
+    def _check_positions(self, prompts: Sequence[tuple[Sample, Prompt]]) -> None:
+        """Raise for samples longer than the positions of the model; configured lengths were checked before the run."""
+        for sample, prompt in prompts:
             tokens = len(prompt.first) + len(prompt.second)
             check_positions(
                 self.engine.model.config, tokens, "shorten it", f"sample {sample.id} has {tokens} tokens, which is"
             )
 
     def _run_batch(self, running: Sequence[_Running], batch: _Batch) -> None:
-        """Run what is missing of a batch: presses that share a reading together, as far as memory goes, the others alone."""
-        missing = [one for one in running if one.open and any(s.id not in one.rows for s in batch.samples)]
-        sharing = [one for one in missing if one.press.recipe().shares_prefill]
+        """Run the missing samples of a batch: presses that share the reading in groups that fit in memory, others alone."""
+        missing = [
+            cell_run for cell_run in running if cell_run.open and any(s.id not in cell_run.rows for s in batch.samples)
+        ]
+        sharing = [cell_run for cell_run in missing if cell_run.press.recipe().shares_prefill]
         groups = memory.fitting(
             self.engine.model,
             sharing,
-            lambda one: one.press,
+            lambda cell_run: cell_run.press,
             len(batch.ids),
             max(map(len, batch.ids)),
             running[0].cell.source.max_new_tokens + max(len(prompt.second) for _, prompt in batch.asked),
             self.free_bytes,
         )
-        for group in [*groups, *([one] for one in missing if one not in sharing)]:
+        for group in [*groups, *([cell_run] for cell_run in missing if cell_run not in sharing)]:
             if not self.interrupt.requested:
                 self._read_and_answer(group, batch)
 
     def _read_and_answer(self, group: Sequence[_Running], batch: _Batch) -> None:
-        """Read the contexts of a batch once for a group of presses; where that fails, for half of them at a time."""
+        """Read the contexts of a batch once for a group of presses; after a failure, retry with smaller groups."""
         failure = None
         try:
             with seeded(batch.samples[0].id):
-                contexts = read_contexts(self.engine, [one.press for one in group], batch.ids, self.prefixes)
+                contexts = read_contexts(self.engine, [cell_run.press for cell_run in group], batch.ids, self.prefixes)
         except Exception as error:
             failure = _freed(error)
         if failure is not None:
             self._retry(group, batch, failure)
             return
         self.savings.add(contexts, len(batch.contexts), len(batch.samples))
-        for one in group:
-            # Each cache is let go as soon as its questions are answered.
+        for cell_run in group:
+            # `pop` frees each cache as soon as its questions are answered.
             if not self.interrupt.requested:
-                self._answer(one, contexts.pop(0), batch)
+                self._answer(cell_run, contexts.pop(0), batch)
 
-    def _answer(self, one: _Running, context: Context, batch: _Batch) -> None:
+    def _answer(self, cell_run: _Running, context: Context, batch: _Batch) -> None:
         sample, prompt = batch.contexts[0][0]
-        if self.shown is one.cell.source and sample.id == self.shown.ids[0]:
-            one.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
-        self._warn_if_whole(one, context)
-        self.progress.cell(one.cell.label)
+        if self.shown is cell_run.cell.source and sample.id == self.shown.ids[0]:
+            cell_run.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
+        self._warn_if_whole(cell_run, context)
+        self.progress.cell(cell_run.cell.label)
         started = time.monotonic()
-        limits = Limits(one.cell.source.max_new_tokens, self.config.max_seconds_per_sample, batch.samples[0].query.stop)
+        limits = Limits(
+            cell_run.cell.source.max_new_tokens, self.config.max_seconds_per_sample, batch.samples[0].query.stop
+        )
         failure = None
         try:
             with seeded(batch.samples[0].id):
                 answers = answer(self.engine, context, batch.asked, limits)
         except Exception as error:
             failure = _freed(error)
-        one.seconds += time.monotonic() - started
+        cell_run.seconds += time.monotonic() - started
         if failure is not None:
             del context
-            self._retry([one], batch, failure)
+            self._retry([cell_run], batch, failure)
             return
-        for sample, given, (_, prompt) in zip(batch.samples, answers, batch.asked, strict=True):
-            if sample.id in one.rows:
+        for sample, result, (_, prompt) in zip(batch.samples, answers, batch.asked, strict=True):
+            if sample.id in cell_run.rows:
                 continue
             try:
-                row = self._row(one.cell, sample, prompt, given, context, len(batch.contexts))
+                row = self._row(cell_run.cell, sample, prompt, result, context, len(batch.contexts))
             except Exception as error:
-                self._fail(one, error)
+                self._fail(cell_run, error)
                 return
-            one.store.append(row)
-            one.rows[sample.id] = row
+            cell_run.store.append(row)
+            cell_run.rows[sample.id] = row
 
-    def _warn_if_whole(self, one: _Running, context: Context) -> None:
-        """Warn, once for a cell, that its press has compressed nothing of a context."""
-        if not one.warned and not all(map(context.compressed, range(len(context.kept)))):
-            one.warned = True
-            self.progress.problem(f"{one.cell.label}: {left_whole_note(one.press)}")
+    def _warn_if_whole(self, cell_run: _Running, context: Context) -> None:
+        """Warn once per cell if its press did not compress a context."""
+        if not cell_run.warned and not all(map(context.compressed, range(len(context.kept)))):
+            cell_run.warned = True
+            self.progress.problem(f"{cell_run.cell.label}: {left_whole_note(cell_run.press)}")
 
     def _retry(self, group: Sequence[_Running], batch: _Batch, error: Exception) -> None:
-        """Try again with half of the presses and, where memory ran out, half of the contexts; what fails alone is at fault."""
+        """Retry with half of the presses, or half of the contexts if memory ran out, until the failing press is alone."""
         memory.release()
         if len(group) > 1:
             for half in parts(group, (len(group) + 1) // 2):
@@ -239,12 +244,12 @@ class Job:
         else:
             self._fail(group[0], error)
 
-    def _fail(self, one: _Running, error: Exception) -> None:
-        one.open = False
+    def _fail(self, cell_run: _Running, error: Exception) -> None:
+        cell_run.open = False
         message = f"{type(error).__name__}: {error}"
         details = "".join(traceback.format_exception(error))
-        one.store.fail(_status(error), message, details, memory.peak_bytes(self.engine.model.device))
-        self.progress.problem(f"{one.cell.label}: {message}")
+        cell_run.store.fail(_status(error), message, details, memory.peak_bytes(self.engine.model.device))
+        self.progress.problem(f"{cell_run.cell.label}: {message}")
 
     def _row(
         self, cell: Cell, sample: Sample, prompt: Prompt, answer: Answer, context: Context, batch_size: int
@@ -271,7 +276,7 @@ class Job:
 
 
 def _freed(error: Exception) -> Exception:
-    """Let go of what the frames of an error hold, tensors above all; its traceback can still be written."""
+    """Clear the frames of an error, which hold tensors; its traceback can still be formatted."""
     traceback.clear_frames(error.__traceback__)
     return error
 

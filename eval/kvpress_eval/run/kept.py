@@ -21,7 +21,7 @@ Spans = Sequence[Sequence[int]]
 def describe_kept(
     cache: DynamicCache, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, sample: Sample
 ) -> dict[str, Any]:
-    """Return what to show of the first row of a cache: the sample, its tokens and what each head kept of them."""
+    """Return the record of the first row of a cache for reports: sample, tokens, and kept tokens of each head."""
     shift = prompt.text.find(sample.context)
     spans = [[start + shift, end + shift] for start, end in sample.spans]
     special = not uses_template(tokenizer, sample)
@@ -36,7 +36,7 @@ def describe_kept(
 
 
 def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
-    """Return how much of the first row of a cache each head of each layer kept, and which tokens if they are few enough.
+    """Return the kept fraction of the first row per layer and head, and the kept tokens if there are at most `MOST_TOKENS`.
 
     `budgets` are fractions, `heads` hexadecimal numbers with one bit per token, the first token in the highest bit of the
     first digit. A layer without pairs has no heads.
@@ -54,9 +54,9 @@ def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
 def tokens_of(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, spans: Spans = (), *, special: bool = True
 ) -> dict[str, Any]:
-    """Return the texts of tokens, and the numbers of those in `spans` of the text; nothing if there are too many.
+    """Return the texts of tokens, and the numbers of the tokens in `spans` of the text; empty above `MOST_TOKENS` tokens.
 
-    `ids` are the first tokens of the text. A tokenizer without offsets decodes them one by one, and knows no spans.
+    `ids` are the first tokens of the text. A tokenizer without offsets decodes them one by one and ignores `spans`.
     """
     if len(ids) > MOST_TOKENS:
         return {}
@@ -65,7 +65,7 @@ def tokens_of(
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     tokens, answer, end = [], [], 0
     for number, (start, stop) in enumerate(encoded["offset_mapping"][: len(ids)]):
-        # Several tokens can share a character; what stands between two tokens goes with the second.
+        # Several tokens can share a character; text between two tokens belongs to the second one.
         tokens.append(text[end:stop])
         end = max(end, stop)
         if any(low < stop and start < high for low, high in spans):

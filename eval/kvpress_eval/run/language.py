@@ -16,16 +16,16 @@ from kvpress_eval.tasks.languages import LANGUAGES, Language
 ENGLISH = "english"
 _SENTENCES = 40
 _PIECES = 2.0
-"""Times as many tokens a character as the other language takes, from which on a language is spelt in pieces, not in words."""
+"""Tokens per character, relative to the other language, above which the tokenizer spells a language in letters."""
 
 
 def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
-    """Return a configuration that names the language which "auto" stands for with a tokenizer.
+    """Return a configuration with the language "auto" replaced by one that the tokenizer spells.
 
-    English is spelt by most; a vocabulary made for the words of the reference model takes a token for every letter of it.
+    Most tokenizers spell English; one made for the words of the reference model needs a token for every English letter.
 
     Raises:
-        ConfigError: the tokenizer spells neither language, or the one that it spells has no words for a task.
+        ConfigError: the tokenizer spells neither language, or its language has no words for a task.
     """
     if config.language != "auto" or config.model == REFERENCE:
         return config
@@ -37,8 +37,8 @@ def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunCon
             f"the tokenizer of {config.model!r} spells neither English nor the words of the reference model, so that no task "
             "can be worded for it: give samples of your own, tasks file:PATH.jsonl"
         )
-    given = {name: getattr(config, name) for name in config.model_fields_set}
-    return validate({**given, "language": language}, None, {}, {})
+    settings = {name: getattr(config, name) for name in config.model_fields_set}
+    return validate({**settings, "language": language}, None, {}, {})
 
 
 def _spelt(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a run: what is free, what was used, and which caches fit beside each other."""
+"""Memory of a run: free bytes, peak bytes, and groups of caches that fit at the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpress.plan import Geometry, plan
 Item = TypeVar("Item")
 
 SHARE = 0.5
-"""Part of the free memory that the caches of one reading may take; answers and activations need the rest."""
+"""Fraction of the free memory for the caches of one reading; answers and activations need the remainder."""
 
 
 def fitting(
@@ -29,10 +29,10 @@ def fitting(
     generated: int = 0,
     free_bytes: int | None = None,
 ) -> list[list[Item]]:
-    """Divide items with presses into groups whose caches of `batch` contexts of `tokens` tokens fit beside each other.
+    """Divide items with presses into groups whose caches of `batch` contexts of `tokens` tokens fit at the same time.
 
-    Up to `generated` tokens are read behind the contexts, one by one, in one cache of a group at a time. A press whose cache
-    does not fit at all has a group of its own. `free_bytes` None is what the device has left.
+    Up to `generated` tokens are appended to one cache of a group at a time. A press whose cache does not fit has a group of its
+    own. `free_bytes` None is the free memory of the device.
     """
     try:
         geometry = Geometry.of(model.config)
@@ -40,19 +40,22 @@ def fitting(
         return [list(items)] if items else []
     free = SHARE * (available_bytes(model.device) if free_bytes is None else free_bytes)
     groups: list[list[Item]] = []
-    held = most = 0
+    total_size = largest_growth = 0
     for item in items:
         size, grown = (cache_bytes(press_of(item), geometry, batch, tokens, new) for new in (0, generated))
-        if not groups or held + size + max(most, grown - size) > free:
+        if not groups or total_size + size + max(largest_growth, grown - size) > free:
             groups.append([])
-            held = most = 0
+            total_size = largest_growth = 0
         groups[-1].append(item)
-        held, most = held + size, max(most, grown - size)
+        total_size, largest_growth = total_size + size, max(largest_growth, grown - size)
     return groups
 
 
 def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generated: int) -> int:
-    """Return what a press leaves of the contexts, everything if it refuses them: reading will say why."""
+    """Return the planned bytes under a press; those of the full cache if the press refuses the contexts.
+
+    The refusal is raised when the contexts are read.
+    """
     try:
         return plan(press, geometry, tokens, batch, generated).total_bytes
     except (ValueError, NotImplementedError):
@@ -60,7 +63,7 @@ def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generat
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the memory that more tensors can take on a device."""
+    """Return the free bytes of a device, with the unused part of torch's allocator."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -68,14 +71,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: of the accelerator, or of this process."""
+    """Return the peak memory so far: of the accelerator, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return process_peak_bytes()
 
 
 def process_peak_bytes() -> int:
-    """Return the most memory that this process had in use so far; where the system does not record it, what it uses now."""
+    """Return the peak memory of this process; its current memory if the system does not record the peak."""
     try:
         import resource
     except ImportError:  # Windows
@@ -86,7 +89,7 @@ def process_peak_bytes() -> int:
 
 
 def release() -> None:
-    """Give back what a failed attempt held."""
+    """Free the memory of a failed attempt."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

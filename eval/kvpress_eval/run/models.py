@@ -72,7 +72,7 @@ def engine_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def name_of(model: PreTrainedModel) -> str:
-    """Return what a loaded model is called: where it came from, or its class."""
+    """Return the name of a loaded model: its source, or its class."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     return REFERENCE if name == reference_path() else name
 
@@ -87,7 +87,7 @@ def check_lengths(config: RunConfig, settings: Any) -> None:
 
 
 def read_settings(config: RunConfig) -> Any:
-    """Return the configuration of a run's model, from its folder, the hub or what the hub's client has kept.
+    """Return the configuration of a run's model, from its folder, the hub or the local cache of the hub.
 
     Raises:
         DataError: it cannot be read, or the hub does not answer.
@@ -111,7 +111,7 @@ def load_tokenizer(config: RunConfig, settings: Any) -> PreTrainedTokenizerBase:
 
 
 def use_threads(config: RunConfig) -> None:
-    """Give torch the number of CPU threads of a run, if it names one."""
+    """Set torch's number of CPU threads if the run configures it."""
     if config.threads:
         torch.set_num_threads(config.threads)
 
@@ -149,7 +149,7 @@ def _with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def fingerprint(source: str, settings: Any) -> str:
-    """Return what distinguishes these weights from others of the same name."""
+    """Return an identifier of the weights: the commit on the hub, or a hash of parts of the files in a folder."""
     folder = Path(source)
     if not folder.is_dir():
         return str(settings._commit_hash)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run is: one line per finished cell, and on a terminal a bar below them."""
+"""Progress of a run: one line per finished cell, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from rich.table import Column
 from rich.text import Text
 
 _BAR = 16
-"""Columns of the bar; what is worked on has the rest of the line."""
+"""Columns of the bar; the current label has the remainder of the line."""
 _UNKNOWN = "-:--:--"
-"""How long the rest takes, before any work is done."""
+"""Remaining time before any work is finished."""
 
 
 class JobProgress(Protocol):
-    """Whom a job tells how far it is."""
+    """Receiver of the progress of a job."""
 
     def start(self, label: str) -> None:
-        """Name what starts now."""
+        """Show the label of the work that starts."""
 
     def cell(self, label: str) -> None:
-        """Name the cell that is worked on."""
+        """Show the label of the current cell."""
 
     def advance(self, work: int) -> None:
         """Count finished work."""
 
     def skip(self, work: int) -> None:
-        """Leave out work that was done earlier."""
+        """Remove work that was done in an earlier run from the total."""
 
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
-        """Say what came of a cell."""
+        """Report the scores and the time of a cell."""
 
     def problem(self, text: str) -> None:
-        """Say what went wrong."""
+        """Report a problem."""
 
 
 class _TimeLeft(ProgressColumn):
-    """How long the rest will take, as the lines above the bar say it."""
+    """Column with the remaining time, in the same format as the lines above the bar."""
 
     max_refresh = 0.5
 
@@ -59,7 +59,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class RunProgress:
-    """Counts work, names the cell being worked on, and says how long the rest will take: not longer than `until`."""
+    """Counts work, shows the current cell, and estimates the remaining time, at most until the monotonic time `until`."""
 
     def __init__(self, console: Console, total: int, until: float | None = None) -> None:
         self._console, self._until = console, until
@@ -90,14 +90,14 @@ class RunProgress:
             self._bar.stop()
 
     def start(self, label: str) -> None:
-        """Name what starts now."""
+        """Show the label of the work that starts."""
         if self._bar:
             self.cell(label)
         else:
             self.note(label)
 
     def cell(self, label: str) -> None:
-        """Name the cell that is worked on, where there is a bar."""
+        """Show the label of the current cell, if there is a bar."""
         if self._bar:
             self._bar.update(self._task, description=escape(label))
 
@@ -108,41 +108,41 @@ class RunProgress:
             self._bar.advance(self._task, work)
 
     def skip(self, work: int) -> None:
-        """Leave out work that was done earlier: it says nothing of how long the rest will take."""
+        """Remove work that was done in an earlier run from the total, so that it does not distort the remaining time."""
         self._total -= work
         if self._bar:
             self._bar.update(self._task, total=self._total)
 
     def begin(self, total: int) -> None:
-        """Count from zero again, for work that comes on top and takes as long as it takes."""
+        """Start the count again at zero, for additional work without a time limit."""
         self._total, self._done, self._started, self._until = total, 0, time.monotonic(), None
         if self._bar:
             self._bar.reset(self._task, total=total)
 
     def finished(self, label: str, scores: Sequence[float | None], seconds: float) -> None:
-        """Say what came of a cell; where there is no bar, also how long the rest will take at this pace."""
+        """Print the scores and the time of a cell; without a bar, also the remaining time."""
         scored = [value for value in scores if value is not None]
         mean = f"{100 * fmean(scored):.1f}%" if scored else "no score"
-        left = "" if self._bar else f"; {self._left()} left"
-        self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s{left}")
+        remaining = "" if self._bar else f"; {self._left()} left"
+        self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s{remaining}")
 
     def reached(self, text: str) -> None:
-        """Say how far the work is, and how long the rest will take at this pace."""
+        """Print a milestone with the remaining time."""
         self.note(f"{text}; {self._left()} left")
 
     def note(self, text: str) -> None:
-        """Print a line, if there is anything to say."""
+        """Print a line, unless it is empty."""
         if text:
             self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def problem(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a problem in red."""
         self._console.print(Text(text, style="red"))
 
     def _left(self) -> str:
-        rest, spent = self._total - self._done, time.monotonic() - self._started
+        missing, spent = self._total - self._done, time.monotonic() - self._started
         pace = spent / self._done if self._done > 0 else math.inf
-        seconds = max(0.0, pace * rest) if rest else 0.0
+        seconds = max(0.0, pace * missing) if missing else 0.0
         if self._until is not None:
             seconds = min(seconds, max(0.0, self._until - time.monotonic()))
         return _UNKNOWN if math.isinf(seconds) else str(timedelta(seconds=round(seconds)))

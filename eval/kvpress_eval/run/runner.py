@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cells of a configuration, and never loses a finished sample.
+"""Runs the cells of a configuration without losing a finished sample.
 
-All presses of a task and length go through its contexts together, so that a context is read once for all of them. Cells are
-claimed one by one: several processes can share an output folder, and each cell is run by one of them.
+All presses of a task and length are run together, so that a context is read once for all of them. Each cell is claimed
+separately: several processes can share an output folder, and each cell is run by one of them.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class RunResult:
-    """The cells of a run and the record of the invocation that completed them; `busy` ones were left to other processes."""
+    """Results of a run."""
 
     cells: Sequence[CellResult]
     record: dict[str, Any]
+    """Record of this invocation."""
     interrupted: bool
     savings: Savings
     busy: Sequence[str] = field(default_factory=tuple)
+    """Labels of the cells that other processes had claimed."""
 
     @property
     def exit_code(self) -> int:
-        """0 if every cell has its result."""
+        """Exit code of the command; 0 if every cell is complete."""
         if self.interrupted:
             return INTERRUPTED
         if all(cell.complete for cell in self.cells):
@@ -57,13 +59,13 @@ class RunResult:
 
 
 def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig, list[Source], Any]:
-    """Check what can be checked without the weights.
+    """Run all checks that do not need the weights.
 
     Returns the configuration with its language, the tasks with their data, and the model's configuration.
     """
     settings = engine.model.config if engine else None
     if config.language == "auto" and config.model != REFERENCE:
-        expand_tasks(config)  # a missing file is told before anything is loaded
+        expand_tasks(config)  # a missing file raises before the tokenizer is loaded
         settings = settings or read_settings(config)
         config = in_words_of(config, engine.tokenizer if engine else load_tokenizer(config, settings))
     sources = expand_tasks(config)
@@ -76,7 +78,7 @@ def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig,
 
 
 def run(config: RunConfig, console: Console, engine: Engine | None = None) -> RunResult:
-    """Run what is missing of a configuration, on an engine if one is ready; return all of its results."""
+    """Run the missing samples of a configuration; return all results. `engine` is an already loaded model."""
     if engine is not None and config.engine == RAY:
         raise ConfigError(
             "engine ray loads the model on each machine: give its name, not a model that is loaded already"
@@ -92,14 +94,14 @@ def run(config: RunConfig, console: Console, engine: Engine | None = None) -> Ru
 
 
 def run_sources_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, console: Console) -> RunResult:
-    """Run what is missing of some tasks on a cluster; return all of their results. `settings` are the model's configuration."""
+    """Run the missing samples of some tasks on a cluster; return all results. `settings` is the model's configuration."""
     work = run_on_cluster(config, sources, settings, console)
     busy = [cell.label for cell in work.busy]
     return RunResult(_read(config, work.cells), work.record, work.interrupted, work.savings, busy)
 
 
 def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, console: Console) -> RunResult:
-    """Run what is missing of some tasks under the presses of a configuration; return all of their results."""
+    """Run the missing samples of some tasks under the presses of a configuration; return all results."""
     record = describe_run(config, engine)
     log_run(config.out, record)
     cells = make_cells(config, sources, engine.fingerprint, engine.device, engine.dtype)
@@ -109,7 +111,7 @@ def run_sources(config: RunConfig, sources: Sequence[Source], engine: Engine, co
         results = partial(store_of, config.out)
         job = Job(config, engine, record["run"], progress, interrupt, results, shown=sources[0], prefixes=prefixes)
         busy = _run_sources(job, sources, cells)
-        # Another process may have ended without finishing what it had claimed.
+        # Another process may have ended without finishing its claimed cells.
         busy = _run_sources(job, sources, busy) if busy and not interrupt.requested else busy
         progress.note(str(job.savings) if job.savings else "")
     record = {**record, "prefills": job.savings.as_dict()}
@@ -122,7 +124,7 @@ def _read(config: RunConfig, cells: Sequence[Cell]) -> list[CellResult]:
 
 
 def _run_sources(job: Job, sources: Sequence[Source], cells: Sequence[Cell]) -> list[Cell]:
-    """Run cells task by task; return those that another process has claimed."""
+    """Run cells task by task; return the cells that another process has claimed."""
     busy: list[Cell] = []
     for source in sources:
         if not job.interrupt.requested:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reading contexts once for several presses and questions came to."""
+"""Time saved by reading contexts once for several presses and questions."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from kvpress_eval.run.generation import Context
 
 @dataclass
 class Savings:
-    """What reading contexts once for several presses and questions came to."""
+    """Time saved by reading contexts once for several presses and questions."""
 
     contexts: int = 0
+    """Number of contexts that were read."""
     answers: int = 0
+    """Number of answers about these contexts."""
     seconds: float = 0.0
+    """Time of reading and compressing."""
     saved_seconds: float = 0.0
+    """Additional time if each answer had read its context."""
     stored: int = 0
+    """Number of compressed contexts from the prefix store."""
 
     def add(self, contexts: Sequence[Context], rows: int, questions: int) -> None:
-        """Count contexts that were read together, `rows` of them under each press, and asked `questions` in all."""
+        """Count contexts that were read together: `rows` per press, with `questions` questions in total."""
         self.stored += rows * sum(context.stored for context in contexts)
         contexts = [context for context in contexts if not context.stored]
         if not contexts:
             return
         reading = contexts[0].reading_seconds * rows
-        own = [context.seconds * rows - reading for context in contexts]
+        press_seconds = [context.seconds * rows - reading for context in contexts]
         self.contexts += rows
         self.answers += questions * len(contexts)
-        self.seconds += reading + sum(own)
-        self.saved_seconds += reading * (questions / rows * len(contexts) - 1) + sum(own) * (questions / rows - 1)
+        self.seconds += reading + sum(press_seconds)
+        self.saved_seconds += reading * (questions / rows * len(contexts) - 1) + sum(press_seconds) * (
+            questions / rows - 1
+        )
 
-    def __add__(self, other: Savings) -> Savings:
-        return Savings(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+    def __add__(self, second: Savings) -> Savings:
+        return Savings(*(getattr(self, item.name) + getattr(second, item.name) for item in fields(self)))
 
     def __bool__(self) -> bool:
         return self.answers > self.contexts or self.stored > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides the memory and the work of a model, from its configuration; no weights are loaded."""
+"""Size of a model, computed from its configuration without loading weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpress_eval.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the work of a model: its parameters and, of its cache, the layers that grow."""
+    """Parameters of a model, and geometry of its cache."""
 
     parameters: int
     query_width: int
@@ -27,7 +27,7 @@ class Shape:
         return self.parameters * self.geometry.dtype.itemsize
 
     def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions of reading so many tokens: every weight, and half of queries x keys, twice."""
+        """Return the operations of a prefill of `tokens` tokens: two per weight and token, plus causal attention."""
         return 2 * self.parameters * tokens + 2 * len(self.geometry.full) * self.query_width * tokens**2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a run that happens on another machine: a job whose results are sent to the process that asked for them."""
+"""Worker on another machine: runs jobs and sends their results to the driver, the process that writes the output folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpress_eval.tasks.source import Source
 
 @dataclass(frozen=True)
 class Call:
-    """A method that the asking process calls: of the folder of a cell or, without one, of its progress."""
+    """A method call for the driver: on the store of a cell or, without a cell, on the progress."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -34,20 +34,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """Cells of one source that go through its contexts together, and the rows that each has already.
-
-    `shown` says whether the tokens that were kept are recorded.
-    """
+    """Cells of one source that are run together."""
 
     source: Source
     cells: Sequence[Cell]
     rows: Mapping[str, dict[str, Row]]
+    """Existing rows by cell id and sample id."""
     shown: bool
+    """Whether kept tokens are recorded."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a worker runs: the record of its invocation, and what names its cells."""
+    """Record of a worker, with the model, device and dtype that are part of the cells' specs."""
 
     record: dict[str, Any]
     fingerprint: str
@@ -56,7 +55,7 @@ class Introduction:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """What all workers of a run must have in common."""
+        """Values that must be equal in all workers of a run."""
         return self.fingerprint, self.device, self.dtype
 
 
@@ -65,7 +64,7 @@ Send = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class SentResults:
-    """The results of a cell whose folder is elsewhere: what was there is given, what is new is sent."""
+    """Results of a cell whose folder is on the driver: existing rows are included, new ones are sent."""
 
     cell: str
     rows: Mapping[str, Row]
@@ -73,11 +72,11 @@ class SentResults:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """The asking process holds the claim."""
+        """Yield True: the driver has claimed the cell."""
         yield True
 
-    def open(self, cell: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Row]:
-        """Return the rows that were there when this part of the run was sent."""
+    def open(self, cell: Mapping[str, Any], ids: Sequence[str]) -> dict[str, Row]:
+        """Return the rows that existed when the cell was sent to the worker."""
         return dict(self.rows)
 
     def append(self, row: Row) -> None:
@@ -98,7 +97,7 @@ class SentResults:
 
 @dataclass(frozen=True)
 class SentProgress:
-    """The progress of a run that is shown elsewhere."""
+    """Progress of a run that the driver shows."""
 
     send: Send
 
@@ -124,8 +123,8 @@ class SentProgress:
 class Worker:
     """Loads the model once and runs parts of a run, one after another.
 
-    `presses` are those of the run: taking them out of the message imports the modules that define a user's own ones.
-    `free_bytes` is what the caches may take beside the weights, None on a GPU, which a worker has for itself.
+    `presses` are the presses of the run: unpickling them imports the modules of user-defined presses. `free_bytes` is the memory
+    for caches, without the weights; None on a GPU, which no other worker uses.
     """
 
     def __init__(self, config: RunConfig, presses: Sequence[Any], free_bytes: int | None) -> None:
@@ -135,17 +134,17 @@ class Worker:
         self._record: dict[str, Any] = {}
 
     def introduce(self) -> Introduction:
-        """Load the model, and say what it is.
+        """Load the model; return its introduction.
 
         Raises:
-            DataError: there is no such model on this machine.
+            DataError: the model does not exist on this machine.
         """
         engine = self._engine = load_engine(self._config)
         self._record = describe_run(self._config, engine)
         return Introduction(self._record, engine.fingerprint, engine.device, engine.dtype)
 
     def run(self, part: Part) -> Iterator[Call | Savings]:
-        """Yield every result as soon as it is there, at the end what sharing saved; raise what ends a run."""
+        """Yield each result at once, and the savings at the end; raise any error of the job."""
         sent: queue.SimpleQueue[Call | Savings | BaseException] = queue.SimpleQueue()
         threading.Thread(target=self._work, args=(part, sent.put), daemon=True).start()
         while True:
@@ -157,7 +156,7 @@ class Worker:
                 return
 
     def stop(self) -> None:
-        """Let the sample in flight be the last one."""
+        """Stop after the sample in flight."""
         self._interrupt.requested = True
 
     def _work(self, part: Part, send: Send) -> None:
