@@ -401,7 +401,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
 class Newest(Observer):
     """The newest query, in an observer that a user wrote."""
 
-    held = ("query",)
+    state_names = ("query",)
 
     def __init__(self) -> None:
         self.query: Tensor | None = None

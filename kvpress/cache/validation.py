@@ -128,7 +128,7 @@ def _check_observer(observer: Any, new: Any, batch: int) -> None:
         number = type(usual) is int and type(value) is float  # a sum that began at 0
         if isinstance(usual, (bool, int, float, str, tuple)) and type(value) is not type(usual) and not number:
             raise ValueError(f"{name} of {kind} is a {type(value).__name__}, not a {type(usual).__name__}")
-    for name in new.held:
+    for name in new.state_names:
         tensor = getattr(observer, name)
         if tensor is not None and (not isinstance(tensor, Tensor) or tensor.shape[:1] != (batch,)):
             raise ValueError(f"{name} of {kind} is not one entry for each of {batch} rows")

@@ -18,7 +18,7 @@ class QueryCentres(Observer):
     `count [B]` is the number of tokens; all float32.
     """
 
-    held = ("count", "total", "sizes")
+    state_names = ("count", "total", "sizes")
 
     def __init__(self) -> None:
         self.count: Tensor | None = None

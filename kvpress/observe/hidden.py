@@ -16,7 +16,7 @@ class HiddenStates(Observer):
     Used only by presses that score from hidden states, as presses written for NVIDIA kvpress may.
     """
 
-    held = ("states",)
+    state_names = ("states",)
 
     def __init__(self, size: int, prompt: bool) -> None:
         self.size, self.prompt = size, prompt

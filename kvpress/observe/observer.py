@@ -56,7 +56,7 @@ class Observer(ABC):
 
     sides: tuple[str, ...] = ()
     """Names of the per-pair arrays that it records, which move with the pairs; they differ where the arguments differ."""
-    held: ClassVar[tuple[str, ...]] = ()
+    state_names: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold a tensor `[B, ...]`, or None while it is empty."""
     by_token: ClassVar[bool] = False
     """Whether it records token by token, so that `crop` can remove the newest ones exactly."""
@@ -75,7 +75,7 @@ class Observer(ABC):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the state, for the memory report."""
-        return [tensor for name in self.held if (tensor := getattr(self, name)) is not None]
+        return [tensor for name in self.state_names if (tensor := getattr(self, name)) is not None]
 
     def held_bytes(self, tokens: int, group: int, dim: int, dtype: torch.dtype) -> float:
         """Return bytes per row and KV head with `group` query heads, after `tokens` tokens."""
@@ -91,7 +91,7 @@ class Observer(ABC):
         self._replace(lambda tensor: tensor.to(device))
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in self.held:
+        for name in self.state_names:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, change(tensor))

@@ -17,7 +17,7 @@ from kvpress.observe.observer import Observer, hashed
 class RecentQueries(Observer):
     """Newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
 
-    held = ("queries",)
+    state_names = ("queries",)
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,7 +42,7 @@ class SampledQueries(Observer):
     before rotation; with `repeated`, a press adds those of tokens that it reads again, which are stored rotated.
     """
 
-    held = ("queries", "order")
+    state_names = ("queries", "order")
 
     def __init__(self, size: int, repeated: bool = False) -> None:
         self.size, self.repeated = size, repeated
@@ -92,7 +92,7 @@ class QueryStats(Observer):
     Products are centred because the mean of queries is often far larger than their deviation.
     """
 
-    held = ("count", "mean", "spread")
+    state_names = ("count", "mean", "spread")
 
     def __init__(self, skip: int) -> None:
         self.skip = skip

@@ -250,7 +250,7 @@ class SpanTracker(Observer):
     rule. If the model reads images, it stores picture, frame, row and column of each token, `cells [B, seen, 4]`, int32.
     """
 
-    held: ClassVar[tuple[str, ...]] = ("ids", "cells")
+    state_names: ClassVar[tuple[str, ...]] = ("ids", "cells")
     by_token: ClassVar[bool] = True
     cells: Tensor | None = None
 

@@ -130,7 +130,7 @@ class OutsideMass(Observer):
     `streaming [B, H]` is set.
     """
 
-    held = ("total", "count", "streaming")
+    state_names = ("total", "count", "streaming")
 
     def __init__(self, sink_size: int, recent_size: int) -> None:
         self.sink_size, self.recent_size = sink_size, recent_size

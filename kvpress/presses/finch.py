@@ -154,7 +154,7 @@ class Question(Observer):
     `size [B]` is the number of tokens of each row after the delimiter, -1 without a delimiter.
     """
 
-    held = ("queries", "size")
+    state_names = ("queries", "size")
 
     def __init__(self, window: int | None, delimiter: int | None) -> None:
         self.window, self.delimiter = window, delimiter

@@ -92,7 +92,7 @@ class ChunkMass(Observer):
     `scale`, None for the model's own factor; the first `skip` tokens of a row are in no chunk.
     """
 
-    held = ("queries",)
+    state_names = ("queries",)
 
     def __init__(self, size: int, scale: float | None = None, skip: int = 0) -> None:
         self.size, self.scale, self.skip = size, scale, skip

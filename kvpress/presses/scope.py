@@ -77,7 +77,7 @@ class ScopePress(BasePress):
 class PromptEnd(Observer):
     """Record how many real tokens each row had when its newest prompt or turn was read: `tokens [B]`, int64 on the host."""
 
-    held = ("tokens",)
+    state_names = ("tokens",)
     by_token = True
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class SQuatPress(KIVIPress):
 class QueryGram(Observer):
     """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`."""
 
-    held = ("gram",)
+    state_names = ("gram",)
 
     def __init__(self) -> None:
         self.gram: Tensor | None = None

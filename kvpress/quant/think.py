@@ -70,7 +70,7 @@ class QueryEnergy(Observer):
     a chunked prompt until its last chunk.
     """
 
-    held = ("total", "count", "tail")
+    state_names = ("total", "count", "tail")
 
     def __init__(self, size: int) -> None:
         self.size = size
