@@ -127,7 +127,7 @@ def test_a_missing_or_foreign_calibration_is_refused_by_name(books: dict[str, Pa
 
 @pytest.mark.parametrize("family", ["cohere", "glm4"])
 def test_other_rotary_layouts_are_refused_before_any_work(family: str) -> None:
-    with pytest.raises(NotImplementedError, match="another layout than halves"):
+    with pytest.raises(NotImplementedError, match="does not rotate channel halves"):
         check_rotates_halves(facts_of(tiny_model(family)).layers[0])
 
 
