@@ -23,7 +23,7 @@ OPTIONS = (0, *sorted(WIDTHS), DENSE)
 """Bits that a pair may take; 0 drops the pair."""
 BITS = torch.tensor(OPTIONS)
 LOST = torch.tensor([1.0, *(2 * gaussian_error(bits) for bits in sorted(WIDTHS)), 0.0], dtype=torch.float64)
-"""Share of the worth of a pair that each option loses, half of it by the key and half by the value."""
+"""Share of the worth of a pair that each option loses: the relative squared errors of its key and value added up."""
 SETS = [chosen for n in range(1, len(OPTIONS)) for chosen in combinations(range(1, len(OPTIONS)), n)]
 """Sets of options, besides dropping, that a layer may use."""
 PARTS = 512
@@ -182,8 +182,8 @@ class Layer:
     def forms(self) -> tuple[Tensor, Tensor]:
         """Bytes of a pair `[forms, options]`, infinite for options that a form lacks, and bytes stored once, `[forms]`.
 
-        A form is a set of widths. Flags that separate the n-th width from later ones take one bit per pair each. The second
-        half of the forms keeps all pairs, and therefore stores no indexes and weights.
+        A form is a set of widths; a pair in the n-th width takes n flag bits, in the last width one less. The second half of
+        the forms keeps all pairs, and therefore stores no indexes and weights.
         """
         pairs = torch.full((len(SETS), len(OPTIONS)), torch.inf, dtype=torch.float64)
         pairs[:, 0] = 0.0
@@ -193,9 +193,8 @@ class Layer:
                 pairs[n, option] = self._pair(OPTIONS[option]) + min(rank, len(chosen) - 1) / 8
                 once[n] += self.facts.kv_heads * self._once(OPTIONS[option])
             once[n] += self.facts.kv_heads * OFFSETS * (len(chosen) > 1)
-        if any(
-            entry.view.length < entry.view.seen for entry in self.scored
-        ):  # protected pairs, or gaps of earlier turns
+        # Protected pairs and gaps of earlier turns need indexes in every form.
+        if any(entry.view.length < entry.view.seen for entry in self.scored):
             return pairs, once
         unindexed = pairs - self.room.beside_codes
         unindexed[:, 0] = torch.inf

@@ -62,12 +62,8 @@ class LayerBits:
                 f"{name}: {source} is a calibration for {made_for!r}, not for {METHOD!r}; "
                 f"{calibration.how_to_make(source, METHOD)}"
             )
-        bits_by_layer = {
-            layer: file.tensors.get(f"{layer}.bits") for layer in range(file.provenance["model"]["layers"])
-        }
-        pairs = [
-            (max(allowed),) * 2 if bits is None else tuple(map(int, bits.tolist())) for bits in bits_by_layer.values()
-        ]
+        rows = {layer: file.tensors.get(f"{layer}.bits") for layer in range(file.provenance["model"]["layers"])}
+        pairs = [(max(allowed),) * 2 if bits is None else tuple(map(int, bits.tolist())) for bits in rows.values()]
         for layer, pair in enumerate(pairs):
             if any(bits not in allowed for bits in pair):
                 raise ValueError(

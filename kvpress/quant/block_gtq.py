@@ -52,14 +52,14 @@ class BlockGTQPress(CalibratedPress):
 
     i counts the channel pairs that the rotary embedding rotates together; channels without an embedding are paired, too.
     Energies come from a calibration and differ by KV head, and so do the bits, 1 to 8. R is a random orthogonal matrix drawn
-    from `seed`, which mixes only pairs of equal bits. m[d] = (2**bits[d] - 1) / 2. step[d] is the best step for a Gaussian
-    channel with the mean energy of the pairs of these bits. a is fitted to every key by least squares and stored in 16 bits.
-    gain[d] restores the norm of a Gaussian quantised in these bits. Codes are stored as binary digits, each with a separate
-    weight, which kernels read as one operand of one bit; so rows of all heads have equal length. Values are stored as by
-    `turboquant`.
+    from `seed`, which mixes only pairs of equal bits. The middle code is m[d] = (2**bits[d] - 1) / 2, and step[d] is the best
+    step for a Gaussian channel with the mean energy of the pairs of these bits. The scale a is fitted to every key by least
+    squares and stored in 16 bits. The factor gain[d] restores the norm of a Gaussian quantised in these bits. Codes are stored
+    as binary digits, each with a separate weight, which kernels read as one operand of one bit; so rows of all heads have
+    equal length. Values are stored as by `turboquant`.
 
     `calibration` is a file made by `kvpress calibrate --method block_gtq`, which serves all bits; the bundled reference
-    model's is found without it. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
+    model needs none. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
     file of them. The newest `residual_length` pairs, up to 31 more (255 on a GPU), and the first `sinks` stay dense;
     `skip_layers` stay dense.
 

@@ -121,11 +121,11 @@ class BudgetedPress(OfSize):
         pairs  as many as fit in these bits, all scales and indexes counted; all pairs if they fit
         layer  pairs ~ sqrt(e),   e = mean |o' - o|^2 / mean |o|^2 over the newest 64 tokens and all heads
 
-    o is the attention output of one of the newest tokens, which are at most a quarter of the prompt. o' is the output without
-    the pairs that the inner press evicts at the mean budget; the newest tokens themselves stay, as those of a question would.
-    If the error of a layer falls as 1 / pairs, these shares give the least sum of errors. No layer gets more than twice the
-    mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens stay dense
-    until 32 of them are encoded together. A prompt keeps at least 16 pairs per head.
+    Here o is the attention output of one of the newest tokens, which are at most a quarter of the prompt. o' is the output
+    without the pairs that the inner press evicts at the mean budget; the newest tokens themselves stay, as those of a
+    question would. If the error of a layer falls as 1 / pairs, these shares give the least sum of errors. No layer gets more
+    than twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens
+    stay dense until 32 of them are encoded together. A prompt keeps at least 16 pairs per head.
 
     `smaller` defaults to 10. `bytes`, such as 512MiB, 4GB or 300000, is the size of all layers of one row of a batch after its
     prompt, including sliding windows. Each row is compressed as it would be alone, so B rows take B times as much. The bits
@@ -140,12 +140,12 @@ class BudgetedPress(OfSize):
 
         g s l(bits) + price * bytes(bits)
 
-    s is the score of the pair over the mean score of its head. g is the error e of its layer over the mean of all layers,
-    limited to [1/2, 2]. l is 1 for a dropped pair, else the relative squared errors of Gaussian keys and values added up:
-    0.238, 0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, including indexes, scales and
-    weights of pairs and the means of each width, so heads and layers compete. Pairs of different widths share one segment; in
-    a batch, every head stores means for each width that some row uses. Tokens after the prompt take the bits given above;
-    encoded pairs keep their bits.
+    Here s is the score of the pair over the mean score of its head. The weight g is the error e of its layer over the mean of
+    all layers, limited to [1/2, 2]. The loss l is 1 for a dropped pair, else the relative squared errors of Gaussian keys and
+    values added up: 0.238, 0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, including indexes,
+    scales and weights of pairs and the means of each width, so heads and layers compete. Pairs of different widths share one
+    segment; in a batch, every head stores means for each width that some row uses. Tokens after the prompt take the bits
+    given above; encoded pairs keep their bits.
 
     Paper: none; `per_pair` is similar to RDKV, 2026 (arXiv 2605.08317).
     Differs from the paper: unlike RDKV, any scorer can rate the pairs, layers are weighed by their error, all stored bytes are
@@ -176,7 +176,7 @@ class FrontierPress(OfSize):
     `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the kept pairs are the first four tokens
     and the pairs whose keys are hardest to express by other keys; one quarter is sampled from all other pairs and weighed.
     Layers share pairs by the error of losing them, and kept pairs take 2, 3 or 4 bits per channel. `bytes`, such as 512MiB,
-    sets the size instead, and with `per_pair` every pair has its own bits; see `BudgetedPress`.
+    sets the size instead. With `per_pair`, every pair has its own bits; see `BudgetedPress`.
 
     Paper: none; see `LeverageScorePress`, `SamplePress` and `RotatedPress` for the papers of its components.
     Differs from the paper: nothing.

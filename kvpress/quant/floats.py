@@ -84,9 +84,9 @@ class NVFP4Press(FloatPress):
 
         s = e4m3(max |x| / 6 / t),   code = e2m1(x / (s t)),   x' = s t * code,   e2m1 = +-{0, .5, 1, 1.5, 2, 3, 4, 6}
 
-    A value takes 4.5 bits. t is set by the first encoded pairs of a head, so that later values may be 16 times larger before
-    they are clipped. The newest `residual_length` pairs of every head and its first `sinks` stay dense, and up to 31 more
-    while tokens are generated (255 on a GPU); `skip_layers` stay dense.
+    A value takes 4.5 bits. The factor t is set by the first encoded pairs of a head, so that later values may be 16 times
+    larger before they are clipped. The newest `residual_length` pairs of every head and its first `sinks` stay dense, and up
+    to 31 more while tokens are generated (255 on a GPU); `skip_layers` stay dense.
 
     Paper: none; the format NVFP4 as accelerators define it.
     Differs from the paper: t belongs to a head of a sequence, not to a tensor of a calibrated model; a large bias of keys

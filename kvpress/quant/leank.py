@@ -100,10 +100,10 @@ class LeanKPress(BasePress):
         best = all_scales.argsort(descending=True, stable=True)[: len(all_scales) - int(len(all_scales) * self.ratio)]
         chosen = torch.zeros_like(all_scales).index_fill(0, best, 1.0)
         kept = {}
-        for (layer, scale), selected in zip(
+        for (layer, scale), mask in zip(
             scales.items(), chosen.split([s.numel() for s in scales.values()]), strict=True
         ):
-            count = rounded(float(selected.sum()) / len(scale), self.align, scale.shape[1])
+            count = rounded(float(mask.sum()) / len(scale), self.align, scale.shape[1])
             order = scale.argsort(dim=1, descending=True, stable=True)
             kept[layer] = order[:, :count].sort(dim=1).values.to(torch.int16)
         return kept

@@ -31,7 +31,7 @@ class SQuatPress(KIVIPress):
 
     The total error is then small in the directions of the queries, at the same bits. Storage and attention are those of
     `kivi`, which also defines all other settings. Each head of a sequence has a matrix A, computed from the prompt; later keys
-    are encoded with it too. `rank` is the number of directions in A, and `weight` is the additional weight of errors in them;
+    are encoded with it too. `rank` is the number of directions in A. `weight` is the additional weight of errors in them;
     0 is `kivi`. `block_size` is the number of channels encoded together.
 
     Paper: Wang et al., SQuat: Subspace-orthogonal KV Cache Quantization, 2025, arXiv:2503.24358.

@@ -23,7 +23,7 @@ from kvpress.observe.view import View
 from kvpress.quant.rotated import CentredCodec, RotatedSegment
 
 DENSE = 16
-"""Width that stands for dense pairs."""
+"""Bits of pairs that stay dense."""
 WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
 """Bits per channel, and the least bits available per uncompressed number at which they are used."""
 GROUP = 32

@@ -299,7 +299,7 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
         ("frontier:smaller=abc", "smaller must be"),
         ("budgeted(knorm:0.5):smaller=10", "leave out the ratio"),
         ("budgeted(pyramidkv):smaller=10", "shares out the pairs"),
-        ("budgeted(cake):smaller=10", "CAKEPress has its own rule for that"),
+        ("budgeted(cake):smaller=10", "has its own rule for that"),
         ("frontier + kivi:bits=4", "codec"),
         ("frontier:smaller=10,bytes=4GB", "leave out one of them"),
         ("frontier:bytes=much", "such as 4GB, 512MiB or 300000"),

@@ -172,7 +172,7 @@ def test_protected_spans_stay_and_are_paid_for(reference: Any) -> None:
     ("spec", "words"),
     [
         ("budgeted(adakv(knorm)):smaller=10,per_pair=true", "both share out pairs among heads"),
-        ("budgeted(chunkkv(knorm)):smaller=10,per_pair=true", "only orders those of a head"),
+        ("budgeted(chunkkv(knorm)):smaller=10,per_pair=true", "only orders the pairs within a head"),
         ("frontier:smaller=10,per_pair=2", "per_pair"),
     ],
 )

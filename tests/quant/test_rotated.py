@@ -177,7 +177,7 @@ def test_rows_whose_step_does_not_fit_are_refused(bits: int) -> None:
 
     unit = limit / float(encode(rows).step.amax())
     assert bool(encode(0.99 * unit * rows).operand().read(torch.arange(40)).isfinite().all())
-    with pytest.raises(ValueError, match=f"at most {limit:.0f} with {bits} bits, and keys or values .* use kivi"):
+    with pytest.raises(ValueError, match=f"at most {limit:.0f} with {bits} bits, but these keys or values .* use kivi"):
         encode(1.02 * unit * rows)
 
 
