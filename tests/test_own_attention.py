@@ -196,12 +196,12 @@ def test_latents_are_scored_by_the_keys_of_all_heads() -> None:
 
 
 REFUSED = {
-    "snapkv:0.5": "to watch the attention",
+    "snapkv:0.5": "to observe the attention",
     "quest:budget=16": "selector",
     "key_rerotation(knorm:0.5)": "to move or change pairs",
     "kvzip:0.5,repeat_prompt=again": "whole passes",
     "criticalkv(knorm:0.5)": "query heads are not known",
-    "zipcache": "to watch the attention",
+    "zipcache": "to observe the attention",
 }
 
 
@@ -234,14 +234,16 @@ def test_pairs_cannot_be_assigned() -> None:
 def test_attention_in_which_nothing_can_be_hidden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model(LATENT), tokens(1, 20)
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(NotImplementedError, match="cannot be hidden in 'flash_attention_2'"):
+    with pytest.raises(NotImplementedError, match="cannot be masked in 'flash_attention_2'"):
         kvpress.get_press("knorm:0.5")(model).__enter__()
     monkeypatch.undo()
     monkeypatch.setitem(AttentionInterface._global_mapping, "averaging", averaging)
     with kvpress.get_press("knorm:0.5")(model) as session, torch.no_grad():
         model(ids, use_cache=True)
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "averaging")
-        with pytest.raises(NotImplementedError, match="DeepseekV3Attention computes attention weights by no softmax"):
+        with pytest.raises(
+            NotImplementedError, match="DeepseekV3Attention computes attention weights without a softmax"
+        ):
             model(tokens(1, 1), past_key_values=session.cache, use_cache=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvpress.core.host` asks of the library that knows transformers."""
+"""Functions of `kvpress.core.host` for transformers."""
 
 from __future__ import annotations
 

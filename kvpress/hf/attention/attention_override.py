@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose attention is somebody else's: for what is learned from data, and for reading both ways."""
+"""Replace the attention function of a model temporarily, for calibration and for bidirectional attention."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ NAME = "kvpress_attending"
 
 Attend = Callable[[Asked], Tensor | None]
 _attend: WeakKeyDictionary[nn.Module, Callable[..., tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
-"""What attends in the place of each module: models, and threads, share the one function that transformers knows."""
+"""Replacement by module: transformers has one registered function for all models and threads."""
 
 
 @contextmanager
 def attending(model: Any, attend: Attend) -> Iterator[None]:
-    """Let `attend` take the place of a model's attention inside the block; where it returns None, the model's own runs.
+    """Replace a model's attention by `attend` inside the block.
 
-    So it does for passes of other threads, which did not ask for this.
+    The model's own attention runs if `attend` returns None, and for passes of other threads.
 
     Raises:
-        RuntimeError: something else takes its place already, such as a press.
-        NotImplementedError: the model does not take attention functions by name, or hands them what `attend` is not told.
+        RuntimeError: the attention is replaced already, for example by a press.
+        NotImplementedError: the model takes no attention functions by name, or passes them arguments that `attend` lacks.
     """
     layers = {layer.module: layer.index for layer in facts_of(model).layers if layer.module is not None}
     before: str = model.config._attn_implementation
     check_free(model)
-    asked: list[int] = []
+    seen: list[int] = []
     thread = threading.get_ident()
     for module, layer in layers.items():
-        _attend[module] = partial(_attended, thread, attend, native_attention(module), asked, layer)
-    # Names say what builds the masks: models in other threads may have others.
+        _attend[module] = partial(_attended, thread, attend, native_attention(module), seen, layer)
+    # The name includes the mask function, since models in other threads may have another one.
     name = f"{NAME}_{before}"
     AttentionInterface.register(name, lambda module, *args, **kwargs: _attend[module](module, *args, **kwargs))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
@@ -53,9 +53,9 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
         model.set_attn_implementation(before)
         for module in layers:
             del _attend[module]
-    if not asked:
+    if not seen:
         raise NotImplementedError(
-            f"{type(model).__name__} does not take attention functions by name, so nothing can take their place"
+            f"{type(model).__name__} does not take attention functions by name, so they cannot be replaced"
         )
 
 
@@ -63,7 +63,7 @@ def check_free(model: Any) -> None:
     """Refuse a model whose attention is replaced.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the attention is replaced by a press or by another thread.
     """
     if isinstance(model.config._attn_implementation, PressName) or any(module in _attend for module in model.modules()):
         raise RuntimeError(
@@ -73,18 +73,18 @@ def check_free(model: Any) -> None:
 
 
 def _attended(
-    thread: int, attend: Attend, native: Callable[..., Any], asked: list[int], layer: int, module: nn.Module, query: Tensor,
+    thread: int, attend: Attend, native: Callable[..., Any], seen: list[int], layer: int, module: nn.Module, query: Tensor,
     key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     out = None
     if thread == threading.get_ident():
-        asked[:] = [layer]
+        seen[:] = [layer]
         check_known(module, kwargs)
         sinks, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
         out = attend(Asked(layer, query, key, value, logits_of(query, scaling, kwargs), sinks, window))
     if out is not None:
         return out.transpose(1, 2).to(query.dtype).contiguous(), None
-    found: tuple[Tensor, Tensor | None] = native(
+    result: tuple[Tensor, Tensor | None] = native(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
-    return found
+    return result

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose attention modules read the cache by themselves: they do not call the attention interface, or cache latents.
+"""Support models whose attention modules read the cache themselves: no attention interface, or cached latents.
 
-Such a module asks its layer of the cache for all keys and values, and expects each in its column, which is its place in the
-sequence: masks, ALiBi and relative positions count on it. Between layers and steps, only the kept pairs are stored. For the
-time of one layer they are spread over all columns; an evicted pair is a key of NaN and a value of zero. NaN passes, head by
-head, through whatever a model does to its logits, and becomes a weight of zero where logits become weights: in a softmax or in
-torch's `scaled_dot_product_attention`. So memory is freed, but reading gets slower, not faster.
+Such a module reads all keys and values of its cache layer, and expects each pair in its column, which is its slot in the
+sequence: masks, ALiBi and relative positions depend on it. Only kept pairs are stored. During one layer, they are scattered to
+all columns; an evicted pair has a key of NaN and a value of zero. NaN propagates through any change of the logits, in each
+head, and becomes a weight of zero in the softmax or in torch's `scaled_dot_product_attention`. This frees memory, but makes
+reading slower, not faster.
 
-Multi-head latent attention (MLA) caches latents `[B, 1, n, rank]` in the place of keys, which its modules expand to keys and
-values of all heads, and the rotary part of the keys `[B, 1, n, d]` in the place of values, which is where NaN belongs then.
+Multi-head latent attention (MLA) caches latents `[B, 1, n, rank]` instead of keys, which its modules expand to keys and values
+of all heads, and the rotary part of the keys `[B, 1, n, d]` instead of values. There, the rotary part of evicted pairs is NaN.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.spans import SpanTracker
 
 READABLE = ("eager", "sdpa")
-"""Attention implementations in which an evicted pair can be hidden."""
+"""Attention implementations in which an evicted pair can be masked."""
 SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
 def caches_latents(module: nn.Module) -> bool:
-    """Whether an attention module keeps latents in the cache and expands them whenever it reads."""
+    """Whether an attention module caches latents and expands them at each read."""
     return hasattr(module, "expand_kv")
 
 
@@ -44,10 +44,10 @@ def reads_itself(module: nn.Module) -> bool:
 
 
 def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Return how latents become what scorers see: keys and values of all heads side by side, since they share a pair.
+    """Return a function that expands latents to keys and values for scorers, with all heads concatenated in one pair.
 
-    It maps `latents [b, 1, n, rank]` and rotary parts `[b, 1, n, d]` to `[b, 1, n, Hq * D]` and `[b, 1, n, Hq * Dv]`; None for
-    modules that cache keys and values.
+    It maps `latents [b, 1, n, rank]` and rotary parts `[b, 1, n, d]` to `[b, 1, n, Hq * D]` and `[b, 1, n, Hq * Dv]`. Returns
+    None for modules that cache keys and values.
     """
     if not caches_latents(module):
         return None
@@ -62,34 +62,34 @@ def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tens
 
 
 def check_press(model: Any, recipe: Recipe) -> None:
-    """Refuse presses that need more than the pairs of a model that reads its cache by itself.
+    """Refuse presses that need more than the stored pairs of a model that reads its cache by itself.
 
     Raises:
-        NotImplementedError: says what the press needs.
+        NotImplementedError: the press needs more; the message names it.
     """
     evictions = recipe.evictions
-    known = (HiddenStates, SpanTracker)  # which look at what goes in, and at no attention
-    watched = sorted({wanted.kind.__name__ for wanted in recipe.watched("prefill") if wanted.kind not in known})
+    supported = (HiddenStates, SpanTracker)  # observers of inputs, which need no attention
+    watched = sorted({entry.kind.__name__ for entry in recipe.watched("prefill") if entry.kind not in supported})
     needs = {
-        "to read stored pairs in a way of its own (a selector or pattern)": recipe.selector or recipe.pattern,
+        "to read stored pairs in its own way (a selector or pattern)": recipe.selector or recipe.pattern,
         "to move or change pairs": [step for step in evictions if step.rewrites],
         "to change the cache in a `compress` or `forward_hook`": [
             step for step in evictions if step.compress or step.hook
         ],
-        "to look at whole passes": recipe.hooks or [step for step in evictions if step.prepare is not None],
-        f"to watch the attention ({', '.join(watched)})": watched,
+        "to act on whole passes": recipe.hooks or [step for step in evictions if step.prepare is not None],
+        f"to observe the attention ({', '.join(watched)})": watched,
     }
-    for what, found in needs.items():
-        if found:
+    for need, is_needed in needs.items():
+        if is_needed:
             raise NotImplementedError(
                 f"{type(model).__name__} reads its cache by itself ({_how(model)}), so a press can only score pairs by their "
-                f"keys and values and store them; this one needs {what}; use a press such as knorm, keydiff, streaming_llm, "
+                f"keys and values and store them; this one needs {need}; use a press such as knorm, keydiff, streaming_llm, "
                 "random or kivi"
             )
     implementation = model.config._attn_implementation
     if implementation not in READABLE and not recipe.is_identity:
         raise NotImplementedError(
-            f"{type(model).__name__} reads its cache by itself, and evicted pairs cannot be hidden in {implementation!r}; call "
+            f"{type(model).__name__} reads its cache by itself, and evicted pairs cannot be masked in {implementation!r}; call "
             "model.set_attn_implementation('sdpa') or 'eager' before the block"
         )
 
@@ -100,10 +100,10 @@ def _how(model: nn.Module) -> str:
 
 
 def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the `forward` of an attention module that reads its cache by itself; evicted pairs get no weight.
+    """Run the `forward` of an attention module that reads its cache by itself, with zero weight on evicted pairs.
 
     Raises:
-        NotImplementedError: it computes its weights in another way than by softmax.
+        NotImplementedError: the module computes its weights without a softmax of torch.
     """
     call = None if here.forward is None else here.forward.call
     if call is None or call.store is None or not call.store.sealed:
@@ -112,28 +112,29 @@ def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
     if not hiding.acted:
         raise NotImplementedError(
-            f"{type(call.layer.module).__name__} computes attention weights by no softmax of torch, so evicted pairs cannot be "
-            "hidden"
+            f"{type(call.layer.module).__name__} computes attention weights without a softmax of torch, so evicted pairs "
+            "cannot be masked"
         )
     return output
 
 
 def note(forward: Forward, call: LayerCall) -> None:
-    """Note, after its forward pass, what such a module has written, and let observers see it."""
+    """Record the pairs that such a module has written, after its forward, and run the observers."""
     if call.written is None:
         raise NotImplementedError(f"{type(call.layer.module).__name__} did not write its layer of the cache")
     keys, _ = call.written
     call.count(keys.shape[2])
     call.queries = keys.new_empty(*keys.shape[:3], 0)
-    call.hidden_states = call.hidden_states[:, : keys.shape[2]]  # ProphetNet's predictions come behind the tokens
+    call.hidden_states = call.hidden_states[:, : keys.shape[2]]  # ProphetNet appends predictions to the tokens
     if forward.watch is None:
         forward.session.observe(call)
 
 
 class HidingEvicted(TorchFunctionMode):
-    """Gives logits that are NaN, which are those of evicted pairs, no weight. `acted` says that there were logits."""
+    """Mode in which NaN logits, those of evicted pairs, get zero weight."""
 
     acted = False
+    """Whether any attention weights were computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -156,9 +157,9 @@ def _attention_without_evicted(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Run torch's attention of `query [B, Hq, Q, D]` on `key [B, H, n, D]`, of which some end in NaN."""
-    gone = key[..., -1].isnan()
-    key, evicted = key.masked_fill(gone[..., None], 0.0), gone[:, :, None]
+    """Run torch's attention of `query [B, Hq, Q, D]` over `key [B, H, n, D]`, with evicted keys that end in NaN."""
+    is_evicted = key[..., -1].isnan()
+    key, evicted = key.masked_fill(is_evicted[..., None], 0.0), is_evicted[:, :, None]
     if query.shape[1] > key.shape[1]:
         evicted = evicted.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if is_causal:
