@@ -123,8 +123,8 @@ class SentProgress:
 class Worker:
     """Loads the model once and runs parts of a run, one after another.
 
-    `presses` are the presses of the run: unpickling them imports the modules of user-defined presses. `free_bytes` is the memory
-    for caches, without the weights; None on a GPU, which no other worker uses.
+    `presses` are the presses of the run: unpickling them imports the modules of user-defined presses. `free_bytes` is the
+    memory for caches, without the weights; None on a GPU, which no other worker uses.
     """
 
     def __init__(self, config: RunConfig, presses: Sequence[Any], free_bytes: int | None) -> None:
