@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: options, the configuration they make, errors and exit codes.
+"""Helpers shared by the commands: options, their configuration, errors and exit codes.
 
 Modules that need torch are imported by a command when it runs, so that `kvpress --help` need not wait for them.
 """
@@ -51,23 +51,23 @@ RayAddress = Annotated[
 ]
 
 _FIELDS = ("model", "samples", "seed", "language", "batch_size", "dtype", "device", "threads")
-"""Options that mean the same to every command that has them."""
+"""Options with the same meaning in several commands."""
 _PLAIN_WIDTH = 120
-"""Columns of tables that go to a file or a pipe."""
+"""Columns of tables in a file or a pipe."""
 
 
 def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, length: int) -> RunConfig:
     """Return the configuration of a command that measures presses at one length, from its options."""
     from kvpress_eval.config.load import load_config
 
-    own = {name: options[name] for name in _FIELDS if name in options}
-    config = load_config(None, {**own, "presses": presses or ("none",), "lengths": (length,)})
+    settings = {name: options[name] for name in _FIELDS if name in options}
+    config = load_config(None, {**settings, "presses": presses or ("none",), "lengths": (length,)})
     print_sizes(config.presses)
     return config
 
 
 def print_sizes(presses: Sequence[str]) -> None:
-    """Print, beside the results, the sizes that presses take by default where their specs name none."""
+    """Print the default sizes of presses whose specs give none."""
     from kvpress.core.effect import assumed_sizes
     from kvpress.core.spec import get_press
 
@@ -77,13 +77,13 @@ def print_sizes(presses: Sequence[str]) -> None:
 
 
 def split(text: str) -> list[str]:
-    """Return the parts of a list that is separated by commas."""
+    """Return the items of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @contextmanager
 def exit_codes(*, loads_models: bool = True) -> Iterator[Console]:
-    """Turn errors into a message and an exit code, and keep the libraries' own chatter off the terminal."""
+    """Turn errors into a message and an exit code, and suppress the log output of libraries."""
     from kvpress.signals import INTERRUPTED, TERMINATED, Terminated
 
     terminal = Console()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress demo`: what every kind of press costs and saves, on a small real model."""
+"""`kvpress demo`: cost and savings of each kind of press, on a small real model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRESSES = (
 
 
 def command(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo")) -> None:
-    """Show on a small real model what eviction, quantisation and selection cost and save."""
+    """Show the cost and the savings of eviction, quantisation and selection on a small real model."""
     with shared.exit_codes() as console:
         from kvpress_eval.report.write import check_folder
 

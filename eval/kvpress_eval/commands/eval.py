@@ -26,13 +26,13 @@ _OWN = ("config", "lm_eval", "lm_eval_include", "dry_run")
 
 
 class Command(TyperCommand):
-    """`eval`, whose help shows the defaults of a run and the names of all tasks, as they stand in the code.
+    """`eval` with the defaults of `RunConfig` and the names of all tasks in its help.
 
-    They are looked up when the help is asked for: that takes half a second, which other commands need not wait for.
+    They are imported only for the help, because the import takes half a second.
     """
 
     def with_defaults(self) -> Command:
-        """Give every option the default that a run has, and name all tasks at the end."""
+        """Set the default of every option from `RunConfig`, and list all tasks at the end."""
         from kvpress_eval.config.schema import RunConfig
 
         fields = {_NAMED.get(name, name): field for name, field in RunConfig.model_fields.items()}
@@ -69,7 +69,7 @@ def task_names() -> str:
 
 
 def nothing_asked(config: RunConfig) -> str:
-    """Say what a run would measure for which no press and no task was named, and how to say it."""
+    """Return the message for a run without presses and tasks: its size with the defaults, and the options to set."""
     contexts = len(config.tasks) * len(config.lengths) * config.samples
     lengths = " and ".join(map(str, config.lengths))
     return (
@@ -138,30 +138,30 @@ def command(
         from kvpress_eval.run.estimate import estimate
         from kvpress_eval.run.runner import prepare
 
-        given = {name: shared.split(value) if name in _LISTS else value for name, value in options.items()}
-        runs = load_grid(config, given)
+        values = {name: shared.split(value) if name in _LISTS else value for name, value in options.items()}
+        runs = load_grid(config, values)
         if not (dry_run or config or lm_eval or presses or tasks):
             raise ConfigError(nothing_asked(runs[0]))
         shared.print_sizes(runs[0].presses)
         if dry_run:
-            for estimated in [estimate(one) for one in runs]:
+            for estimated in [estimate(run) for run in runs]:
                 estimated.show(console)
             return
-        if lm_eval is not None and any(one.engine != "local" for one in runs):
+        if lm_eval is not None and any(run.engine != "local" for run in runs):
             raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
         check_folder(runs[0].out)
-        # A run checks itself before its model loads; what comes after other work is checked now.
-        for one in runs[1:] if lm_eval is None else runs:
-            prepare(one)
+        # A run checks its own settings before the model loads; later steps are checked here.
+        for run in runs[1:] if lm_eval is None else runs:
+            prepare(run)
         if lm_eval is not None:
-            for one in runs:
-                _run_lm_eval(one, shared.split(lm_eval), lm_eval_include, console)
-        if lm_eval is None or any("tasks" in one.model_fields_set for one in runs):
+            for run in runs:
+                _run_lm_eval(run, shared.split(lm_eval), lm_eval_include, console)
+        if lm_eval is None or any("tasks" in run.model_fields_set for run in runs):
             measure_and_write(runs, console)
 
 
 def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, console: Console) -> None:
-    """Score the presses of a run on tasks of lm-eval, with as many samples and of such lengths as were asked for."""
+    """Score the presses of a run on tasks of lm-eval, with its samples and lengths if they are configured."""
     from kvpress_eval.common.files import hash_json, write_json
     from kvpress_eval.lm.require import require_lm_eval
     from kvpress_eval.report.lm_scores import to_table
@@ -180,7 +180,7 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
 
 
 def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
-    """Run configurations that share an output folder, print a table for each model, and write the files of the folder."""
+    """Run configurations with a shared output folder, print a table per model, and write the report files."""
     from kvpress.signals import INTERRUPTED
     from kvpress_eval.report.table import print_table
     from kvpress_eval.report.write import write_outputs
@@ -198,8 +198,8 @@ def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
             console.print(Text(f"\n{config.model}", style="bold"))
         summaries = summarise(result.cells)
         print_table(summaries, console)
-        if said := conclusion(summaries):
-            console.print(Text(said, style="bold"))
+        if sentence := conclusion(summaries):
+            console.print(Text(sentence, style="bold"))
         for label in result.busy:
             console.print(Text(f"{label}: left to another process, which is running it", style="red"))
     for path in write_outputs([runs[0].out], runs[0].out / "report.html"):

@@ -35,10 +35,11 @@ def command(
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:
-    """Measure how close presses stay to the full cache while a text is continued, without labels.
+    """Measure the difference between presses and the full cache on the continuation of a text, without labels.
 
-    The context is read in one pass and compressed, its continuation one token at a time through the compressed cache, or
-    in chunks. A perplexity from one pass over the text would show nothing: that pass never reads what a press has stored.
+    The context is read in one pass and compressed. Its continuation is read through the compressed cache, one token at a time
+    or in chunks. A perplexity from one pass over the text would show no difference, because that pass never reads the
+    compressed cache.
     """
     options = locals()
     with shared.exit_codes() as console:

@@ -43,7 +43,7 @@ def command(
         require_lm_eval()
         from kvpress_eval.lm.tasks import Selection, compare
 
-        # lm-eval itself cuts prompts to what the model takes, so that any length will do.
+        # lm-eval itself cuts prompts to the longest input of the model, so that any length will do.
         config = shared.make_config(options, press, length=16)
         chosen = Selection(
             tuple(shared.split(tasks)), include, limit, num_fewshot, chat_template, _json_object(metadata)

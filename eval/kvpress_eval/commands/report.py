@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress report`: one page, plots and tables of what runs measured."""
+"""`kvpress report`: one page, plots and tables of the results of runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(
 
 
 def _print(report: Report, console: Console) -> None:
-    """Print every table of the page, and what was left out."""
+    """Print every table of the page, and messages about results that are left out."""
     from kvpress_eval.report.comparison_tables import TITLES
     from kvpress_eval.report.table import print_table
 

@@ -74,13 +74,13 @@ def command(
         from kvpress_eval.tuning.find import Wishes, tune
 
         wishes = Wishes(**{name: options.pop(name) for name in _WISHES if name in options})
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             name: shared.split(value) if name in _LISTS else value for name, value in options.items()
         }
-        config = load_config(None, {"lengths": (_LENGTH,), **given})
+        config = load_config(None, {"lengths": (_LENGTH,), **settings})
         if tasks is None and data is None:
-            said = f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"
-            console.print(Text(said), soft_wrap=True)
+            note = f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"
+            console.print(Text(note), soft_wrap=True)
         check_folder(config.out)
         try:
             tuned = tune(config, wishes, console)
@@ -95,7 +95,7 @@ def command(
 
 
 def show(tuned: Tuned, console: Console) -> None:
-    """Print the frontier, name the pick, and say which files hold it."""
+    """Print the frontier, the paths of the written files, and a sentence about the pick."""
     from kvpress_eval.report.write import write_outputs
     from kvpress_eval.results.read import is_run
     from kvpress_eval.tuning.result import print_frontier

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every other folder may use: errors, files, the modules of a folder."""
+"""Helpers for all other folders: errors, files, the modules of a folder."""

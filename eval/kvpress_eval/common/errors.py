@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong before or during a run, and the exit code that each answers with."""
+"""Errors before and during a run, each with the exit code of the command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class EvalError(Exception):
-    """A problem the user can fix; the message says how and the class gives the exit code."""
+    """Error that the user can fix; the message describes the fix, and the class has the exit code."""
 
     exit_code = 1
 

@@ -69,7 +69,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results, or say why nothing can be written there."""
+    """Make a folder for results; raise OutputError if it cannot be written."""
     with translated_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -77,7 +77,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_room(path: Path, example: str) -> None:
-    """Make the folder of a file that will be written, so that a wrong path is told before any work is done for it."""
+    """Make the folder of an output file, so that a wrong path raises before any work."""
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file such as {path / example}")
     make_folder(path.parent)

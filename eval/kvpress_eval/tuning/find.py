@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a memory limit to a press: check, say what fits, search, measure the best on held-out samples, write the pick."""
+"""From a memory limit to a press: check the limit, search, measure the best on held-out samples, write the pick."""
 
 from __future__ import annotations
 
@@ -41,49 +41,51 @@ from kvpress_eval.tuning.space import NOTHING, Space, make_space
 FINALISTS = 3
 """Presses at the limit that are measured on held-out samples."""
 _OTHER_SIZES = (0.5, 2.0)
-"""Parts of the limit at which the best composition is measured too, so that the frontier shows what memory buys."""
+"""Multiples of the limit at which the best composition is measured too, so that the frontier shows the effect of memory."""
 _LENGTHS = 4
-"""Different lengths of contexts that a limit is planned at."""
+"""Number of context lengths for which a limit is planned."""
 _TIMED_TOKENS = 8
 _COVERED = 64
-"""Points of the space that show which sizes are possible."""
+"""Number of points of the space that are tried to find the possible sizes."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the press has to be, and how much work may go into finding it.
-
-    Give `memory`, of weights and caches together such as "4GB", or `smaller`, a factor. `max_drop` is how many points the
-    worst task may lose: then the smallest such press is picked, otherwise the one that loses least. `context` tokens in each of
-    `batch` sequences are what `memory` is for, by default those of the longest length. `held_out` contexts of each task are
-    measured at the end, `candidates` searched, for at most `minutes`. `data` is a file of the user's own samples, in the place
-    of tasks.
-    """
+    """Requirements of a press, and limits of the search for it. Either `memory` or `smaller` is required."""
 
     memory: str | None = None
+    """Limit for weights and caches together, such as "4GB"."""
     smaller: float | None = None
+    """Factor by which the cache must be smaller than uncompressed."""
     max_drop: float | None = None
+    """Points that the worst task may lose: picks the smallest such press; None picks the press that loses least."""
     context: int | None = None
+    """Tokens per sequence for `memory`; None: the longest length."""
     batch: int = 1
+    """Sequences for `memory`."""
     held_out: int = 24
+    """Contexts of each task that are measured at the end."""
     candidates: int = 96
+    """Number of candidates of the search."""
     minutes: float | None = None
+    """Time limit of the search."""
     data: Path | None = None
+    """File with the user's own samples, used instead of tasks."""
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Check all values.
 
         Raises:
-            ConfigError: a value is outside what is allowed.
+            ConfigError: a value is out of range, or two values contradict each other.
         """
         if (self.memory is None) == (self.smaller is None):
             raise ConfigError("give either memory, such as 4GB, or smaller, such as 10: one of them says the size")
-        least: dict[str, tuple[float | None, float]] = {
+        bounds: dict[str, tuple[float | None, float]] = {
             "smaller": (self.smaller, 1.0), "max_drop": (self.max_drop, 0.0), "context": (self.context, 16),
             "batch": (self.batch, 1), "held_out": (self.held_out, 2), "candidates": (self.candidates, 1),
             "minutes": (self.minutes, 0.0),
         }  # fmt: skip
-        for name, (value, bound) in least.items():
+        for name, (value, bound) in bounds.items():
             if value is not None and not value >= bound:
                 raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
         if self.smaller is not None and (self.context is not None or self.batch != 1):
@@ -93,10 +95,10 @@ class Wishes:
 
 
 def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | None = None) -> result.Tuned:
-    """Find the press that meets a limit and loses least; continue where the same search was stopped.
+    """Find the press that meets a limit and loses least; a stopped search is continued.
 
     Raises:
-        ConfigError: a wish is wrong or cannot be met, or the model retrieves nothing from the full cache.
+        ConfigError: a requirement is invalid or cannot be met, or the model retrieves nothing from the full cache.
         DataError: the model or the data cannot be read.
         OutputError: the output folder cannot be written, or belongs to another search.
         BusyError: another process tunes into the same folder.
@@ -160,62 +162,64 @@ class _Tuning:
         presses = list(dict.fromkeys((NOTHING, *standings)))
         self._say(f"measuring {len(presses)} presses on held-out samples")
         frontier = result.measured(self._held_out(examiner, presses))
-        by_press = {one.press: one for one in frontier}
+        by_press = {figures.press: figures for figures in frontier}
         if picked not in by_press or NOTHING not in by_press:
             raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
         pick = by_press[picked]
         unit = "likelihood of a token" if self.split.by_likelihood else "accuracy"
-        said = result.sentence(picked, frontier, unit, self.wishes.max_drop)
+        summary = result.sentence(picked, frontier, unit, self.wishes.max_drop)
         path = self.config.out / result.PRESS
-        tuned = result.Tuned(picked, frontier, said, result.within(pick, self.wishes.max_drop), path)
+        tuned = result.Tuned(picked, frontier, summary, result.within(pick, self.wishes.max_drop), path)
         result.write_press(path, picked, self._tuned_on(), frontier)
-        searched = [{**asdict(one), "changes": dict(one.changes)} for one in standings.values()]
+        searched = [{**asdict(figures), "changes": dict(figures.changes)} for figures in standings.values()]
         result.write_result(self.config.out / result.RESULT, tuned, searched)
         return tuned
 
     def _check_retrieves(self, examiner: Examiner) -> None:
-        """Refuse to rank presses where the full cache is no better than one of another context."""
+        """Raise ConfigError if the full cache scores no better than the cache of another context."""
         first, pairs = 0, []
-        most = min(len(part.contexts) for part in self.split.searched)
-        for contexts in rungs(most):
+        num_contexts = min(len(part.contexts) for part in self.split.searched)
+        for contexts in rungs(num_contexts):
             for part in self.split.searched:
                 for place in range(first, contexts):
                     self._stop_if_asked()
-                    own = part.contexts[place]
-                    other = [item.elsewhere(self._other(part, place)) for item in own]
-                    for asked in (own, other):
-                        examiner.examine([NOTHING], [asked])
+                    items = part.contexts[place]
+                    swapped = [item.elsewhere(self._other(part, place)) for item in items]
+                    for batch in (items, swapped):
+                        examiner.examine([NOTHING], [batch])
                     pairs += [
-                        (examiner.score_of(NOTHING, here), examiner.score_of(NOTHING, there))
-                        for here, there in zip(own, other, strict=True)
+                        (examiner.score_of(NOTHING, item), examiner.score_of(NOTHING, swapped_item))
+                        for item, swapped_item in zip(items, swapped, strict=True)
                     ]
             first = contexts
             if better(pairs):
                 return
-            here, there = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
-            said = (
-                f"with the full cache it scores {here:.1f}%, and {there:.1f}% when the same is asked about other contexts "
-                f"({len(pairs)} samples), which chance explains"
+            own_score, swapped_score = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
+            scores = (
+                f"with the full cache it scores {own_score:.1f}%, and {swapped_score:.1f}% when the same is asked about other "
+                f"contexts ({len(pairs)} samples), which chance explains"
             )
-            self._say(f"whether the model retrieves is checked on up to {most} contexts of each task: {said}")
+            self._say(f"whether the model retrieves is checked on up to {num_contexts} contexts of each task: {scores}")
         raise ConfigError(
-            f"model {self.config.model!r} retrieves nothing: {said}. Presses cannot be ranked on that: take tasks that the "
+            f"model {self.config.model!r} retrieves nothing: {scores}. Presses cannot be ranked on that: take tasks that the "
             "model can do, or another model"
         )
 
     def _other(self, part: Part, place: int) -> list[int]:
-        """Return the tokens of another context; half of its own where there is none."""
-        others = (context[0].prompt.first for other in (part, *self.split.searched) for context in other.contexts)
-        own = part.contexts[place][0].prompt.first
+        """Return the tokens of another context; its own first token if there is no other."""
+        others = (
+            context[0].prompt.first for neighbour in (part, *self.split.searched) for context in neighbour.contexts
+        )
+        first_ids = part.contexts[place][0].prompt.first
         following = [part.contexts[(place + 1) % len(part.contexts)][0].prompt.first]
-        return next((ids for ids in (*following, *others) if ids != own), own[:1])
+        return next((ids for ids in (*following, *others) if ids != first_ids), first_ids[:1])
 
     def _search(self, examiner: Examiner) -> tuple[dict[str, Standing], str]:
-        """Return the presses to be measured with where they stand, and the one that is picked."""
-        most = min(len(part.contexts) for part in self.split.searched)
-        total = work(self.wishes.candidates, len(self.split.searched), most, len(self.space.recipes()))
+        """Return the standings of the presses to measure by press, and the picked press."""
+        num_contexts = min(len(part.contexts) for part in self.split.searched)
+        total = work(self.wishes.candidates, len(self.split.searched), num_contexts, len(self.space.recipes()))
         self._say(
-            f"searching {self.wishes.candidates} candidates on {most} contexts of {_each(len(self.split.searched))}, "
+            f"searching {self.wishes.candidates} candidates on {num_contexts} contexts of {_each(len(self.split.searched))}, "
             f"halved again and again{f', for at most {self._minutes()}' if self.wishes.minutes else ''}; then the best are "
             "measured on samples that were held out"
         )
@@ -252,32 +256,34 @@ class _Tuning:
             self._say(f"best of the search: {search.describe_best()}")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])
-        picked = pick(best, [one for one in sized if one.bytes <= self.limit.allowed], self.wishes.max_drop)
-        return {one.press: one for one in (*best, *sized)}, picked.press
+        picked = pick(
+            best, [standing for standing in sized if standing.bytes <= self.limit.allowed], self.wishes.max_drop
+        )
+        return {standing.press: standing for standing in (*best, *sized)}, picked.press
 
     def _minutes(self) -> str:
         return f"{self.wishes.minutes:g} minute{'' if self.wishes.minutes == 1 else 's'}"
 
     def _other_sizes(self, search: Search, best: Standing) -> list[Standing]:
-        """Return where the best composition stands at other sizes, on the same contexts; empty if time ran out early."""
+        """Return standings of the best composition at other sizes on the same contexts; empty if time ran out early."""
         if not best.contexts:
             return []
         presses: dict[str, None] = {}
         for size in _OTHER_SIZES:
-            other = replace(search, limit=self.limit.scaled(size), until=None)
-            (press,) = other.fit([search.templates[best.press]]).values()
+            resized = replace(search, limit=self.limit.scaled(size), until=None)
+            (press,) = resized.fit([search.templates[best.press]]).values()
             presses |= {} if press in (None, NOTHING, best.press) else {press: None}
         search.progress.begin(len(presses) * best.contexts * len(self.split.searched))
-        found = []
+        standings = []
         for press in presses:
             search.progress.cell(press)
             replace(search, until=None).ask([press], search.batches(0, best.contexts))
             if press not in search.examiner.failed:
-                found.append(search.standing(press, best.contexts))
+                standings.append(search.standing(press, best.contexts))
                 search.progress.reached(
-                    f"the best at another size, {best.contexts} contexts of each task: {describe(found[-1])}"
+                    f"the best at another size, {best.contexts} contexts of each task: {describe(standings[-1])}"
                 )
-        return found
+        return standings
 
     def _nothing_found(self, search: Search) -> str:
         if search.out_of_time:
@@ -285,12 +291,12 @@ class _Tuning:
                 f"{self._minutes()} of search were too few to compare any press: give more minutes, or fewer candidates; "
                 "what was measured is kept, and the same command continues there"
             )
-        told = "; ".join(f"{press}: {why}" for press, why in list(search.examiner.failed.items())[:3])
+        failures = "; ".join(f"{press}: {why}" for press, why in list(search.examiner.failed.items())[:3])
         tried = f"none of {self.wishes.candidates} candidates met the limit"
-        return f"{tried}{f' ({told})' if told else ''}: give more candidates"
+        return f"{tried}{f' ({failures})' if failures else ''}: give more candidates"
 
     def _held_out(self, examiner: Examiner, presses: Sequence[str]) -> list[CellResult]:
-        """Return the results of presses on the samples that were held out, measured as `kvpress eval` does."""
+        """Return the results of presses on held-out samples, measured in the same way as by `kvpress eval`."""
         if self.split.by_likelihood:
             return [self._read_texts(examiner, press) for press in presses]
         config = self.config.model_copy(update={"presses": tuple(presses)})
@@ -304,7 +310,7 @@ class _Tuning:
         return list(done.cells)
 
     def _read_texts(self, examiner: Examiner, press: str) -> CellResult:
-        """Return the likelihood of held-out texts under a press, with what is held and how long a token takes."""
+        """Return the likelihood of held-out texts under a press, with memory and time per token."""
         rows = []
         (part,) = self.split.held_out
         for (item,) in part.contexts:
@@ -312,9 +318,9 @@ class _Tuning:
             examiner.examine([press], [[item]])
             with seeded(item.id):
                 (context,) = read_contexts(self.engine, [kvpress.get_press(press)], [item.prompt.first])
-                (said,) = answer(self.engine, context, [(0, item.prompt)], Limits(_TIMED_TOKENS, None))
-            timed = {"prefill_seconds": said.prefill_seconds, "seconds_per_token": said.seconds_per_token}
-            figures = {key: value for key, value in asdict(said).items() if key not in ("text", "ids", *timed)}
+                (result,) = answer(self.engine, context, [(0, item.prompt)], Limits(_TIMED_TOKENS, None))
+            timed = {"prefill_seconds": result.prefill_seconds, "seconds_per_token": result.seconds_per_token}
+            figures = {key: value for key, value in asdict(result).items() if key not in ("text", "ids", *timed)}
             score = examiner.score_of(press, item)
             rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
         return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
@@ -339,7 +345,7 @@ class _Tuning:
 
 
 def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
-    """Return the configuration whose tasks are the user's own samples; whether these are texts without answers."""
+    """Return the configuration with the user's samples as tasks, and whether these are texts without answers."""
     if wishes.data is None:
         return config, False
     if "tasks" in config.model_fields_set:
@@ -357,11 +363,11 @@ def _bytes(text: str) -> int:
 
 
 def _geometry(config: RunConfig, settings: Any, engine: Engine | None) -> tuple[Geometry, int]:
-    """Return the cache of the model, and the bytes of its weights."""
+    """Return the geometry of the model's cache, and the bytes of its weights."""
     try:
         if engine is not None:
             geometry = Geometry.of(engine.model.config)
-            return geometry, sum(one.numel() * one.element_size() for one in engine.model.parameters())
+            return geometry, sum(weight.numel() * weight.element_size() for weight in engine.model.parameters())
         shape = shape_of(config, settings)
     except NotImplementedError as error:
         raise ConfigError(f"model {config.model!r}: {error}; without a plan no press can be held to a size") from error
@@ -376,7 +382,7 @@ def _limit(wishes: Wishes, room: Room, geometry: Geometry, lengths: tuple[int, .
 
 
 def _check_needed(wishes: Wishes, room: Room, limit: Limit) -> None:
-    """Refuse to search for a press where none is needed, unless the smallest one is asked for.
+    """Refuse a search if the full cache meets the limit, unless `max_drop` requests the smallest press.
 
     Raises:
         ConfigError: the full cache meets the limit.
@@ -399,14 +405,14 @@ def _split(config: RunConfig, wishes: Wishes, engine: Engine, by_likelihood: boo
 
 
 def _lengths(split: Split) -> tuple[int, ...]:
-    """Return a few of the numbers of tokens that contexts have, from the shortest to the longest."""
-    found = sorted({len(context[0].prompt.first) for part in split.searched for context in part.contexts})
-    step = max(1, len(found) // (_LENGTHS - 1))
-    return tuple(dict.fromkeys([*found[::step], found[-1]]))
+    """Return a few of the contexts' lengths in tokens, from the shortest to the longest."""
+    lengths = sorted({len(context[0].prompt.first) for part in split.searched for context in part.contexts})
+    step = max(1, len(lengths) // (_LENGTHS - 1))
+    return tuple(dict.fromkeys([*lengths[::step], lengths[-1]]))
 
 
 def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -> dict[str, Any]:
-    """Return what decides every score of a search."""
+    """Return all settings that the scores of a search depend on."""
     return {
         "kvpress": kvpress.__version__,
         "model": config.model,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses are asked while one is searched, and what they are asked at the end: each context belongs to one of the two."""
+"""Items of the search and held-out items: each context belongs to one of the two sets."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Source
 
 CONTINUED = 64
-"""Tokens of a text without questions that are judged by their likelihood: its last ones."""
+"""Last tokens of a text without questions; a press is scored by their likelihood."""
 TEXT = "text"
 _QUESTIONS = 20
-"""Rows of a file that are looked at for each context that is wanted: several may ask about the same one."""
+"""Rows of a file that are read per requested context, because several rows may have the same context."""
 _NO_QUESTION = Query("", "", (), "any")
 _FEWEST = 2
-"""Contexts of a task that are searched on, and held out, at least."""
+"""Smallest number of contexts of a task, for the search and for the held-out set each."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that is asked about a context: a question, or how likely the `continued` tokens are."""
+    """A question about a context, or the likelihood of its `continued` tokens."""
 
     id: str
     task: str
@@ -51,13 +51,13 @@ class Item:
         return self.query.match == "prefix" and len(self.query.answers) == 1
 
     def elsewhere(self, context: list[int]) -> Item:
-        """Return the same asked about another context."""
+        """Return the same item with another context."""
         return replace(self, id=f"{self.id} elsewhere", prompt=replace(self.prompt, first=context))
 
 
 @dataclass(frozen=True)
 class Part:
-    """The items of one task and length, one list a context; `source` makes the same samples for a run."""
+    """Items of one task and length, one list per context; `source` makes the same samples for a run."""
 
     task: str
     length: int
@@ -72,19 +72,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """The items that are searched on and those that are held out; `identity` is all that decides them.
-
-    `by_likelihood` says that texts without answers are continued, in the place of questions.
-    """
+    """Items of the search, and held-out items."""
 
     searched: Sequence[Part]
     held_out: Sequence[Part]
     identity: str
+    """Hash of everything that decides the items."""
     by_likelihood: bool = False
+    """Whether presses are scored by the likelihood of texts instead of answers."""
 
 
 def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: int, held_out: int) -> Split:
-    """Divide the tasks of a configuration: up to `samples` contexts of each to search on, and up to `held_out` others.
+    """Divide the contexts of each task: up to `samples` for the search, and up to `held_out` others.
 
     Raises:
         ConfigError, DataError: a task has too few contexts to divide, or its data cannot be read.
@@ -99,14 +98,17 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
     ]
     parts = []
     for source in sources:
-        made = source.make(tokenizer)
-        items = [_item(sample, source, tokenizer, config.question_aware) for sample in made]
+        samples_made = source.make(tokenizer)
+        items = [_item(sample, source, tokenizer, config.question_aware) for sample in samples_made]
         groups = [list(group) for _, group in groupby(items, key=lambda item: item.prompt.first)]
         divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
-        by_id = {sample.id: sample for sample in made}
+        by_id = {sample.id: sample for sample in samples_made}
         parts.append([Part(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
     identity = hash_json(
-        [[one.task, one.length, list(one.ids), dict(one.identity), one.max_new_tokens] for one in sources]
+        [
+            [source.task, source.length, list(source.ids), dict(source.identity), source.max_new_tokens]
+            for source in sources
+        ]
     )
     return Split([part for part, _ in parts], [part for _, part in parts], identity[:16])
 
@@ -114,7 +116,7 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
 def split_texts(
     path: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: int, held_out: int
 ) -> Split:
-    """Divide the texts of a file: all but the last tokens of each are the context, up to the longest length asked for.
+    """Divide the texts of a file. The last `CONTINUED` tokens of a text are scored, the tokens before them are its context.
 
     Raises:
         DataError: there are too few texts, or they are too short.
@@ -122,9 +124,9 @@ def split_texts(
     longest = max(config.lengths) + CONTINUED
     contexts: list[list[Item]] = []
     for ids in _pieces(path, tokenizer, longest):
-        first, second, rest = ids[:-CONTINUED], ids[-CONTINUED : -CONTINUED + 1], ids[-CONTINUED + 1 :]
+        first, second, continued = ids[:-CONTINUED], ids[-CONTINUED : -CONTINUED + 1], ids[-CONTINUED + 1 :]
         prompt = Prompt(first, second, tokenizer.decode(first))
-        contexts.append([Item(f"{TEXT}-{len(contexts)}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(rest))])
+        contexts.append([Item(f"{TEXT}-{len(contexts)}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(continued))])
         if len(contexts) == samples + held_out:
             break
     if len(contexts) < 2 * _FEWEST:
@@ -168,7 +170,7 @@ def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Ite
 def _divide(
     task: str, contexts: list[list[Item]], samples: int, held_out: int, seed: int
 ) -> tuple[list[list[Item]], list[list[Item]]]:
-    """Divide contexts at random, in the proportion asked for where there are fewer."""
+    """Divide contexts at random; fewer contexts than requested are divided in the same proportion."""
     if len(contexts) < 2 * _FEWEST:
         raise ConfigError(
             f"{task} has {len(contexts)} contexts; at least {2 * _FEWEST} are needed, as those that a press is searched on "

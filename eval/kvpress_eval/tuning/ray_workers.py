@@ -27,7 +27,7 @@ _RETRIES = 3
 class Assistant:
     """An examiner on another machine.
 
-    `presses` are all registered classes: taking them out of the message imports the modules of a user's own ones.
+    `presses` are all registered classes: unpickling them imports the modules of user-defined presses.
     """
 
     def __init__(self, config: RunConfig, presses: Sequence[type]) -> None:
@@ -35,20 +35,20 @@ class Assistant:
         self._examiner = Examiner(self._engine, None, config.max_seconds_per_sample)
 
     def names(self) -> tuple[str, str, str]:
-        """Return what all who examine must have in common: weights, device and dtype."""
+        """Return weights, device and dtype, which must be equal in all examiners."""
         return self._engine.fingerprint, self._engine.device, self._engine.dtype
 
     def examine(self, presses: Sequence[str], contexts: Contexts, known: Sequence[Row]) -> list[Row]:
-        """Return what is found out about presses that lack a score; `known` are those of the full cache, if any."""
+        """Score presses, and return the rows; `known` are existing rows of the full cache."""
         self._examiner.remember(known)
         self._examiner.examine(presses, contexts)
         return self._examiner.told(presses, contexts)
 
 
 class Crew:
-    """Workers of a cluster that find out what `examiner` remembers.
+    """Workers of a cluster that compute scores, which `examiner` stores.
 
-    Ray starts a lost worker again where there is room, and gives it the same work once more.
+    Ray restarts a lost worker where there is room, and repeats its work.
     """
 
     def __init__(self, ray: Any, examiner: Examiner, workers: Sequence[Any]) -> None:
@@ -90,9 +90,9 @@ class Crew:
                     "another; give each of them the same model, and name the device and the dtype"
                 )
 
-    def _answer(self, asked: Any) -> Any:
+    def _answer(self, reference: Any) -> Any:
         try:
-            return self._ray.get(asked)
+            return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, EvalError) else error) from error
         except self._ray.exceptions.RayError as error:
@@ -106,7 +106,7 @@ class Crew:
 def hired(
     config: RunConfig, engine: Engine, examiner: Examiner, sources: Sequence[Source], most: int
 ) -> Iterator[Crew]:
-    """Hire up to `most` workers of a cluster, each on the kind of device that this process has, and let them go at the end.
+    """Start up to `most` workers of a cluster, each on the same kind of device as this process, and stop them at the end.
 
     Raises:
         ClusterError: no cluster answers, or no machine of it has room for a worker.
@@ -117,16 +117,16 @@ def hired(
         config = config.model_copy(update={"presses": ("none",), "device": "cuda" if gpu else "cpu"})
         need = need_of(config, sources, engine.model.config, gpu=gpu)
         config = config.model_copy(update={"threads": need.cpus})
-        found = places(ray, need, most)
+        room = places(ray, need, most)
         actor = ray.remote(Assistant).options(
             num_cpus=need.cpus,
             num_gpus=need.gpus,
-            memory=found.memory,
+            memory=room.memory,
             max_restarts=-1,
             max_task_retries=_RETRIES,
         )
         classes = [entry.press for entry in entries()]
-        workers = [actor.remote(config, classes) for _ in range(found.workers)]
+        workers = [actor.remote(config, classes) for _ in range(room.workers)]
         try:
             crew = Crew(ray, examiner, workers)
             crew.check((engine.fingerprint, engine.device, engine.dtype))
@@ -140,7 +140,7 @@ def hired(
 def helpers(
     config: RunConfig, engine: Engine, examiner: Examiner, split: Split, progress: RunProgress
 ) -> Iterator[Examined | None]:
-    """Yield what examines presses on a cluster for a search; None where this process does that alone."""
+    """Yield a function that examines presses on a cluster; None if this process examines them itself."""
     if config.engine != RAY:
         yield None
         return

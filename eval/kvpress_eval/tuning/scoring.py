@@ -32,26 +32,26 @@ from kvpress_eval.tuning.items import Item
 from kvpress_eval.tuning.space import NOTHING
 
 Asked = tuple[int, Item]
-"""The row of a context, and what is asked about it."""
+"""Row of a context, and an item about the context."""
 Contexts = Sequence[Sequence[Item]]
-"""What is asked about each of several contexts."""
+"""Items about each of several contexts."""
 
 _ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, FloatingPointError, OSError)
-"""What a press may raise that does not suit a model or a context; it is out of the search then."""
+"""Errors of a press that does not suit a model or a context; the press then leaves the search."""
 
 
 @dataclass
 class Examiner:
-    """Scores presses on items and remembers every score, so that nothing is asked twice: with a file `path` even after a kill.
-
-    `failed` says of presses that could not be scored why; `known` counts the scores that the file held.
-    """
+    """Scores presses on items and stores every score, so that none is computed twice; with a `path` even after a kill."""
 
     engine: Engine
     path: Path | None
+    """File with all scores."""
     max_seconds: float | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    """Reasons of presses that could not be scored."""
     known: int = field(default=0, init=False)
+    """Number of scores that the file already had."""
     _known: dict[str, Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,11 +65,11 @@ class Examiner:
 
     @property
     def count(self) -> int:
-        """The rows that are known by now."""
+        """Number of stored rows."""
         return len(self._known)
 
     def has_scored(self, press: str, item: Item) -> bool:
-        """Whether the score of a press on an item is known."""
+        """Whether the score of a press on an item is stored."""
         return "score" in self._known.get(_key(press, item), ())
 
     def score_of(self, press: str, item: Item) -> float:
@@ -77,7 +77,7 @@ class Examiner:
         return float(self._known[_key(press, item)]["score"])
 
     def missing(self, presses: Sequence[str], contexts: Contexts) -> list[str]:
-        """Return the presses that lack a score on some contexts; first the full cache, which others are held against."""
+        """Return the presses that lack a score on some contexts; first the full cache, the reference of the others."""
         items = [item for context in contexts for item in context]
         return [
             name
@@ -89,8 +89,8 @@ class Examiner:
         """Score presses on all items about some contexts, which are read together."""
         missing = self.missing(presses, contexts)
         items = [item for context in contexts for item in context]
-        behind = [len(item.prompt.second) + max(item.max_new_tokens, len(item.continued)) for item in items]
-        for name, context in self._read(missing, contexts, max(behind)):
+        suffix_lengths = [len(item.prompt.second) + max(item.max_new_tokens, len(item.continued)) for item in items]
+        for name, context in self._read(missing, contexts, max(suffix_lengths)):
             try:
                 with seeded(items[0].id), torch.inference_mode():
                     self.remember(self._judge(name, context, contexts))
@@ -98,30 +98,30 @@ class Examiner:
                 self._fail(name, error)
 
     def told(self, presses: Sequence[str], contexts: Contexts) -> list[Row]:
-        """Return what is known of the full cache and of presses on some contexts."""
+        """Return the stored rows of the full cache and of presses on some contexts."""
         names = dict.fromkeys((NOTHING, *presses))
         keys = [*map(_failed, names), *(_key(name, item) for name in names for items in contexts for item in items)]
         return [self._known[key] for key in keys if key in self._known]
 
     def measure(self, presses: Sequence[str], context: Sequence[Item]) -> dict[str, float]:
-        """Return the bytes that presses hold of a real context; those that fail are left out."""
-        held = {name: f"{_key(name, context[0])} | bytes" for name in presses}
-        missing = [name for name, key in held.items() if key not in self._known and name not in self.failed]
+        """Return the measured bytes of a real context by press; presses that fail are left out."""
+        row_keys = {name: f"{_key(name, context[0])} | bytes" for name in presses}
+        missing = [name for name, key in row_keys.items() if key not in self._known and name not in self.failed]
         for name, read in self._read(missing, [context], 0):
-            self.remember([{"sample": held[name], "press": name, "bytes": read.report.total_bytes}])
-        return {name: self._known[key]["bytes"] for name, key in held.items() if key in self._known}
+            self.remember([{"sample": row_keys[name], "press": name, "bytes": read.report.total_bytes}])
+        return {name: self._known[key]["bytes"] for name, key in row_keys.items() if key in self._known}
 
-    def _read(self, presses: Sequence[str], contexts: Contexts, behind: int) -> Iterator[tuple[str, Context]]:
+    def _read(self, presses: Sequence[str], contexts: Contexts, generated: int) -> Iterator[tuple[str, Context]]:
         """Read contexts under presses, as many at once as share a reading and fit into memory."""
         loaded = {name: kvpress.get_press(name) for name in presses}
         sharing = [name for name in presses if loaded[name].recipe().shares_prefill]
         tokens = max(len(context[0].prompt.first) for context in contexts)
-        groups = memory.fitting(self.engine.model, sharing, loaded.__getitem__, len(contexts), tokens, behind)
+        groups = memory.fitting(self.engine.model, sharing, loaded.__getitem__, len(contexts), tokens, generated)
         for group in [*groups, *([name] for name in presses if name not in sharing)]:
             yield from self._read_group(group, contexts)
 
     def _read_group(self, group: Sequence[str], contexts: Contexts) -> list[tuple[str, Context]]:
-        """Read contexts once for a group; where that fails, for half of it at a time, so that what is at fault fails alone."""
+        """Read contexts once for a group of presses; after a failure, retry in halves until the failing press is alone."""
         try:
             with seeded(contexts[0][0].id):
                 ids = [context[0].prompt.first for context in contexts]
@@ -143,78 +143,82 @@ class Examiner:
 
     def _judge(self, name: str, context: Context, contexts: Contexts) -> list[Row]:
         """Return a row for every item about contexts that were read under a press."""
-        asked = [(row, item) for row, own in enumerate(contexts) for item in own]
+        questions = [(row, item) for row, items in enumerate(contexts) for item in items]
         recipe = context.press.recipe()
         scores: dict[int, float] = {}
-        for places in _alike([(item, item.continued) if item.continued else None for _, item in asked]):
-            scores |= self._likelihoods(context, asked, places)
+        for places in _alike([(item, item.continued) if item.continued else None for _, item in questions]):
+            scores |= self._likelihoods(context, questions, places)
         if name != NOTHING and not recipe.acting("decode") and not recipe.hooks:
-            targets = [None if item.continued else (item, self._target(item)) for _, item in asked]
+            targets = [None if item.continued else (item, self._target(item)) for _, item in questions]
             for places in _alike(targets):
-                scores |= self._checked(context, asked, places)
-        rows = {place: _row(name, asked[place][1], value) for place, value in scores.items()}
-        left = [place for place in range(len(asked)) if place not in rows]
-        if left:
-            rows |= self._generated(name, context, asked, left)
+                scores |= self._checked(context, questions, places)
+        rows = {place: _row(name, questions[place][1], value) for place, value in scores.items()}
+        ungenerated = [place for place in range(len(questions)) if place not in rows]
+        if ungenerated:
+            rows |= self._generated(name, context, questions, ungenerated)
         return [rows[place] for place in sorted(rows)]
 
-    def _generated(self, name: str, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, Row]:
-        """Generate answers and score them; those of the full cache are kept for the others to be checked against."""
-        items = [asked[place][1] for place in places]
+    def _generated(
+        self, name: str, context: Context, questions: Sequence[Asked], places: Sequence[int]
+    ) -> dict[int, Row]:
+        """Generate answers and score them; the rows of the full cache keep its tokens as targets for other presses."""
+        items = [questions[place][1] for place in places]
         limits = Limits(max(item.max_new_tokens for item in items), self.max_seconds, items[0].query.stop)
-        said = answer(self.engine, context, [(asked[place][0], asked[place][1].prompt) for place in places], limits)
+        results = answer(
+            self.engine, context, [(questions[place][0], questions[place][1].prompt) for place in places], limits
+        )
         rows = {}
-        for place, item, one in zip(places, items, said, strict=True):
-            own = {"ids": list(one.ids)} if name == NOTHING else {}
-            rows[place] = {**_row(name, item, score(item.query, one.text)), **own}
+        for place, item, result in zip(places, items, results, strict=True):
+            full_cache_ids = {"ids": list(result.ids)} if name == NOTHING else {}
+            rows[place] = {**_row(name, item, score(item.query, result.text)), **full_cache_ids}
         return rows
 
-    def _likelihoods(self, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
-        """Return how likely a token of each continuation is, as the geometric mean of their probabilities."""
-        items = [asked[place][1] for place in places]
+    def _likelihoods(self, context: Context, questions: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
+        """Return the likelihood per token of each continuation: the geometric mean of the tokens' probabilities."""
+        items = [questions[place][1] for place in places]
         ids = [[*item.prompt.second, *item.continued][:-1] for item in items]
-        logits = self._forced(context, [asked[place][0] for place in places], ids, len(items[0].continued))
-        wanted = torch.tensor([item.continued for item in items], device=logits.device)
-        chances = logits.float().log_softmax(dim=-1).gather(-1, wanted[..., None])[..., 0].mean(dim=-1)
+        logits = self._forced(context, [questions[place][0] for place in places], ids, len(items[0].continued))
+        targets = torch.tensor([item.continued for item in items], device=logits.device)
+        chances = logits.float().log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0].mean(dim=-1)
         return {place: math.exp(value) for place, value in zip(places, chances.tolist(), strict=True)}
 
     def _target(self, item: Item) -> list[int]:
-        """Return the tokens that an answer is checked for: the one right answer, or else what the full cache says."""
-        own: list[int] = self._known[_key(NOTHING, item)]["ids"]
+        """Return the target tokens of an answer: its only right answer, or else the answer of the full cache."""
+        tokens: list[int] = self._known[_key(NOTHING, item)]["ids"]
         if not item.exact:
-            return own
+            return tokens
         tokenizer = self.engine.tokenizer
-        for length in range(1, len(own) + 1):
-            if tokenizer.decode(own[:length], skip_special_tokens=True).lstrip().startswith(item.query.answers[0]):
-                return own[:length]
+        for length in range(1, len(tokens) + 1):
+            if tokenizer.decode(tokens[:length], skip_special_tokens=True).lstrip().startswith(item.query.answers[0]):
+                return tokens[:length]
         spelt: list[int] = tokenizer(f" {item.query.answers[0]}", add_special_tokens=False)["input_ids"]
         return spelt[: item.max_new_tokens]
 
-    def _checked(self, context: Context, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
-        """Return the scores that one pass over the answers decides."""
-        targets = [self._target(asked[place][1]) for place in places]
-        ids = [[*asked[place][1].prompt.second, *target] for place, target in zip(places, targets, strict=True)]
-        logits = self._forced(context, [asked[place][0] for place in places], ids, len(targets[0]) + 1)
+    def _checked(self, context: Context, questions: Sequence[Asked], places: Sequence[int]) -> dict[int, float]:
+        """Return the scores that follow from one forward pass over the target tokens."""
+        targets = [self._target(questions[place][1]) for place in places]
+        ids = [[*questions[place][1].prompt.second, *target] for place, target in zip(places, targets, strict=True)]
+        logits = self._forced(context, [questions[place][0] for place in places], ids, len(targets[0]) + 1)
         decided = {}
-        for place, said, target in zip(places, logits.argmax(dim=-1).tolist(), targets, strict=True):
-            value = self._decide(asked[place][1], said, target)
+        for place, predicted, target in zip(places, logits.argmax(dim=-1).tolist(), targets, strict=True):
+            value = self._decide(questions[place][1], predicted, target)
             if value is not None:
                 decided[place] = value
         return decided
 
-    def _decide(self, item: Item, said: Sequence[int], target: Sequence[int]) -> float | None:
-        """Return the score of an answer that was checked, None where the tokens that are known leave it open.
+    def _decide(self, item: Item, predicted: Sequence[int], target: Sequence[int]) -> float | None:
+        """Return the score of a checked answer, None if the predicted tokens do not determine it.
 
-        `said[i]` is the most likely token behind the first i tokens of the target.
+        `predicted[i]` is the most likely token after the first i tokens of the target.
         """
         full = self._known[_key(NOTHING, item)]
-        agreed = next((at for at, token in enumerate(target) if said[at] != token), len(target))
+        agreed = next((at for at, token in enumerate(target) if predicted[at] != token), len(target))
         if list(target) == full["ids"] and agreed == len(target):
             return float(full["score"])
         if not item.exact:
             return None
-        text = self.engine.tokenizer.decode([*target[:agreed], said[agreed]], skip_special_tokens=True).lstrip()
-        if item.query.answers[0].startswith(text) and said[agreed] not in ends(self.engine.model):
+        text = self.engine.tokenizer.decode([*target[:agreed], predicted[agreed]], skip_special_tokens=True).lstrip()
+        if item.query.answers[0].startswith(text) and predicted[agreed] not in ends(self.engine.model):
             return None
         return score(item.query, text)
 

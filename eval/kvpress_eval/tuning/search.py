@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: waves of candidates, each halved again and again on twice as many contexts; the worst task decides.
+"""Search by successive halving: waves of candidates, halved on twice as many contexts each time, ranked by the worst task.
 
-What is asked next, Optuna says (TPE over the axes of the space). Draws depend on the seed and the number of a candidate alone,
-and every score is remembered, so that a search that was killed goes on to what one run would have found.
+Optuna proposes the candidates (TPE over the axes of the space). Draws depend only on the seed and the number of a candidate,
+and every score is stored, so that a killed search continues to the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvpress_eval.tuning.sizing import Limit, solve
 from kvpress_eval.tuning.space import NOTHING, Parameters, Space, Template
 
 WAVE = 32
-"""Candidates that are compared with each other from the start; the next wave learns from them."""
+"""Candidates per wave; Optuna proposes the next wave from the results of earlier ones."""
 FIRST = 2
-"""Contexts of every task that all candidates of a wave are asked about."""
+"""Contexts of every task on which all candidates of a wave are scored."""
 _MISFIT = -1.0
-"""The value of a point whose parts do not go together, or that is too large whatever its ratio."""
+"""Value of a point with incompatible parts, or one that is too large at any ratio."""
 _EXCESS = 1.01
-"""Times as much as allowed that a press may need, as a real context shows."""
+"""Tolerated size on a real context, relative to the limit."""
 _FITTINGS = 3
 _HALF = 0.5
 
@@ -48,16 +48,16 @@ Examined = Callable[[Sequence[str], Iterable[Contexts]], Iterator[Contexts]]
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a press stands after `contexts` contexts of every task: the change of accuracy from the full cache, by task.
-
-    `samples` are those that the changes are of. `contexts` is 0 where time ran out before every task had its first ones.
-    """
+    """Intermediate result of a press in the search."""
 
     press: str
     contexts: int
+    """Contexts of every task so far; 0 if time ran out before the first contexts of every task were scored."""
     changes: Mapping[str, float]
+    """Change of accuracy from the full cache, by task."""
     bytes: float
     samples: int = 0
+    """Number of samples that the changes are computed from."""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -71,16 +71,16 @@ class Standing:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """What standings are sorted by, the best first: how far it came, its worst task, the mean, what it holds."""
+        """Sort key of standings, best first: number of contexts, worst task, mean, bytes."""
         return -self.contexts, -self.worst[1], -self.mean, self.bytes, self.press
 
 
 class TimeUpError(Exception):
-    """The minutes of the search are over."""
+    """The time limit of the search is reached."""
 
 
 class _Claimed(JournalFileOpenLock):
-    """No lock: the output folder is claimed by this process as a whole."""
+    """Lock that does nothing, because this process has claimed the output folder."""
 
     def acquire(self) -> bool:
         return True
@@ -91,11 +91,7 @@ class _Claimed(JournalFileOpenLock):
 
 @dataclass
 class Search:
-    """Finds presses that meet a limit and loses as little as possible on the worst of the tasks.
-
-    `candidates` is the number of points of the space that are tried, `until` the time at which no further context is read.
-    Where workers help, `helped` stands for them.
-    """
+    """Finds presses that meet a limit and lose as little as possible on the worst task."""
 
     examiner: Examiner
     space: Space
@@ -106,20 +102,22 @@ class Search:
     progress: RunProgress
     batch_size: int = 1
     until: float | None = None
+    """Monotonic time after which no further context is read."""
     stopped: Callable[[], bool] = lambda: False
     helped: Examined | None = None
+    """Examines presses on the workers of a cluster; None: in this process."""
     standings: dict[str, Standing] = field(default_factory=dict)
     templates: dict[str, Template] = field(default_factory=dict)
     out_of_time: bool = False
 
     @property
     def most(self) -> int:
-        """The contexts of the task that has fewest."""
+        """Smallest number of contexts among the tasks."""
         return min(len(part.contexts) for part in self.searched)
 
     @property
     def rungs(self) -> list[int]:
-        """How many contexts of every task presses have been asked about, each time that the better half is kept."""
+        """Numbers of contexts per task at which the better half is kept."""
         return rungs(self.most)
 
     @property
@@ -128,20 +126,20 @@ class Search:
         return sorted(self.standings.values(), key=lambda standing: standing.rank)
 
     def run(self, journal: Path) -> None:
-        """Search until all candidates have been tried or the time is over."""
-        # Another limit, or presses that were registered since, make another study; what was scored is known all the same.
+        """Search until all candidates have been tried or the time limit is reached."""
+        # A new limit or newly registered presses make a new study, which reuses the stored scores.
         axes = {name: list(values) for name, values in self.space.axes.items()}
         decided = hash_json([axes, self.limit.smaller, self.limit.bytes, self.limit.lengths])
         study = open_study(journal, f"{self.limit.name} {decided[:8]}", self.space, self.candidates, self.seed)
         waves = -(-self.candidates // WAVE)
         for wave, numbers in enumerate(parts(range(self.candidates), WAVE)):
             points = self._points(study, numbers)
-            whole = self.space.recipes() if wave == 0 else []
+            recipes = self.space.recipes() if wave == 0 else []
             self.progress.cell(f"wave {wave + 1} of {waves}: sizes that meet the limit")
             try:
-                fitted = self.fit([*map(self.space.template, points), *whole])
+                fitted = self.fit([*map(self.space.template, points), *recipes])
                 presses = sorted({press for press in fitted.values() if press})
-                wished = wave_work(len(numbers) + len(whole), len(self.searched), self.most)
+                wished = wave_work(len(numbers) + len(recipes), len(self.searched), self.most)
                 self.progress.skip(wished - wave_work(len(presses), len(self.searched), self.most))
                 self._halve(f"wave {wave + 1} of {waves}", presses)
             except TimeUpError:
@@ -152,7 +150,7 @@ class Search:
                     study.tell(number, self._value(fitted.get(self.space.template(point))))
 
     def _points(self, study: optuna.Study, numbers: Sequence[int]) -> list[Parameters]:
-        """Return the points of some candidates: those that a killed search had asked for already, then new ones."""
+        """Return the points of some candidates: those in the study of a killed search, then new ones."""
         axes: dict[str, optuna.distributions.BaseDistribution] = {
             name: optuna.distributions.CategoricalDistribution(values) for name, values in self.space.axes.items()
         }
@@ -163,17 +161,17 @@ class Search:
         return [study.trials[number].params for number in numbers]
 
     def fit(self, templates: Sequence[Template]) -> dict[Template, str | None]:
-        """Return compositions at the size that meets the limit, as plans say and a real context shows; None for misfits."""
+        """Return the spec of each composition at the size that meets the limit on a real context; None for misfits."""
         limits = dict.fromkeys(templates, self.limit)
         fitted: dict[Template, str | None] = {template: self._solve(template, self.limit) for template in limits}
-        context = max((part.contexts[0] for part in self.searched), key=lambda one: len(one[0].prompt.first))
+        context = max((part.contexts[0] for part in self.searched), key=lambda items: len(items[0].prompt.first))
         for _ in range(_FITTINGS):
             self._check_time()
-            held = self.examiner.measure([press for press in fitted.values() if press], context)
+            sizes = self.examiner.measure([press for press in fitted.values() if press], context)
             over = {
                 template: excess
                 for template, press in fitted.items()
-                if press in held and (excess := self._excess(press, held[press], context)) > _EXCESS
+                if press in sizes and (excess := self._excess(press, sizes[press], context)) > _EXCESS
             }
             for template, excess in over.items():
                 limits[template] = limits[template].scaled(1 / excess)
@@ -182,17 +180,17 @@ class Search:
                 break
         else:
             fitted |= dict.fromkeys(over)
-        found = {template: None if press in self.examiner.failed else press for template, press in fitted.items()}
-        for template, press in found.items():
+        specs = {template: None if press in self.examiner.failed else press for template, press in fitted.items()}
+        for template, press in specs.items():
             if press:
                 self.templates.setdefault(press, template)
-        return found
+        return specs
 
-    def _excess(self, press: str, held: float, context: Sequence[Item]) -> float:
-        """Return how many times more than allowed a press needs, if contexts hold more than planned by as much as this one."""
+    def _excess(self, press: str, size: float, context: Sequence[Item]) -> float:
+        """Return the size relative to the limit, with the plan corrected by the measured size of one context."""
         loaded = kvpress.get_press(press)
         planned = plan(loaded, self.limit.geometry, len(context[0].prompt.first)).total_bytes
-        return held / planned * self.limit.needed(loaded) / self.limit.allowed
+        return size / planned * self.limit.needed(loaded) / self.limit.allowed
 
     def _solve(self, template: Template, limit: Limit) -> str | None:
         try:
@@ -201,7 +199,7 @@ class Search:
             return None
 
     def _halve(self, wave: str, presses: Sequence[str]) -> None:
-        """Ask presses about more and more contexts, and go on with the better half."""
+        """Score presses on more contexts at each rung, and continue with the better half."""
         alive, done = list(presses), 0
         for contexts in self.rungs:
             place = f"{wave}, {contexts} contexts of each task"
@@ -213,28 +211,28 @@ class Search:
                     self._stand_so_far(alive, contexts)
                 raise
             alive = [press for press in alive if press not in self.examiner.failed]
-            now = sorted((self.standing(press, contexts) for press in alive), key=lambda one: one.rank)
-            self.standings |= {one.press: one for one in now}
+            now = sorted((self.standing(press, contexts) for press in alive), key=lambda standing: standing.rank)
+            self.standings |= {standing.press: standing for standing in now}
             if now:
                 self.progress.reached(f"{place}: {len(now)} presses, best {describe(now[0])}")
-            alive, done = [one.press for one in now[: -(-len(now) // 2)]], contexts
+            alive, done = [standing.press for standing in now[: -(-len(now) // 2)]], contexts
 
     def _stand_so_far(self, presses: Sequence[str], contexts: int) -> None:
-        """Record where presses stand that were interrupted on their first contexts, by the samples that all have scores of."""
+        """Record the standings of presses that were interrupted on their first contexts, with `contexts` 0."""
         for press in presses:
             if press not in self.examiner.failed and any(self._pairs(press, contexts).values()):
                 self.standings[press] = replace(self.standing(press, contexts), contexts=0)
 
     def ask(self, presses: Sequence[str], batches: Iterable[Contexts]) -> None:
-        """Examine presses on batches of contexts, and count the work; what was known of an earlier run took no time."""
-        known = self.examiner.count
+        """Examine presses on batches of contexts, and count the work; stored scores of an earlier run count as skipped."""
+        num_scores = self.examiner.count
         for batch in self.examined(presses, batches):
-            count = self.progress.advance if self.examiner.count > known else self.progress.skip
+            count = self.progress.advance if self.examiner.count > num_scores else self.progress.skip
             count(len(presses) * len(batch))
-            known = self.examiner.count
+            num_scores = self.examiner.count
 
     def examined(self, presses: Sequence[str], batches: Iterable[Contexts]) -> Iterator[Contexts]:
-        """Examine presses on batches of contexts, and yield each when its scores are known, until the time is over."""
+        """Examine presses on batches of contexts; yield each batch with complete scores, until the time limit."""
         if self.helped is not None:
             for batch in self.helped(presses, batches):
                 self._check_time()
@@ -246,14 +244,14 @@ class Search:
             yield batch
 
     def standing(self, press: str, contexts: int) -> Standing:
-        """Return where a press stands on the first contexts of every task."""
-        pairs = {task: known for task, known in self._pairs(press, contexts).items() if known}
-        changes = {task: fmean(ours - theirs for ours, theirs in known) for task, known in pairs.items()}
+        """Return the standing of a press on the first contexts of every task."""
+        pairs = {task: task_pairs for task, task_pairs in self._pairs(press, contexts).items() if task_pairs}
+        changes = {task: fmean(ours - theirs for ours, theirs in task_pairs) for task, task_pairs in pairs.items()}
         planned = self.limit.planned(kvpress.get_press(press))
         return Standing(press, contexts, changes, planned, sum(map(len, pairs.values())))
 
     def _pairs(self, press: str, contexts: int) -> dict[str, list[tuple[float, float]]]:
-        """Return the scores of a press and of the full cache on the first contexts of every task, as far as they are known."""
+        """Return the existing scores of a press and of the full cache on the first contexts of every task."""
         pairs: dict[str, list[tuple[float, float]]] = {part.task: [] for part in self.searched}
         for part in self.searched:
             for item in (item for context in part.contexts[:contexts] for item in context):
@@ -276,13 +274,13 @@ class Search:
         )
 
     def batches(self, done: int, contexts: int) -> Iterator[Contexts]:
-        """Yield the contexts from `done` on, as many of a task at a time as are read together; the tasks take turns."""
+        """Yield batches of the contexts from `done` on, alternating between the tasks."""
         by_task = [parts(part.contexts[done:contexts], self.batch_size) for part in self.searched]
         for turn in zip_longest(*by_task):
             yield from (batch for batch in turn if batch)
 
     def _value(self, press: str | None) -> float:
-        """Return what Optuna is told: how many halvings a press survived, and within these how it did."""
+        """Return the objective for Optuna: the number of halvings survived, plus a fraction for the scores."""
         standing = self.standings.get(press or "")
         if standing is None:
             return _MISFIT
@@ -295,22 +293,22 @@ class Search:
             raise TimeUpError
 
 
-def rungs(most: int) -> list[int]:
+def rungs(num_contexts: int) -> list[int]:
     """Return the numbers of contexts at which a wave is halved: doubling, up to all."""
-    found = [min(FIRST, most)]
-    while found[-1] < most:
-        found.append(min(most, 2 * found[-1]))
-    return found
+    counts = [min(FIRST, num_contexts)]
+    while counts[-1] < num_contexts:
+        counts.append(min(num_contexts, 2 * counts[-1]))
+    return counts
 
 
 def work(candidates: int, tasks: int, most: int, recipes: int) -> int:
-    """Return how often a press meets a context in a search, whose first wave has the `recipes` beside its candidates."""
+    """Return the number of (press, context) evaluations of a search; its first wave also has the `recipes`."""
     waves = parts(range(candidates), WAVE)
     return sum(wave_work(len(numbers) + (0 if wave else recipes), tasks, most) for wave, numbers in enumerate(waves))
 
 
 def wave_work(presses: int, tasks: int, most: int) -> int:
-    """Return how often a press meets a context in a wave of so many."""
+    """Return the number of (press, context) evaluations of a wave."""
     total, done = 0, 0
     for contexts in rungs(most):
         total += presses * tasks * (contexts - done)
@@ -327,15 +325,15 @@ def describe(standing: Standing) -> str:
 def pick(best: Sequence[Standing], smaller: Sequence[Standing], max_drop: float | None) -> Standing:
     """Return the first of the `best` presses at the limit.
 
-    With `max_drop`, it is the smallest press, of the `smaller` ones too, whose worst task loses at most so many points, if any.
+    With `max_drop`, return the smallest press of both lists whose worst task loses at most `max_drop` points, if any.
     """
     candidates = () if max_drop is None else (*best, *smaller)
-    within = [one for one in candidates if -100 * one.worst[1] <= (max_drop or 0.0)]
-    return min(within, key=lambda one: (one.bytes, one.rank)) if within else best[0]
+    within = [standing for standing in candidates if -100 * standing.worst[1] <= (max_drop or 0.0)]
+    return min(within, key=lambda standing: (standing.bytes, standing.rank)) if within else best[0]
 
 
 def open_study(journal: Path, name: str, space: Space, candidates: int, seed: int) -> optuna.Study:
-    """Open the record of a search, or begin it with points that cover every axis."""
+    """Open the study of a search; a new one starts with points that cover every axis."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     _cut_unfinished(journal)
     storage = JournalStorage(JournalFileBackend(str(journal), _Claimed(str(journal))))
@@ -348,9 +346,9 @@ def open_study(journal: Path, name: str, space: Space, candidates: int, seed: in
 
 
 def _cut_unfinished(journal: Path) -> None:
-    """Take off a last line that a kill left unfinished."""
+    """Remove an incomplete last line, left by a killed process."""
     if journal.exists():
         content = journal.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            replace_file(journal, whole)
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            replace_file(journal, complete)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a cache may be, what fits beside the weights, and the size at which a composition meets the limit."""
+"""Limits of the cache size, and the size at which a composition meets a limit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from kvpress_eval.tuning.space import BUDGET, NOTHING, RATIO, SMALLER, Template
 
 _HALVINGS = 20
 _FACTOR = 1.02
-"""How much smaller a press that sets its size itself is asked to be, until by plan it is small enough."""
+"""Step by which the requested factor of a self-sizing press grows until its plan meets the limit."""
 _ATTEMPTS = 100
 _TILES = 2
-"""Further tiles of codes that are tried beyond the largest number of pairs that fits."""
+"""Additional tiles of codes that are tried beyond the largest number of pairs that fits."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What the cache of a context may hold: a factor less than uncompressed, or so many bytes.
-
-    `lengths` are the numbers of tokens that it is to be met at, on average.
-    """
+    """Limit of the cache of a context: either `smaller` or `bytes`."""
 
     geometry: Geometry
     lengths: tuple[int, ...]
+    """Numbers of tokens; the limit applies to the mean over them."""
     smaller: float | None = None
+    """Factor relative to the uncompressed cache."""
     bytes: int | None = None
 
     @property
@@ -52,7 +51,7 @@ class Limit:
 
     @property
     def line(self) -> str:
-        """What a cache may hold of the contexts that a factor is to be met at."""
+        """Sentence with the allowed bytes and the lengths of the contexts."""
         shortest, longest = min(self.lengths), max(self.lengths)
         tokens = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
         average = ", on average" if shortest < longest else ""
@@ -60,17 +59,17 @@ class Limit:
 
     @property
     def factor(self) -> float:
-        """How many times smaller than uncompressed the cache has to be, at least 1."""
+        """Required size reduction relative to the uncompressed cache, at least 1."""
         return max(1.0, self.uncompressed / self.allowed)
 
     def scaled(self, by: float) -> Limit:
-        """Return the limit at which `by` times as much may be held."""
+        """Return a limit that allows `by` times as many bytes."""
         if self.smaller:
             return replace(self, smaller=self.smaller / by)
         return replace(self, bytes=int(self.allowed * by))
 
     def planned(self, press: BasePress) -> float:
-        """Return the bytes that a press will hold of a context, on average.
+        """Return the planned bytes of a context under a press, on average.
 
         Raises:
             ValueError, NotImplementedError: the press does not suit the model or a length, or no formula describes it.
@@ -78,23 +77,25 @@ class Limit:
         return sum(plan(press, self.geometry, tokens).total_bytes for tokens in self.lengths) / len(self.lengths)
 
     def needed(self, press: BasePress) -> float:
-        """Return what counts against the limit: what is held and, where memory is what is limited, the most at any time."""
+        """Return the mean bytes that count against the limit: the final size, or the peak size for a limit in bytes."""
         plans = [plan(press, self.geometry, tokens) for tokens in self.lengths]
-        needed = [one.total_bytes if self.smaller else max(one.total_bytes, one.peak_bytes) for one in plans]
+        needed = [
+            planned.total_bytes if self.smaller else max(planned.total_bytes, planned.peak_bytes) for planned in plans
+        ]
         return sum(needed) / len(needed)
 
     def fits(self, press: BasePress) -> bool:
-        """Whether a press needs no more than is allowed."""
+        """Whether a press meets the limit."""
         return self.needed(press) <= self.allowed
 
 
 def solve(template: Template, limit: Limit) -> str | None:
-    """Return the spec of a composition that holds as much as the limit allows; None if it holds more whatever its size.
+    """Return the spec of a composition at the largest size within the limit; None if no size meets it.
 
-    A limit that is a factor is met by a ratio, which holds at other lengths too, one in bytes by a budget.
+    For a limit by factor, the size is a ratio, which applies to other lengths too; for a limit in bytes, it is a budget.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: the parts do not go together, or do not suit the model.
+        ValueError, TypeError, NotImplementedError: the parts are incompatible with each other or with the model.
     """
     if template.whole:
         return _solve_whole(template, limit)
@@ -112,31 +113,31 @@ def solve(template: Template, limit: Limit) -> str | None:
     def fits(kept: int) -> bool:
         return limit.fits(press(kept))
 
-    most = _largest(fits, longest, plain.recipe(limit.geometry))
-    return None if most is None else kvpress.to_spec(press(most))
+    largest = _largest(fits, longest, plain.recipe(limit.geometry))
+    return None if largest is None else kvpress.to_spec(press(largest))
 
 
 def _largest(fits: Callable[[int], bool], longest: int, recipe: Recipe) -> int | None:
-    """Return about the largest number of pairs below `longest` that fits, None if not even one does.
+    """Return approximately the largest number of pairs below `longest` that fits, None if none fits.
 
-    A few pairs more may fill a tile of codes and hold less, so the next numbers that leave none over are tried as well.
+    More pairs can take fewer bytes if they fill a tile of codes, so the next numbers with full tiles are tried as well.
     """
     low, high = 0, longest
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = [low] if low else []
+    candidates = [low] if low else []
     codec = recipe.codec_at(0)
     if codec is not None and codec.group > 1:
         dense = codec.residual + codec.sinks
         tiles = max(0, low - dense) // codec.group
-        whole = (dense + (tiles + more) * codec.group for more in range(1, _TILES + 1))
-        found += [kept for kept in whole if low < kept < longest and fits(kept)]
-    return max(found, default=None)
+        filled = (dense + (tiles + more) * codec.group for more in range(1, _TILES + 1))
+        candidates += [kept for kept in filled if low < kept < longest and fits(kept)]
+    return max(candidates, default=None)
 
 
 def _solve_whole(template: Template, limit: Limit) -> str | None:
-    """Return a press that is told how many times smaller to be, asked for a little more where its plan holds too much."""
+    """Return a self-sizing press whose plan meets the limit, by increasing its factor in small steps; None if none does."""
     factor = limit.factor
     if factor <= 1:
         return None
@@ -150,29 +151,31 @@ def _solve_whole(template: Template, limit: Limit) -> str | None:
 
 @dataclass(frozen=True)
 class Room:
-    """What fits: bytes of the weights, of the cache with no press, and the most while a prompt is read."""
+    """Memory of the model without a press, in bytes, and the memory limit."""
 
     weights: int
     uncompressed: int
+    """Cache of all contexts."""
     peak: int
+    """Largest size of the cache during the prefill."""
     context: int
     batch: int
     memory: int | None
 
     def lines(self, limit: Limit) -> list[str]:
-        """Say what is held and what that leaves for the cache."""
+        """Return lines about the memory without a press, and the memory that remains for the cache."""
         rows = f"{self.batch} x {self.context}" if self.batch > 1 else f"{self.context}"
-        said = [
+        texts = [
             f"weights {format_bytes(self.weights)}; cache of {rows} tokens with no press {format_bytes(self.uncompressed)}, "
             f"the most of it while the prompt is read {format_bytes(self.peak)}; activations come on top"
         ]
         if self.memory is not None:
-            left = format_bytes(self.memory - self.weights)
-            said.append(
-                f"of {format_bytes(self.memory)} the cache may take {left} at any time: {limit.factor:.1f} times less than "
-                "with no press"
+            remaining = format_bytes(self.memory - self.weights)
+            texts.append(
+                f"of {format_bytes(self.memory)} the cache may take {remaining} at any time: {limit.factor:.1f} times less "
+                "than with no press"
             )
-        return said
+        return texts
 
 
 def make_room(geometry: Geometry, weights: int, context: int, batch: int, memory: int | None) -> Room:
@@ -182,10 +185,10 @@ def make_room(geometry: Geometry, weights: int, context: int, batch: int, memory
 
 
 def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> None:
-    """Refuse a limit that no composition meets, and say the smallest that is possible.
+    """Check that a composition can meet the limit.
 
     Raises:
-        ConfigError: there is no such composition, or not even the weights fit.
+        ConfigError: none can, or the weights alone do not fit; the message gives the smallest possible limit.
     """
     if room.memory is not None and room.memory <= room.weights:
         raise ConfigError(
@@ -195,16 +198,16 @@ def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> N
     sizes = {template.label: size for template in templates if (size := _smallest(template, limit)) is not None}
     if not sizes:
         raise ConfigError("no press of the registry suits the model, so that nothing can be searched")
-    label, least = min(sizes.items(), key=lambda item: item[1])
-    if least <= limit.allowed:
+    label, smallest = min(sizes.items(), key=lambda item: item[1])
+    if smallest <= limit.allowed:
         return
-    held = "holds" if limit.smaller else "takes, while it reads one layer whole,"
-    why = f"{label} with one pair a head {held} {format_bytes(least)} of {max(limit.lengths)} tokens"
+    verb = "holds" if limit.smaller else "takes, while it reads one layer whole,"
+    why = f"{label} with one pair a head {verb} {format_bytes(smallest)} of {max(limit.lengths)} tokens"
     if room.memory is None:
         raise ConfigError(
-            f"smaller {limit.factor:g} is more than any press reaches: at most {limit.uncompressed / least:.0f}, as {why}"
+            f"smaller {limit.factor:g} is more than any press reaches: at most {limit.uncompressed / smallest:.0f}, as {why}"
         )
-    needed = room.weights + int(least * room.batch)
+    needed = room.weights + int(smallest * room.batch)
     raise ConfigError(
         f"memory {_exactly(room.memory)} is not enough: at least {_exactly(needed)}, of which the weights are "
         f"{format_bytes(room.weights)}, as {why}"
@@ -212,12 +215,12 @@ def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> N
 
 
 def _exactly(size: int) -> str:
-    """Return a size that rounding cannot make too small."""
+    """Return a size with its exact number of bytes, because the rounded one may be too small."""
     return f"{format_bytes(size)} ({size} bytes)"
 
 
 def _smallest(template: Template, limit: Limit) -> float | None:
-    """Return the fewest bytes that a composition can hold, None where the parts do not go together."""
+    """Return the smallest size of a composition in bytes, None if its parts are incompatible."""
     try:
         if template.whole or not template.sizes:
             return None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is searched: evicting presses, presses around them and codecs, as the registry has them.
+"""Search space: evicting presses, wrappers and codecs from the registry.
 
-A press joins by what its example is: one with a `compression_ratio` evicts, one around a single other press wraps, one that
-quantises stores, and one with `smaller` is told its size and sets everything else itself. Left out are presses that need a file
-made for the model or words about its prompts, and those that free nothing of a prompt: schedules, selectors and patterns.
+The example of a press decides its axis: a press with `compression_ratio` evicts, a press around a single other press is a
+wrapper, a quantising press is a codec, and a press with `smaller` sets all other settings itself. Presses that need a file made
+for the model or text about its prompts are left out, and so are those that free no memory of a prompt: schedules, selectors and
+patterns.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from kvpress.plan import Geometry
 
 NOTHING = "none"
 LEFT_OUT = ("baseline", "schedule", "select", "prefill")
-"""Roles of presses that hold no less of a prompt."""
+"""Roles of presses that do not reduce the memory of a prompt."""
 DEFAULT = "default"
 BITS = (DEFAULT, "2", "3", "4", "8")
 RESIDUALS = ("0", "32")
-"""Numbers of newest pairs that a codec leaves dense."""
+"""Numbers of newest pairs in the dense tail of a codec."""
 RATIO, BUDGET, SMALLER = "compression_ratio", "budget", "smaller"
 BITS_OF, RESIDUAL = "bits", "residual_length"
 _SEED = "seed"
 _TOKENS = 1000
-"""Tokens of a prompt that shows whether a wrapper keeps to the ratio inside."""
+"""Tokens of the prompt on which wrappers are checked for keeping the inner ratio."""
 
 Parameters = Mapping[str, str]
 """A point of the space: the value of every axis."""
@@ -40,10 +41,9 @@ Parameters = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """A composition without its size: `build` makes the press for one.
+    """A composition without its size; `build` makes the press for a size.
 
-    Of an eviction the size is its ratio or its budget; a press that is `whole` takes a factor, how many times smaller the cache
-    is to be.
+    The size of an eviction is a ratio or a budget; the size of a self-sizing press (`whole`) is the factor of compression.
     """
 
     evict: str
@@ -59,14 +59,14 @@ class Template:
 
     @property
     def sizes(self) -> bool:
-        """Whether there is anything to choose a size by."""
+        """Whether the composition evicts, so that it can be sized."""
         return self.evict != NOTHING
 
     def build(self, name: str, value: float) -> BasePress:
-        """Return the press whose `name` (a ratio, a budget or a factor) has a value; the ratio 0 evicts nothing.
+        """Return the press with the setting `name` (ratio, budget or factor) set to `value`; the ratio 0 evicts nothing.
 
         Raises:
-            ValueError, TypeError: the parts do not go together.
+            ValueError, TypeError: the parts are incompatible.
         """
         if self.whole:
             return _with(kvpress.get_press(self.evict), SMALLER, value)
@@ -83,7 +83,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Space:
-    """The values of every axis: what evicts, what is put around it, what stores, and presses that do all by themselves."""
+    """Values of every axis: specs of evicting presses, wrappers, codecs and self-sizing presses."""
 
     evict: tuple[str, ...]
     wrapper: tuple[str, ...]
@@ -110,16 +110,16 @@ class Space:
 
     def _stored(self, codec: str, parameters: Parameters) -> str:
         """Return the spec of a codec with the bits and the residual of a point."""
-        name, _, own = codec.partition(":")
+        name, _, arguments_of = codec.partition(":")
         names = {item.name for item in dataclasses.fields(find(name).press)}
-        given = {} if parameters["bits"] == DEFAULT or BITS_OF not in names else {BITS_OF: parameters["bits"]}
+        settings = {} if parameters["bits"] == DEFAULT or BITS_OF not in names else {BITS_OF: parameters["bits"]}
         if RESIDUAL in names:
-            given[RESIDUAL] = parameters["residual"]
-        arguments = [*([own] if own else []), *(f"{key}={value}" for key, value in given.items())]
+            settings[RESIDUAL] = parameters["residual"]
+        arguments = [*([arguments_of] if arguments_of else []), *(f"{key}={value}" for key, value in settings.items())]
         return ":".join([name, ",".join(arguments)] if arguments else [name])
 
     def recipes(self) -> list[Template]:
-        """Return the presses that are told their size only."""
+        """Return the self-sizing presses."""
         return [Template(spec, whole=True) for spec in self.whole]
 
     def cover(self, count: int, seed: int) -> list[dict[str, str]]:
@@ -127,10 +127,10 @@ class Space:
         rng = random.Random(f"tune-{seed}")  # noqa: S311  # reproducible, not secret
         turns = {name: _turns(values, rng) for name, values in self.axes.items()}
         points: dict[tuple[str, ...], dict[str, str]] = {}
-        most = 1
+        num_points = 1
         for values in self.axes.values():
-            most *= len(values)
-        for number in range(most):
+            num_points *= len(values)
+        for number in range(num_points):
             if len(points) == count:
                 break
             point = {name: next(turn) for name, turn in turns.items()}
@@ -143,19 +143,19 @@ class Space:
 
 
 def make_space(entries: Sequence[Entry] | None = None) -> Space:
-    """Return what can be searched of the registered presses."""
-    found: dict[str, dict[str, None]] = {"evict": {}, "wrapper": {}, "codec": {}, "whole": {}}
+    """Return the search space of the registered presses."""
+    by_axis: dict[str, dict[str, None]] = {"evict": {}, "wrapper": {}, "codec": {}, "whole": {}}
     for entry in kvpress.list_presses() if entries is None else entries:
         if entry.needs or entry.role in LEFT_OUT:
             continue
         kind, specs = _offers(entry)
         if kind:
-            found[kind].update(dict.fromkeys(specs))
-    return Space(**{kind: tuple(specs) for kind, specs in found.items()})
+            by_axis[kind].update(dict.fromkeys(specs))
+    return Space(**{kind: tuple(specs) for kind, specs in by_axis.items()})
 
 
 def _offers(entry: Entry) -> tuple[str, list[str]]:
-    """Return the axis that a press belongs to and the settings in which it is tried; nothing if it belongs to none."""
+    """Return the axis of a press and its specs to try; empty if it has no axis."""
     press = kvpress.get_press(entry.example)
     names = {item.name for item in dataclasses.fields(press)}
     inside = [name for name in names if isinstance(getattr(press, name), BasePress)]
@@ -178,7 +178,7 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
 
 
 def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
-    """Whether a wrapper keeps as many pairs as the press inside is told to."""
+    """Whether the number of pairs kept by a wrapper follows the ratio of the inner press."""
     inner = getattr(press, inside)
     if RATIO not in {item.name for item in dataclasses.fields(inner)}:
         return False
@@ -187,13 +187,13 @@ def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
             dataclasses.replace(press, **{inside: _with(inner, RATIO, ratio)}).recipe().kept(_TOKENS)
             for ratio in (0.25, 0.75)
         ]
-    except ValueError:  # it says itself how many stay
+    except ValueError:  # the wrapper has a ratio of its own
         return False
     return kept[0] > kept[1]
 
 
 def _says_all(entry: Entry) -> bool:
-    """Whether a press needs to be told nothing about the prompts that it will see."""
+    """Whether a press can be made from its name alone, without text about its prompts."""
     try:
         kvpress.get_press(entry.name)
     except ValueError:
@@ -207,7 +207,7 @@ def _some_model() -> Geometry:
 
 
 def _acts(spec: str) -> bool:
-    """Whether a press acts on a model as it is; some say only then what they have to be told."""
+    """Whether a press has a recipe for a model; some presses raise for missing settings only here."""
     try:
         kvpress.get_press(spec).recipe(_some_model())
     except ValueError:
@@ -216,12 +216,12 @@ def _acts(spec: str) -> bool:
 
 
 def _variants(entry: Entry, example: str) -> list[str]:
-    """Return a press with its defaults, and as its example has it."""
+    """Return the specs of a press with its defaults and with the settings of its example."""
     return list(dict.fromkeys((entry.name, example)))
 
 
 def _without(press: BasePress, *names: str) -> str:
-    """Return the spec of a press without some of its arguments; a press inside is no longer named."""
+    """Return the spec of a press without some of its arguments, such as an inner press."""
     data = {name: value for name, value in kvpress.press_to_dict(press).items() if name not in names}
     arguments = [f"{name}={_text(value)}" for name, value in data.items() if name != "name"]
     return str(data["name"]) + (":" + ",".join(arguments) if arguments else "")
@@ -244,7 +244,7 @@ def _wrapped(wrapper: str, press: BasePress) -> BasePress:
 
 
 def _with(press: BasePress, name: str, value: float) -> BasePress:
-    """Return a press with an argument."""
+    """Return a copy of a press with one argument changed."""
     return kvpress.press_from_dict({**kvpress.press_to_dict(press), name: value})
 
 
