@@ -141,7 +141,7 @@ def test_a_cache_that_could_be_of_several_blocks_is_nobodys(spec: str) -> None:
     with press(model) as first, kvpress.get_press(spec)(model) as second:
         in_threads(lambda n: results(model, n), 1)
         for session in (first, second):
-            with pytest.raises(RuntimeError, match=r"not known whose.*return_dict_in_generate=True"):
+            with pytest.raises(RuntimeError, match=r"belongs to no single block.*return_dict_in_generate=True"):
                 _ = session.cache
         results(model, 0)
         assert second.cache is not None

@@ -88,7 +88,7 @@ def test_12_packed_positions() -> None:
 def test_a_pad_token_in_the_prompt_without_a_mask() -> None:
     model, ids = tiny_model("llama"), tokens(2, 10)
     pad = int(ids[0, 5])
-    words = ["inside row 0", "pad token as an ordinary one", "attention_mask"]
+    words = ["inside row 0", "pad token as an ordinary token", "attention_mask"]
     refused(model, lambda: generate(model, "knorm:0.5", ids, pad_token_id=pad), NotImplementedError, *words)
     assert generate(model, "knorm:0.5", ids, attention_mask=torch.ones_like(ids), pad_token_id=pad).result.shape[1] > 10
 
