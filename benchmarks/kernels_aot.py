@@ -120,7 +120,7 @@ def packed_variant(
     with `centred`, the middle code stands for zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D)
+    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D and not listed)
     block, fold = packed.block_rows(kg[0], not listed, most.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])

@@ -45,7 +45,7 @@ class Limits:
 
 
 def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> Limits:
-    """Limits for so many key and value channels, with corrections, levels, and values of one scale per row, or without."""
+    """Limits for so many key and value channels, with or without corrections, levels and contiguous values of one scale."""
     if corrected:
         if channels <= 256:
             return Limits(8, 32, 255)
@@ -110,9 +110,9 @@ def launch(
     key_terms, value_terms = keys.correction or Correction(), values.correction or Correction()
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
-    corrected, scaled = any(term is not None for term in terms), values.group[1] == DV
-    most = limits(D + DV, corrected, keys.levels is not None, scaled)
-    block, fold = block_rows(keys.group[0], isinstance(where, Ranges) and key_group is None, most.block)
+    contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
+    most = limits(D + DV, corrected, keys.levels is not None, contiguous and values.group[1] == DV)
+    block, fold = block_rows(keys.group[0], contiguous and key_group is None, most.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
