@@ -25,6 +25,7 @@ demo: $(DEMO)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.language
 	$(BIN)/mypy
 
 test: lint
