@@ -107,8 +107,11 @@ def _adapters_of(layer: Any) -> tuple[tuple[str, ...] | None, str]:
         return (), ""
     active = getattr(layer, "active_adapters", getattr(layer, "active_adapter", None))
     adapter_names = {
-        name for container in layer.children() if isinstance(container, BY_ADAPTER) for name in container.keys()
-    }  # noqa: SIM118
+        name
+        for container in layer.children()
+        if isinstance(container, BY_ADAPTER)
+        for name in container.keys()  # noqa: SIM118
+    }
     scaling = getattr(layer, "scaling", None)
     if active is None or not adapter_names:
         return None, f"adapter {scaling}"
