@@ -146,8 +146,8 @@ def _settings(method: str, options: dict[str, Any]) -> Settings:
     accepted = [field.name for field in fields(METHODS[method])]
     for name in options:
         if name not in accepted:
-            available = ", ".join(_option(field_name) for field_name in accepted) or "no options of its own"
-            raise ValueError(f"{_option(name)} does not belong to {method}, which takes {available}")
+            allowed = ", ".join(_option(field_name) for field_name in accepted) or "no options of its own"
+            raise ValueError(f"{_option(name)} does not belong to {method}, which takes {allowed}")
     return METHODS[method](**options)
 
 

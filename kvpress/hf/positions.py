@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions that a model was made for: beyond them its answers are garbage, without an error."""
+"""Limit of positions of a model, beyond which its answers are wrong without an error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from kvpress.core.recipe import Recipe
 
 _MOVING = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies depend on the largest position, and not on distances alone."""
+"""Types of RoPE whose frequencies depend on the largest position, and not on distances alone."""
 _warned: WeakSet[nn.Module] = WeakSet()
 
 
 def positions_of(config: Any) -> int | None:
-    """Return how many positions a model was made for, from its configuration; None for a model without a limit.
+    """Return the number of positions of a model from its configuration; None without a limit.
 
     That is `max_position_embeddings`, or the number to which a scaled rotary embedding extends it. Configurations differ in
     whether `max_position_embeddings` includes the scaling, and the larger reading counts: `factor` times
@@ -27,18 +27,18 @@ def positions_of(config: Any) -> int | None:
     is included already. ALiBi, recurrent models and configurations that name no positions have no limit.
     """
     text = config.get_text_config(decoder=True)
-    named = getattr(text, "max_position_embeddings", None)
-    if not isinstance(named, int) or named < 1 or _uses_alibi(text) or not getattr(text, "num_attention_heads", None):
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1 or _uses_alibi(text) or not getattr(text, "num_attention_heads", None):
         return None
-    return max([named, *_extended(text, named)])
+    return max([limit, *_extended(text, limit)])
 
 
-def _extended(text: Any, named: int) -> Iterator[int]:
+def _extended(text: Any, limit: int) -> Iterator[int]:
     """Yield the positions that each scaled rotary embedding of a decoder reaches."""
     for rope, of_all_layers in _embeddings(text):
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
         if factor and (original or of_all_layers):
-            yield int(factor * (original or named))
+            yield int(factor * (original or limit))
 
 
 def _embeddings(text: Any) -> list[tuple[dict[str, Any], bool]]:
@@ -64,7 +64,7 @@ def reach(config: Any, recipe: Recipe, tokens: int) -> int:
 
 
 def check_positions(config: Any, tokens: int, fix: str, subject: str = "", recipe: Recipe | None = None) -> None:
-    """Refuse to read `tokens` where a model was made for fewer positions.
+    """Refuse to read `tokens` tokens if the model has fewer positions.
 
     Args:
         config: the model's configuration.
@@ -74,7 +74,7 @@ def check_positions(config: Any, tokens: int, fix: str, subject: str = "", recip
         recipe: the press, which may need fewer positions than tokens.
 
     Raises:
-        ValueError: the tokens are more.
+        ValueError: the tokens exceed the positions.
     """
     limit = positions_of(config)
     if limit is not None and (tokens if recipe is None else reach(config, recipe, tokens)) > limit:
@@ -82,7 +82,7 @@ def check_positions(config: Any, tokens: int, fix: str, subject: str = "", recip
 
 
 def warn_past_positions(model: nn.Module, limit: int, tokens: int, kwargs: dict[str, Any]) -> None:
-    """Warn, once for a model, of a pass that takes the cache beyond its positions.
+    """Warn once for a model about a pass that exceeds its positions.
 
     `tokens` counts the columns of the cache; the position ids or the mask of the pass leave out padding.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of a model's weights, by which files recognise the model that they were made with."""
+"""Digest of a model's weights, which identifies the model of a file."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FEWEST, MOST = 1024, 2**18
-"""Numbers that are sampled of a tensor: all of a small one, and one of every row up to the second bound."""
+"""Number of samples of a tensor: at least the first, or all of a small tensor; one of every row up to the second."""
 NEGLIGIBLE = 2.0**-17
 """Magnitude up to which a weight counts as zero: float16 cannot hold all digits of smaller ones."""
 ADAPTED = ("base_layer", "original_module")
-"""Names under which layers of PEFT keep the module that they adapt."""
+"""Attributes of PEFT layers with the adapted module."""
 BY_ADAPTER = (nn.ModuleDict, nn.ParameterDict)
-"""Containers in which layers of PEFT keep their adapters by name."""
+"""Containers of adapters by name in PEFT layers."""
 QUANTISED = ("quant_state", "SCB")
-"""Names under which parameters of bitsandbytes keep their scales."""
+"""Attributes of bitsandbytes parameters with their scales."""
 
 
 def digest_of_weights(model: nn.Module, with_head: bool = False) -> str:
-    """Return a digest of the weights that decide keys and values: 16 hexadecimal digits.
+    """Return a digest of the weights that determine keys and values, as 16 hexadecimal digits.
 
-    Every parameter and persistent buffer takes part, with its shape and at least one number of each row, so that any training
-    step, an edited row and a new adapter are noticed; a single edited number may not be. Adapters (PEFT) take part while they
-    are active, with their scaling; a model with disabled adapters has the digest of its base model. The output head decides no
-    key and is left out unless it is tied to the embeddings or `with_head`.
+    The digest covers every parameter and persistent buffer, with its shape and at least one number of each row. It changes
+    with any training step, an edited row or a new adapter, but perhaps not with a single edited number. Active adapters (PEFT)
+    are included with their scaling; a model with disabled adapters has the digest of its base model. The output head does not
+    affect keys, and is included only if it is tied to the embeddings or with `with_head`.
 
     Samples are rounded to bfloat16, so that one model has the same digest in float32 and bfloat16, and in float16 where its
-    weights were stored in 16 bits. They are copied from each device in one piece. Nothing is remembered between calls: weights
-    can be changed in place without a trace.
+    weights were stored in 16 bits. Each device is copied from once. The digest is not cached, since weights
+    can be changed in place.
 
     Raises:
         ValueError: a parameter has no values, as on the meta device.
@@ -48,7 +48,7 @@ def digest_of_weights(model: nn.Module, with_head: bool = False) -> str:
         for plain in _plain_tensors(tensor):
             if plain.is_meta:
                 raise ValueError(
-                    f"{name} has no values (it is on the meta device), so that this model cannot be told from others: load its "
+                    f"{name} has no values (it is on the meta device), so this model cannot be identified: load its "
                     "weights first"
                 )
             digest.update(f"{list(plain.shape)}".encode())
@@ -106,11 +106,16 @@ def _adapters_of(layer: Any) -> tuple[tuple[str, ...] | None, str]:
     if disabled:
         return (), ""
     active = getattr(layer, "active_adapters", getattr(layer, "active_adapter", None))
-    known = {name for part in layer.children() if isinstance(part, BY_ADAPTER) for name in part.keys()}  # noqa: SIM118
+    adapter_names = {
+        name
+        for container in layer.children()
+        if isinstance(container, BY_ADAPTER)
+        for name in container.keys()  # noqa: SIM118
+    }
     scaling = getattr(layer, "scaling", None)
-    if active is None or not known:
+    if active is None or not adapter_names:
         return None, f"adapter {scaling}"
-    names = tuple(name for name in ([active] if isinstance(active, str) else active) if name in known)
+    names = tuple(name for name in ([active] if isinstance(active, str) else active) if name in adapter_names)
     factors = scaling if isinstance(scaling, dict) else {}
     return names, f"adapters {[(name, factors.get(name)) for name in names]}" if names else ""
 
@@ -120,7 +125,7 @@ def _loaded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     hook = getattr(module, "_hf_hook", None)
     if not tensor.is_meta or hook is None:
         return tensor
-    offloaded = [getattr(each, "weights_map", None) for each in getattr(hook, "hooks", [hook])]
+    offloaded = [getattr(sub_hook, "weights_map", None) for sub_hook in getattr(hook, "hooks", [hook])]
     return next((weights[name] for weights in offloaded if weights is not None and name in weights), tensor)
 
 
@@ -175,9 +180,9 @@ def _on_host(samples: Sequence[Tensor]) -> Iterator[Tensor]:
     devices = dict.fromkeys(sample.device for sample in samples)
     copies = {}
     for device in devices:
-        there = [sample for sample in samples if sample.device == device]
-        joined = torch.cat(there)
+        on_device = [sample for sample in samples if sample.device == device]
+        joined = torch.cat(on_device)
         joined = joined.masked_fill(joined.abs() <= NEGLIGIBLE, 0).cpu()
-        copies[device] = iter(joined.split([len(sample) for sample in there]))
+        copies[device] = iter(joined.split([len(sample) for sample in on_device]))
     for sample in samples:
         yield next(copies[sample.device])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of transformers that is put together from what was written of it."""
+"""Rebuild a cache of transformers from its serialised layers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _STOCK = (
 STOCK: dict[str, type[CacheLayerMixin]] = {
     name: getattr(cache_utils, name) for name in _STOCK if hasattr(cache_utils, name)
 }
-"""Layers of transformers whose state is written; others store what is not known here."""
+"""Layers of transformers that can be serialised."""
 FIXED = ("sliding_window", "number_of_states")
-"""Numbers of such layers that the model decides."""
+"""Attributes of such layers that the model determines."""
 STATES = ("conv_states", "recurrent_states")
-"""Tensors of such layers, by number."""
+"""Attributes of such layers with dictionaries of state tensors."""
 
 
 _OR_NONE = {"tokenizer": str, "press": dict, "spec": str, "tokens": dict, "mask": dict}
@@ -54,7 +54,7 @@ _MODEL = {
 _DAMAGE = (
     KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError, AssertionError, StopIteration, MemoryError,
 )  # fmt: skip
-"""Errors that data of another form than this library writes can end in."""
+"""Errors that malformed data can raise."""
 
 
 def check_description(header: Header, source: str) -> None:
@@ -70,8 +70,8 @@ def check_description(header: Header, source: str) -> None:
     wrong += [
         name for name, kind in _OR_NONE.items() if name not in about or not isinstance(about[name], (kind, NoneType))
     ]
-    for part, record in records.items():
-        for name, kind in expected[part].items():
+    for section, record in records.items():
+        for name, kind in expected[section].items():
             value = record.get(name) if isinstance(record, dict) else None
             if not isinstance(value, kind) or (kind is int and not is_length(value)):
                 wrong.append(name)
@@ -80,8 +80,10 @@ def check_description(header: Header, source: str) -> None:
     if [name for name, _, _ in header.blocks] != ["cache", *(f"layers.{i}" for i in range(len(about["layers"])))]:
         raise ValueError(f"{source} is damaged: it has not one block for each of {len(about['layers'])} layers")
     for index, layer in enumerate(about["layers"]):
-        known = isinstance(layer, dict) and isinstance(layer.get("kind"), str) and isinstance(layer.get("state"), dict)
-        if not known or not all(
+        is_layer = (
+            isinstance(layer, dict) and isinstance(layer.get("kind"), str) and isinstance(layer.get("state"), dict)
+        )
+        if not is_layer or not all(
             is_length(layer.get(name)) and layer[name] <= about["length"] for name in ("seen", "stored")
         ):
             raise ValueError(f"{source} is damaged: layer {index} is not described as one of {about['length']} tokens")
@@ -89,7 +91,7 @@ def check_description(header: Header, source: str) -> None:
 
 @contextmanager
 def readable(part: str) -> Iterator[None]:
-    """Turn the errors that damaged data end in into one that names the part.
+    """Convert errors from damaged data to a ValueError that names the part.
 
     Raises:
         ValueError: the data are not of the form that this library writes.
@@ -103,7 +105,7 @@ def readable(part: str) -> Iterator[None]:
 
 
 class Arriving:
-    """A cache that is put together layer by layer: `cache` has its place for each, which `take` fills, in their order."""
+    """Cache under construction: `take` fills the layers of `cache` in order."""
 
     def __init__(self, header: Header, tensors: Tensors, model: PreTrainedModel) -> None:
         entries()  # presses define the classes that their caches hold
@@ -126,7 +128,7 @@ class Arriving:
         """Return the class of a layer.
 
         Raises:
-            ValueError: it is not known here.
+            ValueError: this version does not support the class.
         """
         name = self.about["layers"][index]["kind"]
         kind = OURS.get(name) or STOCK.get(name)
@@ -135,19 +137,19 @@ class Arriving:
         return kind
 
     def take(self, index: int) -> None:
-        """Put a layer into the cache, or its state into the one that stands there; all data up to its own are there."""
+        """Add a layer to the cache, or fill the layer that is there. All data up to this layer must have arrived."""
         kind, device = self.kind(index), self._places.get(index, self.model.device)
         self._unpacker.device = device
         with readable(f"layer {index} of the cache"):
             state = self._unpacker.unpack(self.about["layers"][index]["state"])
-            known = self._template[index] if index < len(self._template) else None
-            self._check(index, kind, state, known)
+            template = self._template[index] if index < len(self._template) else None
+            self._check(index, kind, state, template)
             if kind in OURS.values():
                 state["call"] = None
                 if state["store"] is not None and device.type != "cpu":
                     state["store"].to(device, self._memo)
             else:
-                state = {**(vars(known) if type(known) is kind else {}), **self._on(device, state)}
+                state = {**(vars(template) if type(template) is kind else {}), **self._on(device, state)}
         layer: Any = self.cache.layers[index]
         layer = object.__new__(kind) if layer is None else layer
         vars(layer).update({name: value for name, value in state.items() if name not in vars(layer)})
@@ -162,7 +164,7 @@ class Arriving:
         Raises:
             ValueError: it does not fit them.
         """
-        about, said = self.about, self.about["layers"][index]
+        about, description = self.about, self.about["layers"][index]
         if not isinstance(state, dict):
             raise ValueError(f"its state is a {type(state).__name__}")
         check_names(kind, state)
@@ -173,36 +175,42 @@ class Arriving:
             if wrong := [name for name in flags if not isinstance(state[name], bool)]:
                 raise ValueError(f"its {', '.join(wrong)} cannot be used")
             if state["assigned"] != {} or state["interrupted"] is not None:
-                raise ValueError("a pass that has not ended has left it")
+                raise ValueError("it is from an interrupted pass")
             if (store := state["store"]) is None:
                 return
             if (state["batch_size"], state["dtype"]) != (about["batch"], store.dtype):
                 raise ValueError(f"it is not one of {about['batch']} rows of {store.dtype}")
             check_store(store, about["length"])
-            if (store.batch, store.seen, max(store.stored())) != (about["batch"], said["seen"], said["stored"]):
-                raise ValueError("its pairs are not as many as it is described with")
+            if (store.batch, store.seen, max(store.stored())) != (
+                about["batch"],
+                description["seen"],
+                description["stored"],
+            ):
+                raise ValueError("its number of pairs differs from the description")
             if facts := self._facts.get(index):
-                held = (store.heads, store.window.keys.shape[3])
-                if facts.declared and not state["columns"] and held != (facts.kv_heads, facts.head_dim):
+                shape = (store.heads, store.window.keys.shape[3])
+                if facts.declared and not state["columns"] and shape != (facts.kv_heads, facts.head_dim):
                     raise ValueError(
-                        f"it has {held[0]} kv heads of {held[1]}, not {facts.kv_heads} of {facts.head_dim}"
+                        f"it has {shape[0]} kv heads of {shape[1]}, not {facts.kv_heads} of {facts.head_dim}"
                     )
             return
         if "store" in state:
             raise ValueError(f"a {kind.__name__} has no store")
-        usual = vars(template) if type(template) is kind else {}
-        if lacking := [name for name in ("is_initialized", "cumulative_length") if name in usual and name not in state]:
+        defaults = vars(template) if type(template) is kind else {}
+        if lacking := [
+            name for name in ("is_initialized", "cumulative_length") if name in defaults and name not in state
+        ]:
             raise ValueError(f"its state lacks {', '.join(lacking)}")
         for name, value in state.items():
-            known = usual.get(name)
-            if isinstance(known, dict) and not _is_like(value, known):
-                raise ValueError(f"its {name} has not an entry for each of {list(known)}")
+            default = defaults.get(name)
+            if isinstance(default, dict) and not _is_like(value, default):
+                raise ValueError(f"its {name} has not an entry for each of {list(default)}")
             if name in STATES and not all(_has_rows(states, about["batch"]) for states in value.values()):
                 raise ValueError(f"its {name} are not those of {about['batch']} rows")
-            if name in FIXED and known is not None and value != known:
-                raise ValueError(f"its {name} is {value!r}, not {known!r}")
-            if isinstance(known, int) and type(value) is not type(known):
-                raise ValueError(f"its {name} is {value!r}, not {type(known).__name__}")
+            if name in FIXED and default is not None and value != default:
+                raise ValueError(f"its {name} is {value!r}, not {default!r}")
+            if isinstance(default, int) and type(value) is not type(default):
+                raise ValueError(f"its {name} is {value!r}, not {type(default).__name__}")
         if not is_length(seen := state.get("cumulative_length", 0)) or seen > about["length"]:
             raise ValueError(f"it has seen {seen!r} of {about['length']} tokens")
         pairs = [state.get(name) for name in ("keys", "values")]
@@ -212,7 +220,7 @@ class Arriving:
                 raise ValueError(f"its keys and values are not those of {about['batch']} rows")
 
     def _on(self, device: torch.device, state: Any) -> Any:
-        """Bring what was read to a device; what is common to several layers stays so."""
+        """Move state to a device; objects shared by several layers stay shared."""
         return state if device.type == "cpu" else moved(state, device, self._memo)
 
 
@@ -221,7 +229,7 @@ def _has_rows(states: Any, batch: int) -> bool:
 
 
 def _is_like(value: Any, known: dict[Any, Any]) -> bool:
-    """Whether a dict has the keys of another one, and switches where that has some."""
+    """Whether a value is a dict with the keys of `known`, and booleans where `known` has booleans."""
     return (
         isinstance(value, dict)
         and value.keys() == known.keys()
@@ -230,7 +238,7 @@ def _is_like(value: Any, known: dict[Any, Any]) -> bool:
 
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Device of every attention layer, by its place in the cache; they may differ."""
+    """Return the device of every attention layer by its cache index."""
     return {cache_place(module): next(_parameters(module, model)).device for module in attention_modules(model)}
 
 

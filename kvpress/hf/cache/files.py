@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed caches in files: read a document once, keep what a press made of it, and answer from it later and elsewhere."""
+"""Save compressed caches to files and load them: read a document once, and answer from it later or elsewhere."""
 
 from __future__ import annotations
 
@@ -31,51 +31,60 @@ from kvpress.hf.models import attention_modules, cache_place, facts_of, new_cach
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a file says about the cache in it.
-
-    `press` is the spec of the press that it was made with, None where it was saved without one. `tokens [B, seen]` are what the
-    cache has read and `mask [B, seen]` which of them are real, both None where they were not given. `kept` of `seen` pairs are
-    stored; `memory_bytes` are what the cache held in memory, `uncompressed_bytes` what it would hold without a press, and
-    `file_bytes` the length of the file, of which the header takes `header_bytes`.
-    """
+    """Description of the cache in a file."""
 
     path: Path
+    """Path of the file."""
     model: dict[str, Any]
+    """Name, architecture, shapes and digest of the weights of the model."""
     press: str | None
+    """Spec of the press; None if the cache was saved without one."""
     dtype: str
+    """Data type of the model."""
     batch: int
+    """Rows."""
     length: int
+    """Tokens of a row, padding included."""
     kept: int
+    """Stored pairs."""
     seen: int
+    """Pairs of the full cache."""
     memory_bytes: int
+    """Bytes of the cache in memory."""
     uncompressed_bytes: int
+    """Bytes of the full cache in memory."""
     file_bytes: int
+    """Bytes of the file."""
     header_bytes: int
+    """Bytes of the header of the file."""
     versions: dict[str, str]
+    """Versions of the libraries that wrote the file."""
     notes: dict[str, Any]
+    """Notes of the user."""
     header: Header
+    """Header of the file."""
 
     @property
     def tokens(self) -> Tensor | None:
-        """Token ids that the cache has read, int64 `[B, seen]`; None where they were not given."""
+        """Token ids that the cache has read, int64 `[B, seen]`; None if they were not saved."""
         return self._given("tokens")
 
     @property
     def mask(self) -> Tensor | None:
-        """Which tokens are real, int64 `[B, seen]`; None where no mask was given."""
+        """Mask of real tokens, int64 `[B, seen]`; None if it was not saved."""
         return self._given("mask")
 
     def _given(self, name: str) -> Tensor | None:
         if self.header.about[name] is None:
             return None
         _, tensors = open_file(self.path, verify=False)
-        found: Tensor = Unpacker(tensors).unpack(self.header.about[name]).long()
-        return found
+        tensor: Tensor = Unpacker(tensors).unpack(self.header.about[name]).long()
+        return tensor
 
     def get_press(self) -> BasePress | None:
-        """Return the press that the cache was made with."""
-        given = self.header.about["press"]
-        return None if given is None else press_from_dict(given)
+        """Return the press of the cache, or None if it was saved without one."""
+        plain = self.header.about["press"]
+        return None if plain is None else press_from_dict(plain)
 
     def __str__(self) -> str:
         model, factor = self.model, self.uncompressed_bytes / max(1, self.memory_bytes)
@@ -104,28 +113,27 @@ def save(
     notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> CacheInfo:
-    """Write a cache to a file, from which `load` makes one that answers alike; returns what the file says.
+    """Write a cache to a file for `load`; returns the description of the file.
 
-    Everything is written that further tokens depend on: pairs as they are stored, their places and weights, what codecs,
-    selectors and observers keep, and the layers that are not compressed. Nothing is decoded, so that the file is as large as
-    the memory report says, and the header. It is written beside `path` and then renamed.
+    The file has all state that further tokens depend on: stored pairs with slots and weights, the state of codecs, selectors
+    and observers, and uncompressed layers. Nothing is decoded, so the file has the size of the memory report plus a header. It
+    is written to a temporary file and then renamed.
 
     Args:
         cache: a cache that `model` has filled, inside a press or not.
-        path: the file; one that is there is replaced.
+        path: the file; an existing one is replaced.
         model: the model that filled it; `load` refuses another one.
-        press: the press that it was filled under, or its spec: it is noted, for whoever goes on under it.
-        tokens: ids `[B, seen]` of what was read, noted in the file.
-        mask: which of them are real, `[B, seen]`; needed again to go on where rows are padded.
-        tokenizer: noted by its digest, which `load` can compare.
-        notes: plain data of yours, kept as they are (`CacheInfo.notes`).
-        compress: "zstd" packs numbers of 16 bits where they get a tenth smaller; such are not mapped when they are read.
+        press: the press of the cache, or its spec; recorded in the file for `CacheInfo.get_press`.
+        tokens: ids `[B, seen]` that the cache has read, recorded in the file.
+        mask: real tokens, `[B, seen]`; needed to continue padded rows.
+        tokenizer: its digest is recorded, which `load` can compare.
+        notes: JSON data of the user (`CacheInfo.notes`).
+        compress: "zstd" compresses 16-bit tensors that get at least a tenth smaller; these are not memory-mapped by `load`.
 
     Raises:
-        TypeError: it is not a dynamic cache of transformers.
-        ValueError: it is empty, not of this model, left between two layers by a pass that failed, or tokens, mask or press
-            do not fit.
-        OSError: the path is a folder, its folder is missing, or the disk is full; nothing is left behind.
+        TypeError: not a dynamic cache of transformers.
+        ValueError: the cache is empty, of another model or interrupted by a failed pass; or tokens, mask or press do not fit.
+        OSError: the path is a folder, its folder is missing, or the disk is full. No partial file remains.
     """
     with as_it_is(cache):
         write(
@@ -136,21 +144,21 @@ def save(
 
 
 def load(path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> DynamicCache:
-    """Return the cache that a file holds, on the device of the model.
+    """Load the cache of a file to the device of the model.
 
-    Go on inside `with kvpress.reading(model, press)` or `with press(model)`, under the press that it was made with; tokens are
-    those that the cache would have given that was saved. On a CPU its tensors lie in the file, which is mapped into memory:
-    replace or remove the file while it is in use, but do not write into it.
+    Continue it inside `with kvpress.reading(model, press)` or `with press(model)` with the press of the cache; generated tokens
+    equal those of the saved cache. On a CPU, the tensors are memory-mapped from the file: you may replace or remove the file
+    while it is in use, but not write into it.
 
     Args:
-        path: what `save` wrote.
-        model: the model that the cache was made by.
-        tokenizer: compared with the one that `save` was given, where it was.
-        verify: compare the digests of all data, for which the whole file is read once.
+        path: a file from `save`.
+        model: the model that made the cache.
+        tokenizer: compared with the tokenizer of `save`, if it had one.
+        verify: check the digests of all data, which reads the whole file once.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is torn, damaged, of a later version or no cache, or the model or tokenizer is another.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated, damaged, of a later version or not a cache; or model or tokenizer differ.
     """
     header, tensors = open_file(path, verify)
     check_description(header, str(path))
@@ -163,11 +171,11 @@ def load(path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None, ver
 
 
 def cache_info(path: str | Path) -> CacheInfo:
-    """Return what a file says about the cache in it; nothing else is read.
+    """Return the description of the cache in a file; reads only the header.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is torn, damaged, of a later version or no cache.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated, damaged, of a later version or not a cache.
     """
     header, begin = read_header(path)
     check_description(header, str(path))
@@ -180,10 +188,10 @@ def cache_info(path: str | Path) -> CacheInfo:
 
 
 def as_it_is(cache: Cache) -> AbstractContextManager[None]:
-    """Keep a cache that is to be written as it is inside a block.
+    """Lock a cache against passes while it is written.
 
     Raises:
-        TypeError: it is not a dynamic cache of transformers.
+        TypeError: not a dynamic cache of transformers.
     """
     if not isinstance(cache, DynamicCache):
         raise TypeError(
@@ -203,7 +211,7 @@ def written(
     notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> Writing:
-    """Return a cache as it is written, layer by layer, inside a block of `as_it_is`: its tensors are not copied. See `save`."""
+    """Return the blocks of a cache to write, one for each layer, without copies. Call inside `as_it_is`. See `save`."""
     press = None if press is None else get_press(press)
     try:
         json.dumps(notes)
@@ -212,16 +220,19 @@ def written(
     with as_it_is(cache):
         _check_cache(cache, model)
         batch, length, packer = _batch(cache), cache.get_seq_length(), Packer()
-        given = {"tokens": _per_token("tokens", tokens, batch, length), "mask": _per_token("mask", mask, batch, length)}
-        about: dict[str, Any] = {name: packer.pack(tensor, name) for name, tensor in given.items()}
+        per_token = {
+            "tokens": _per_token("tokens", tokens, batch, length),
+            "mask": _per_token("mask", mask, batch, length),
+        }
+        about: dict[str, Any] = {name: packer.pack(tensor, name) for name, tensor in per_token.items()}
         about["shared"] = packer.pack(cache.__dict__.get("_kvpress_shared", {}), "shared")
         blocks = [Block("cache", dict(packer.tensors))]
         about["layers"] = []
         for index, layer in enumerate(cache.layers):
-            before = set(packer.tensors)
+            packed = set(packer.tensors)
             about["layers"].append(_pack_layer(packer, layer, index))
-            fresh = {name: tensor for name, tensor in packer.tensors.items() if name not in before}
-            blocks.append(Block(f"layers.{index}", fresh))
+            new_tensors = {name: tensor for name, tensor in packer.tensors.items() if name not in packed}
+            blocks.append(Block(f"layers.{index}", new_tensors))
         report = memory_report(cache)
     about |= {
         "model": identify(facts_of(model)),
@@ -245,27 +256,27 @@ def written(
 
 
 def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
-    """Refuse a cache that holds nothing, is not whole, or cannot be one of this model."""
+    """Refuse a cache that is empty, interrupted by a failed pass, or of another model."""
     if not cache.get_seq_length():
         raise ValueError("the cache is empty: read something with the model first, past_key_values=cache")
-    places = {cache_place(module) for module in attention_modules(model)}
-    wanted = len(new_cache(model).layers) or len(places)
-    known = {layer.cache_index: layer for layer in facts_of(model).layers}
-    if len(cache.layers) != wanted:
-        raise ValueError(f"the cache has {len(cache.layers)} layers, and {type(model).__name__} has {wanted}")
+    cache_indices = {cache_place(module) for module in attention_modules(model)}
+    num_layers = len(new_cache(model).layers) or len(cache_indices)
+    layer_facts = {layer.cache_index: layer for layer in facts_of(model).layers}
+    if len(cache.layers) != num_layers:
+        raise ValueError(f"the cache has {len(cache.layers)} layers, and {type(model).__name__} has {num_layers}")
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PressLayer):
             continue
         layer.check_whole()
         if layer.assigned:
             raise ValueError(f"keys and values of different lengths were assigned to layer {index} of the cache")
-        facts, store = known.get(index), layer.store
+        facts, store = layer_facts.get(index), layer.store
         if store is not None and facts is not None and facts.declared and not layer.columns:
-            held, has = (store.heads, store.window.keys.shape[3]), (facts.kv_heads, facts.head_dim)
-            if held != has:
+            shape, expected = (store.heads, store.window.keys.shape[3]), (facts.kv_heads, facts.head_dim)
+            if shape != expected:
                 raise ValueError(
-                    f"layer {index} of the cache has {held[0]} kv heads of {held[1]}, and this model has {has[0]} of {has[1]}: "
-                    "give the model that filled it"
+                    f"layer {index} of the cache has {shape[0]} kv heads of {shape[1]}, and this model has "
+                    f"{expected[0]} of {expected[1]}: pass the model that filled it"
                 )
 
 
@@ -296,23 +307,23 @@ def _batch(cache: DynamicCache) -> int:
     return 1
 
 
-def _per_token(name: str, given: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return ids or a mask `[B, seen]` as they are written, four bytes or one for each token."""
-    if given is None:
+def _per_token(name: str, tensor: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return ids `[B, seen]` as int32, or a mask as bool."""
+    if tensor is None:
         return None
-    if tuple(given.shape) != (batch, length):
+    if tuple(tensor.shape) != (batch, length):
         raise ValueError(
             f"{name} must have shape {[batch, length]}, a row for each of the cache and a column for every token that it has "
-            f"seen, got {list(given.shape)}"
+            f"seen, got {list(tensor.shape)}"
         )
-    return given.to(torch.int32 if name == "tokens" else torch.bool)
+    return tensor.to(torch.int32 if name == "tokens" else torch.bool)
 
 
 def plain_press(press: BasePress) -> dict[str, Any]:
-    """Return a press as it is noted in a file.
+    """Return a press as JSON data.
 
     Raises:
-        ValueError: not all of it is plain data.
+        ValueError: a setting of the press is not plain data.
     """
     name = type(press).__name__
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that go to another process: one reads and compresses, the other generates, after Zhong et al., DistServe, 2024.
+"""Send caches to another process: one reads and compresses, the other generates, after Zhong et al., DistServe, 2024.
 
-What goes through a stream is the file of `kvpress.save`, layer by layer, so that the first layers can be read while others are
-on their way. Of what is sent or received, only a few megabytes are held beside the cache itself.
+A stream has the format of `kvpress.save`, layer by layer, so that the first layers can be read before the last arrive. Sending
+and receiving need only a few megabytes besides the cache.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def send(
     tokenizer: Any = None,
     notes: dict[str, Any] | None = None,
 ) -> int:
-    """Send a cache through a socket, a pipe or anything that is written to; returns the bytes that it took.
+    """Send a cache through a socket, a pipe or another writable stream; returns the number of bytes sent.
 
-    The cache stays as it is, whatever happens to the stream, which is not closed; several caches may go through one. What is
-    given beside it is noted as by `kvpress.save`.
+    The cache does not change, and the stream is not closed, so several caches may be sent through it. The other arguments are
+    recorded as by `kvpress.save`.
 
     Raises:
-        ConnectionError: whoever receives has gone.
-        TypeError, ValueError: as for `kvpress.save`, before anything is sent.
+        ConnectionError: the receiver has closed the stream.
+        TypeError, ValueError: as for `kvpress.save`, before any byte is sent.
     """
     write = _writer(stream)
     with as_it_is(cache):
@@ -74,29 +74,29 @@ def receive(
     timeout: float | None = 60.0,
     patience: float | None = 3600.0,
 ) -> DynamicCache:
-    """Return a cache that `send` sends, on the device of the model.
+    """Receive a cache from `send`, on the device of the model.
 
-    Without `wait`, its layers arrive while it is used: what reads a layer that is not there yet waits for it.
+    With `wait=False`, layers arrive while the cache is used: a read of a missing layer waits for it.
 
     Args:
-        stream: a socket, a pipe or anything that is read from, in blocking mode; it is not closed.
-        model: the model that the cache was made by; another one is refused before any pairs are read.
-        tokenizer: compared with the one that `send` was given, where it was.
+        stream: a socket, a pipe or another readable stream, in blocking mode; it is not closed.
+        model: the model that made the cache; another one is refused before any pairs are read.
+        tokenizer: compared with the tokenizer of `send`, if it had one.
         limit: bytes of a cache in memory, or a size such as "4GB"; a larger one is refused before any pairs are read.
-        wait: without it, the cache is returned as soon as it is known what will come; a pass that reaches a layer which does
-            not come ends in a ConnectionError.
-        timeout: seconds in which, once the first byte is there, the header must come, and then each 64 KiB; None for any time.
-            Sockets and pipes are waited for so long; of another stream, a read that has begun is not broken off.
-        patience: seconds until the first byte, which the sender may need to read a prompt; None for any time.
+        wait: False returns the cache once its header has arrived. A pass that reads a layer that never arrives raises
+            ConnectionError.
+        timeout: seconds for the header after its first byte, and for each 64 KiB after it; None for no limit. Applies to
+            sockets and pipes; a read of another stream is not interrupted.
+        patience: seconds until the first byte, while the sender may still read the prompt; None for no limit.
 
     Raises:
-        ConnectionError: the sender has gone before all was sent, or sends too slowly.
-        ValueError: what comes is no cache, damaged, too large or of another model. Nothing is left of it; the stream may hold
-            more of it and is of no further use.
+        ConnectionError: the sender closed the stream early, or sends too slowly.
+        ValueError: the data are not a cache, damaged, too large or of another model. The stream may have unread data and cannot
+            be used further.
     """
-    most = parse_bytes(limit) if isinstance(limit, str) else limit
+    max_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
     incoming = Incoming(stream, timeout, patience)
-    header = receive_header(incoming.fill, most)
+    header = receive_header(incoming.fill, max_bytes)
     check_description(header, "the cache that was sent")
     check_model(header.about, model, "the cache that was sent")
     check_tokenizer(header.about, tokenizer, "the cache that was sent")
@@ -112,7 +112,7 @@ def receive(
 
 
 class _Transfer:
-    """A cache on its way; `arrived[i]` is set once layer i is there, or `error` says why it will not be."""
+    """Transfer of a cache: `arrived[i]` is set once layer i is received, or after a failure, stored in `error`."""
 
     def __init__(self, header: Header, model: PreTrainedModel, fill: Callable[[memoryview], None]) -> None:
         self.header, self.fill = header, fill
@@ -123,9 +123,9 @@ class _Transfer:
         self.arriving = Arriving(header, Tensors(header, self._read), model)
         for index in range(self.layers):
             layer = object.__new__(_waiting(self.arriving.kind(index)))
-            said = header.about["layers"][index]
-            known = self._plain(index)
-            vars(layer).update(known, _transfer=(self, index), _seen=said["seen"], _stored=said["stored"])
+            description = header.about["layers"][index]
+            plain = self._plain(index)
+            vars(layer).update(plain, _transfer=(self, index), _seen=description["seen"], _stored=description["stored"])
             self.arriving.cache.layers[index] = layer
 
     def run(self) -> None:
@@ -138,7 +138,7 @@ class _Transfer:
                 for name in ("_seen", "_stored", "_transfer"):
                     delattr(layer, name)
                 self.arrived[index].set()
-        except Exception as error:  # whoever waits is told
+        except Exception as error:  # raised again in the threads that wait for a layer
             self.error = error
         finally:
             self._bytes = {}
@@ -146,14 +146,14 @@ class _Transfer:
                 event.set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Transfer:
-        """Layers that are copied while they arrive are copied once they are there; the transfer is one."""
+        """Return the transfer itself: copies of its layers wait for the same data."""
         return self
 
     def wait(self, index: int) -> None:
         """Wait for a layer.
 
         Raises:
-            ConnectionError: it will not come.
+            ConnectionError: the transfer failed before the layer.
         """
         self.arrived[index].wait()
         if "_transfer" in vars(self.arriving.cache.layers[index]):
@@ -163,30 +163,32 @@ class _Transfer:
         return self._bytes.pop(place.start) if place.start < place.end else torch.empty(0, dtype=torch.uint8)
 
     def _plain(self, index: int) -> dict[str, Any]:
-        """Return what is known of a layer before its tensors are there: numbers and switches."""
+        """Return the numbers, strings and booleans of a layer, which are known before its tensors arrive."""
         with readable(f"layer {index} of the cache"):
-            held = self.header.about["layers"][index]["state"]["dict"]
-            known = {str(name): value for name, value in held if isinstance(value, (bool, int, float, str))}
-            check_names(self.arriving.kind(index), known)
-        return {**known, "interrupted": None} if issubclass(self.arriving.kind(index), PressLayer) else known
+            state = self.header.about["layers"][index]["state"]["dict"]
+            values = {str(name): value for name, value in state if isinstance(value, (bool, int, float, str))}
+            check_names(self.arriving.kind(index), values)
+        return {**values, "interrupted": None} if issubclass(self.arriving.kind(index), PressLayer) else values
 
 
 @memoised
 def _waiting(kind: type[Any]) -> type[Any]:
-    """Return the class of layers of a kind that are on their way.
+    """Return the class of layers of a kind before they arrive.
 
-    Who asks such a layer for what is not known of it yet waits; it has become one of its own class by then. (A class with a
-    second base would not have its layout.)
+    Access to an attribute that is not known yet waits for the layer, which then has its final class. The class has a single
+    base, so that both have the same memory layout.
     """
-    given: dict[str, Any] = {"on_its_way": True, "__getattr__": _awaited, "__deepcopy__": _copied}
+    members: dict[str, Any] = {"on_its_way": True, "__getattr__": _awaited, "__deepcopy__": _copied}
     if issubclass(kind, PressLayer):
-        given |= {"get_seq_length": lambda layer: layer._seen, "get_mask_sizes": _mask_sizes}
-    waiting: type[Any] = types.new_class(f"Waiting{kind.__name__}", (kind,), exec_body=lambda body: body.update(given))
+        members |= {"get_seq_length": lambda layer: layer._seen, "get_mask_sizes": _mask_sizes}
+    waiting: type[Any] = types.new_class(
+        f"Waiting{kind.__name__}", (kind,), exec_body=lambda body: body.update(members)
+    )
     return waiting
 
 
 def _mask_sizes(layer: Any, query_length: int) -> tuple[int, int]:
-    """Return what the layer will, from the numbers of pairs that the header gives."""
+    """Return the mask sizes of a layer from the numbers in the header."""
     if layer.columns:
         return int(layer._seen) + query_length, 0
     return int(layer._stored) + query_length, int(layer._seen - layer._stored)
@@ -218,7 +220,7 @@ def _writer(stream: Any) -> Callable[[memoryview], None]:
 
     def write(view: memoryview) -> None:
         while len(view):
-            taken = stream.write(view)
-            view = view[len(view) if taken is None else taken :]
+            written_bytes = stream.write(view)
+            view = view[len(view) if written_bytes is None else written_bytes :]
 
     return write

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that come through a stream, with bounds on the time that is spent waiting for them."""
+"""Read from a stream with timeouts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 STEP = 2**16
-"""Bytes of a body that must come within each `timeout`; less may come at its end."""
+"""Bytes of a body that must arrive within each `timeout`."""
 
 
 class Incoming:
-    """Reads from a stream: `fill(view)` reads as many bytes as a view has.
+    """Reader of a stream with timeouts.
 
-    Waiting for the first byte takes at most `patience` seconds, and for all further ones of the header `timeout` in all. Once
-    `begin_body` was called, each 64 KiB may be waited for so long. None is any time. Time that the caller spends does not
-    count. Sockets and the descriptors of pipes are waited for; of another stream, a read that has begun is not broken off.
+    The first byte must arrive within `patience` seconds, the rest of the header within `timeout`, and after `begin_body` each
+    64 KiB within `timeout`. None is no limit. Time between the calls does not count. Timeouts apply to sockets and pipes; a
+    read of another stream is not interrupted.
     """
 
     def __init__(self, stream: Any, timeout: float | None, patience: float | None) -> None:
@@ -36,29 +36,29 @@ class Incoming:
             self._selector.register(descriptor, selectors.EVENT_READ)
 
     def begin_body(self) -> None:
-        """Wait for each further 64 KiB anew."""
+        """Restart the timeout for each further 64 KiB."""
         self._renew()
         self._pending = STEP
 
     def fill(self, view: memoryview) -> None:
-        """Read as many bytes as a view has.
+        """Fill a view with bytes.
 
         Raises:
-            ConnectionError: the sender has gone, or did not send so much in time.
+            ConnectionError: the sender has closed the stream, or was too slow.
         """
-        got = 0
-        while got < len(view):
-            begun = time.monotonic()
+        received = 0
+        while received < len(view):
+            started = time.monotonic()
             try:
-                count = self._read(view[got:], self._left, self._selector)
+                count = self._read(view[received:], self._left, self._selector)
             except TimeoutError:
                 count = None
             except OSError as error:
                 raise ConnectionError(f"the cache was not received: {error}") from error
             if count == 0:
                 raise ConnectionError("the cache was not received: the sender has gone before all of it was sent")
-            got += count or 0
-            self._count(count or 0, time.monotonic() - begun)
+            received += count or 0
+            self._count(count or 0, time.monotonic() - started)
 
     def _count(self, count: int, waited: float) -> None:
         first, self.received = self.received == 0, self.received + count
@@ -81,7 +81,7 @@ class Incoming:
 
 
 Read = Callable[[memoryview, float | None, "selectors.BaseSelector | None"], int | None]
-"""Reads some bytes into a view within a time; returns how many, 0 at the end of the stream, None where none came."""
+"""Function that reads into a view within a time; returns the bytes read, 0 at the end of the stream, None at timeout."""
 
 
 def _reader(stream: Any) -> Read:
@@ -95,7 +95,7 @@ def _reader(stream: Any) -> Read:
 
 
 def _waiting(into: Callable[[memoryview], int | None]) -> Read:
-    """Return a read that begins once there is something to be read."""
+    """Return a read that waits until data are available."""
 
     def read(view: memoryview, seconds: float | None, selector: selectors.BaseSelector | None) -> int | None:
         if selector is not None and not selector.select(seconds):
@@ -106,7 +106,7 @@ def _waiting(into: Callable[[memoryview], int | None]) -> Read:
 
 
 def _within(stream: socket.socket) -> Read:
-    """Return a read of an encrypted socket, whose records may be incomplete when something can be read."""
+    """Return a read of an encrypted socket, which may be readable before a whole record has arrived."""
 
     def read(view: memoryview, seconds: float | None, selector: selectors.BaseSelector | None) -> int | None:
         del selector
@@ -121,7 +121,7 @@ def _within(stream: socket.socket) -> Read:
 
 
 def _buffered(stream: io.BufferedReader) -> Read:
-    """Return a read of a pipe with a buffer, of which nobody can learn whether it is empty without a read."""
+    """Return a read of a buffered pipe, whose buffer can only be checked by a read."""
 
     def read(view: memoryview, seconds: float | None, selector: selectors.BaseSelector | None) -> int | None:
         descriptor = stream.fileno()
@@ -141,7 +141,7 @@ def _buffered(stream: io.BufferedReader) -> Read:
 
 
 def _descriptor(stream: Any) -> int | None:
-    """Return what can be waited for: a socket, or on POSIX the descriptor of a pipe; None for other streams."""
+    """Return the file descriptor of a socket, or on POSIX of a pipe; None for other streams."""
     if isinstance(stream, socket.socket):
         return stream.fileno()
     if os.name != "posix" or not isinstance(stream, (io.FileIO, io.BufferedReader)):

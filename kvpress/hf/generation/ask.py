@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a text once and keep what a press makes of it; answer questions from the cache that was kept."""
+"""Compress a text once, and answer questions from its cache."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from kvpress.hf.positions import check_positions
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its text and tokens, and how many seconds its first token and all of it took, the question included."""
+    """Answer to a question."""
 
     text: str
+    """Text of the answer."""
     tokens: int
+    """Number of tokens of the answer."""
     first_seconds: float
+    """Seconds from the question to the first token."""
     seconds: float
+    """Seconds from the question to the last token."""
 
 
 class _Spoken(TextStreamer):
-    """Hands on text as it comes, and notes when the first token was there."""
+    """Streamer that passes text on, and measures the time of the first token."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -54,13 +58,13 @@ class _Spoken(TextStreamer):
 
 
 def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, text: str) -> tuple[Cache, Tensor]:
-    """Read a text under a press, up to where a question follows; returns the cache and the ids `[1, n]` that it has read.
+    """Read a text under a press, up to the place of a question; return the cache and the ids `[1, n]` that it has read.
 
     Raises:
-        ValueError: there is no text, or more than the model has positions for.
+        ValueError: the text is empty, or exceeds the positions of the model.
     """
     if not text.strip():
-        raise ValueError("there is no text to read: it holds nothing but spaces")
+        raise ValueError("no text to read: it contains only spaces")
     before, _ = _framed(model, tokenizer, text)
     ids = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
     press = get_press(press)
@@ -80,22 +84,22 @@ def ask(
     max_new_tokens: int = 100,
     say: Callable[[str], None] = lambda text: None,
 ) -> Reply:
-    """Answer a question from a cache of one text, which stays as it is; `say` is handed the words as they come.
+    """Answer a question from a cache of one text, which does not change; `say` is called with the text as it is generated.
 
-    The question follows the text in the chat template of the tokenizer, and in a line of its own where there is none.
+    The question follows the text in the chat template of the tokenizer, or on a new line without a template.
 
     Raises:
-        ValueError: the cache holds several rows.
+        ValueError: the cache has several rows.
     """
     begin = "\n" if tokenizer.chat_template is None else ""
-    spoken = _Spoken(tokenizer, say)
+    streamer = _Spoken(tokenizer, say)
     KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)(
-        None, begin + question.lstrip(), press=press, cache=cache, max_new_tokens=max_new_tokens, streamer=spoken
+        None, begin + question.lstrip(), press=press, cache=cache, max_new_tokens=max_new_tokens, streamer=streamer
     )
-    done = time.perf_counter() - spoken.started
-    return Reply("".join(spoken.parts), spoken.tokens, spoken.first - spoken.started, done)
+    done = time.perf_counter() - streamer.started
+    return Reply("".join(streamer.parts), streamer.tokens, streamer.first - streamer.started, done)
 
 
 def _framed(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[str, str]:
-    """Return what stands before and after a question about a text, as the pipeline frames it."""
+    """Return the texts before and after a question about a text, as in the pipeline."""
     return KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)._frame(text, True, enable_thinking=False)

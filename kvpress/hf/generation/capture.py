@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step, recorded once and replayed for every token until something that it reads is replaced.
+"""Record a decode step once, and replay it for every token until a tensor that it reads is replaced.
 
-A step is static when it finds everything where it lay the time before: its inputs in fixed tensors, sealed pairs untouched,
-and the fill of the open window counted on the device (`kvpress.cache.window.Cursor`). Nothing on the host takes part in it,
-so what it launches can be replayed. Whatever a press or codec does about the new token happens outside the step.
+A step is static if all its tensors stay at their addresses: inputs in fixed tensors, sealed pairs unchanged, and the length of
+the window counted on the device (`kvpress.cache.window.Cursor`). The step does no work on the host, so its kernels can be
+replayed. Eviction and encoding run outside the step.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from kvpress.kernels.triton import device as triton
 
 SPARE = 256
-"""Tokens by which a full window grows for a step that is to be replayed: every growth costs a recording."""
+"""Tokens by which a full window grows during capture; every growth costs a new recording."""
 
 Outputs = dict[str, Tensor]
 Step = Callable[[], Outputs]
 
 
 class Recorder(Protocol):
-    """Runs a static step, and makes it repeatable."""
+    """Recorder of static steps."""
 
     def warm(self, step: Step) -> Outputs:
-        """Run the step once; what is compiled or cached on first use is ready afterwards."""
+        """Run the step once, so that kernels are compiled and caches filled before recording."""
 
     def record(self, step: Step) -> Step:
-        """Return the step as recorded, without having run it; every call overwrites the outputs of the one before."""
+        """Return the recorded step without running it. Every call overwrites the outputs of the last."""
 
 
 class GraphRecorder:
-    """Records CUDA graphs on `device`; all share one pool of memory."""
+    """Recorder of CUDA graphs on `device`; all graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -48,7 +48,7 @@ class GraphRecorder:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def warm(self, step: Step) -> Outputs:
-        # On the stream that records, whose matrix library has to have its workspace before.
+        # Run on the recording stream, so that cuBLAS allocates its workspace for it before recording.
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -58,7 +58,7 @@ class GraphRecorder:
 
     def record(self, step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
-        # The graph before lives until this one shares its pool: a pool without graphs cannot be joined.
+        # Keep the last graph until this one shares its pool, since a pool without graphs is freed.
         pool = None if self.graph is None else self.graph.pool()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -78,10 +78,10 @@ class GraphRecorder:
 
 
 class Replay:
-    """Runs `step(inputs, settings)`: at first as it is, from the second time on recorded.
+    """Runner of `step(inputs, settings)`: the first call runs it, the second records it, later calls replay it.
 
-    `state` names the objects that the step reads and writes in place. A call with other ones, other settings or inputs of
-    other shapes starts afresh.
+    `state` has the objects that the step reads and writes in place. A call with other objects, settings or input shapes starts
+    over.
     """
 
     def __init__(self, recorder: Recorder, step: Callable[[dict[str, Tensor], dict[str, Any]], Outputs]) -> None:
@@ -90,14 +90,14 @@ class Replay:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the step and of all that it reads."""
+        """Release the recording and all tensors that it reads."""
         self.state: Sequence[object] = ()
         self.inputs: dict[str, Tensor] = {}
         self.settings: dict[str, Any] = {}
         self.replay: Step | None = None
 
     def __call__(self, state: Sequence[object], inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
-        """Run one step and return its outputs, which are the caller's to keep."""
+        """Run one step and return its outputs, as copies that the caller may keep."""
         if not self._continues(state, inputs, settings):
             self.forget()
             self.state, self.settings = state, settings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time on a device that works on its own."""
+"""Time of an asynchronous device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Return the time, in seconds, once everything that the device was given is done."""
+    """Synchronise the device and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

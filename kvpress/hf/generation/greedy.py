@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy decoding by the logits of the model alone, whatever its `generation_config` file sets."""
+"""Greedy decoding by the logits of the model alone, independent of its `generation_config` file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PLAIN: dict[str, Any] = {
     "return_dict_in_generate": False,
     "use_cache": True,
 }
-"""Arguments of `generate` with which nothing but the most likely token is chosen, one after the other."""
+"""Arguments of `generate` for plain greedy decoding."""
 
 
 def greedy(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of `generate`, with those of `PLAIN` where neither they nor a `generation_config` among them set any.
+    """Return arguments of `generate`, with `PLAIN` as defaults below `arguments` and a `generation_config` in them.
 
-    The ids of special tokens, and how tokens are drawn where `do_sample` is given, stay those of the model's own file.
+    The ids of special tokens, and the sampling parameters for `do_sample=True`, are those of the model's own file.
     """
     config = arguments.get("generation_config")
     unset = {name: value for name, value in PLAIN.items() if getattr(config, name, None) is None}

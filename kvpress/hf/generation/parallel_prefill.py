@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prompt read by several processes at once: each reads a part of it, and hands every layer on to the next one.
+"""Parallel prefill of one prompt by several processes: each reads a part, and sends every layer to the next process.
 
 Paper: Cho, Rastegari & Naik, KV-Runahead, 2024, arXiv:2405.05329.
-Differs from the paper: a layer is handed on once its attention has run, with what observers saw, so that the prompt is
-compressed as if one process had read it in chunks; parts of equal arithmetic are worked out, not searched for.
+Differs from the paper: a layer is sent after its attention, with the state of observers, so that the prompt is compressed as
+if one process had read it in chunks; parts of equal arithmetic are computed, not searched.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ def parallel_prefill(
     group: Any = None,
     tokenizer: Any = None,
 ) -> DynamicCache | None:
-    """Read a prompt with all processes of a group, and compress it in the last one, whose cache is returned; None elsewhere.
+    """Read a prompt with all processes of a group; return the compressed cache in the last process, and None in the others.
 
     Every process calls it with the same arguments, after `torch.distributed.init_process_group`. The first one reads the
-    first `parts[0]` tokens, and so on. While a process is at one layer, the one before it is at a later layer of its own part:
-    beside the time of one part, only that of a layer for every process is spent waiting. What is kept is what one process
-    keeps that reads the prompt in these parts. `kvpress.send` hands the cache to whoever generates.
+    first `parts[0]` tokens, and so on. The processes work on their parts as a pipeline over layers, so the total time is that
+    of one part plus one layer for each process. The result equals that of one process that reads the prompt in these parts.
+    `kvpress.send` sends the cache to the process that generates.
 
     Args:
         model: the same one in every process, whose layers all have full attention.
-        press: what compresses the prompt; `none` keeps everything.
+        press: press that compresses the prompt; `none` keeps every pair.
         input_ids: the prompt, int64 `[B, T]`.
         attention_mask: 1 for real tokens, `[B, T]`, where rows are padded on the left.
-        parts: tokens that each process reads, T in all; by default as many as take equal arithmetic, later ones fewer, because
+        parts: tokens of each process, T in all. By default, parts have equal arithmetic: later ones are shorter, because
             their attention reads more.
         group: the processes; all by default.
-        tokenizer: the one that spans of tags and roles are found with.
+        tokenizer: finds spans of tags and roles.
 
     Raises:
-        RuntimeError: there is no process group, or the prompt of a process is another one's.
+        RuntimeError: no process group is initialised, or the processes have different prompts.
         NotImplementedError: a layer has another kind of attention or state.
-        ValueError: the prompt is empty or shorter than processes are many, or `parts` do not add up.
-        ConnectionError: a process failed or has gone; raised in all that are left.
+        ValueError: the prompt is empty or has fewer tokens than processes, or `parts` do not add up.
+        ConnectionError: a process failed or ended; raised in all other processes.
     """
     press = get_press(press)
     if not dist.is_available() or not dist.is_initialized():
@@ -83,7 +83,7 @@ def parallel_prefill(
     kinds = {layer.kind for layer in cached_layers(model, attention_modules(model)) if not layer.grows}
     if kinds:
         raise NotImplementedError(
-            f"parallel_prefill hands pairs of full attention on, and this model has layers of {', '.join(sorted(kinds))}; "
+            f"parallel_prefill sends pairs of full attention only, and this model has layers of {', '.join(sorted(kinds))}; "
             "read the prompt in one process"
         )
     cuts = _cuts(model, input_ids.shape[1], dist.get_world_size(group), parts)
@@ -100,7 +100,7 @@ def parallel_prefill(
 def _read(
     model: PreTrainedModel, press: BasePress, ids: Tensor, mask: Tensor, part: Sequence[int], line: Line, tokenizer: Any
 ) -> DynamicCache:
-    """Read one part, each layer once that of the part before has come, and hand it on."""
+    """Read one part: receive each layer from the previous process before it runs, and send it on after it."""
     start, stop = part
     cache, modules, hooks = new_cache(model), attention_modules(model), []
     layers = [adopt_layer(cache, cache_place(module)) for module in modules]
@@ -124,14 +124,14 @@ def _read(
 
     request = Request(model, None, False, cache, prompt_end=ids.shape[1])
     with torch.no_grad(), session(press, model, private=True, tokenizer=tokenizer) as opened:
-        # Behind the hooks of the session a layer has been observed, before them it can come from elsewhere.
+        # Receive a layer before the hooks of the session, and send it after they have run its observers.
         for number, module in enumerate(modules):
             hooks.append(module.register_forward_pre_hook(partial(begin, number), prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(partial(end, number), with_kwargs=True))
         request.session = opened
         outer, here.request = here.request, request
         try:
-            begin(0, modules[0], (), {})  # masks are made for what it holds, before any layer runs
+            begin(0, modules[0], (), {})  # masks depend on the length of the first layer, so receive it before the pass
             positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, start:stop]
             model(
                 ids[:, start:stop],
@@ -149,7 +149,7 @@ def _read(
 
 
 def _cuts(model: PreTrainedModel, length: int, processes: int, parts: Sequence[int] | None) -> list[int]:
-    """Return where the parts begin, and the end of the last one."""
+    """Return the start of each part, and the end of the last."""
     if length < processes:
         raise ValueError(f"a prompt of {length} tokens cannot be read by {processes} processes: give each at least one")
     if parts is None:
@@ -163,9 +163,9 @@ def _cuts(model: PreTrainedModel, length: int, processes: int, parts: Sequence[i
 
 
 def balanced(model: PreTrainedModel, length: int, processes: int) -> list[int]:
-    """Return where to cut a prompt so that all parts take equal arithmetic.
+    """Return the cuts of a prompt into parts of equal arithmetic.
 
-    That is two operations a parameter and token, and those of attention, which for a token grow with those before it.
+    The count is two operations for each parameter and token, plus attention, whose cost grows with the earlier tokens.
     """
     facts = facts_of(model)
     pair = sum(4 * layer.heads * layer.head_dim for layer in facts.growing)
@@ -184,17 +184,17 @@ def _digest(model: PreTrainedModel, press: BasePress, ids: Tensor, mask: Tensor,
     about = json.dumps(
         [identify(facts_of(model)), to_spec(press), list(ids.shape), list(cuts)], sort_keys=True, default=str
     )
-    told = hashlib.sha256(about.encode())
+    digest = hashlib.sha256(about.encode())
     for tensor in (ids, mask.long()):
-        told.update(tensor.cpu().contiguous().numpy().tobytes())
-    return told.hexdigest()
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Line:
-    """The processes one after another: layers come from the one before, and go on to the next.
+    """Chain of processes: each receives layers from the previous process and sends them to the next.
 
-    What is sent is kept until it has left. Whoever fails tells the next one, that one the next, and the last one tells all: so
-    nobody waits for what will not come.
+    Sent tensors are kept until the transfer is complete. Failures propagate down the chain to the last process, which sends
+    them to all others, so that no process waits forever.
     """
 
     def __init__(self, model: PreTrainedModel, group: Any, digest: str) -> None:
@@ -206,12 +206,12 @@ class Line:
         self.sent: set[str] = set()
         self.given = 0
         self.leaving: list[tuple[int, Any, Tensor]] = []
-        self.failure: str | None = None  # what another process said of it
+        self.failure: str | None = None  # failure reported by another process
 
     # -- layers ----------------------------------------------------------------------------------------------
 
     def give(self, layer: PressLayer) -> None:
-        """Hand a layer to the next process."""
+        """Send a layer to the next process."""
         plain = self.packer.pack(layer.store, str(self.given))
         new = {name: tensor for name, tensor in self.packer.tensors.items() if name not in self.sent}
         self.sent, self.given = set(self.packer.tensors), self.given + 1
@@ -224,26 +224,26 @@ class Line:
                 self._send(self.rank + 1, tensor.contiguous().flatten().view(torch.uint8))
 
     def take(self, layer: PressLayer) -> None:
-        """Receive a layer from the process before."""
-        said = self._hear(self.rank - 1)
-        if said["digest"] != self.digest:
+        """Receive a layer from the previous process."""
+        message = self._hear(self.rank - 1)
+        if message["digest"] != self.digest:
             raise RuntimeError(
-                f"process {self.rank - 1} reads another prompt than process {self.rank}: every process must be given the same "
+                f"process {self.rank - 1} reads another prompt than process {self.rank}: every process needs the same "
                 "model, press, input_ids, attention_mask and parts"
             )
-        for name, dtype, shape in said["tensors"]:
+        for name, dtype, shape in message["tensors"]:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             if tensor.numel():
                 self._receive(self.rank - 1, tensor.view(-1).view(torch.uint8))
             self.unpacker.tensors[name] = tensor.to(self.model_device)
-        store = self.unpacker.unpack(said["store"])
-        layer.store, layer.is_initialized, layer.padded = store, True, said["padded"]
+        store = self.unpacker.unpack(message["store"])
+        layer.store, layer.is_initialized, layer.padded = store, True, message["padded"]
         layer.dtype, layer.device, layer.batch_size = store.dtype, self.model_device, store.batch
 
     # -- ends ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until the last process has everything.
+        """Wait until the last process has received all layers.
 
         Raises:
             ConnectionError: some process failed.
@@ -256,27 +256,27 @@ class Line:
         self._leave()
 
     def fail(self, error: BaseException) -> None:
-        """Tell others that nothing more will come.
+        """Send a failure to the other processes.
 
         Raises:
-            ConnectionError: `error` is one because a neighbour has gone, and the last process knows why.
+            ConnectionError: `error` is a lost connection to a neighbour, and the last process has reported the cause.
         """
-        known = self.failure
-        said = {"failed": known or f"process {self.rank}: {type(error).__name__}: {error}"}
+        failure = self.failure
+        message = {"failed": failure or f"process {self.rank}: {type(error).__name__}: {error}"}
         if self.last:
-            # Whoever hears it goes, and so must have handed all on that the next one waits for: the next one hears it first.
+            # Processes end when they receive the failure, so notify in reverse order: none may end before its successor.
             for rank in reversed(range(self.rank)):
-                with suppress(ConnectionError):  # it has gone itself
-                    self._say(rank, said)
+                with suppress(ConnectionError):  # that process has ended itself
+                    self._say(rank, message)
                     self._leave()
             return
         with suppress(ConnectionError):
-            self._say(self.rank + 1, said)
-        try:  # what went to the one that failed never leaves; that others know is all that matters
+            self._say(self.rank + 1, message)
+        try:  # do not wait for tensors sent to the failed process; only the notification matters
             self._hear(self.size - 1)
-        except ConnectionError as heard:
-            if isinstance(error, ConnectionError) and not known:
-                raise heard from error
+        except ConnectionError as cause:
+            if isinstance(error, ConnectionError) and not failure:
+                raise cause from error
 
     def _leave(self) -> None:
         leaving, self.leaving = self.leaving, []
@@ -314,7 +314,7 @@ class Line:
 
 @contextmanager
 def _connected(rank: int) -> Iterator[None]:
-    """What torch says of a process that is no longer there becomes a ConnectionError."""
+    """Convert torch's error for a process that has ended to a ConnectionError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that is read into a cache, before anything is generated."""
+"""Read a prompt into a cache without generating."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def read_prompt(
     evict: bool = True,
     tokenizer: Any = None,
 ) -> None:
-    """Read `ids [B, n]` behind what a cache holds, under a press that others who use the model do not meet.
+    """Append `ids [B, n]` to a cache under a press, in a block that other threads do not share.
 
-    `mask` marks the real tokens of both, `[B, seen + n]`, where rows are padded on the left. `evict` and `tokenizer` are those
-    of `Session`.
+    `mask [B, seen + n]` marks the real tokens of the cache and of `ids`, padded on the left. `evict` and `tokenizer` are
+    arguments of `Session`.
     """
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     with torch.no_grad(), session(press, model, evict, private=True, tokenizer=tokenizer):

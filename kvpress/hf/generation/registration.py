@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of the pipeline in the registry of transformers, entered without importing the pipeline."""
+"""Register the pipeline's task in transformers without importing the pipeline."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class LazyTask(dict[str, Any]):
 
 
 def register(pipelines: Any) -> None:
-    """Enter the task into the registry of a module, `transformers.pipelines`; one of that name stays."""
+    """Register the task in `transformers.pipelines`, unless a task of that name exists."""
     pipelines.PIPELINE_REGISTRY.supported_tasks.setdefault(TASK, LazyTask(pt=(pipelines.AutoModelForCausalLM,)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps that are recorded once and replayed: the forward pass that stands in for a model's own."""
+"""Replay recorded decode steps: a replacement of the model's forward."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from kvpress.observe.call import LayerCall
 
 @dataclass
 class StaticPass:
-    """A forward pass that leaves the host's counters alone: the real tokens it sees, and the layers' calls it made."""
+    """State of a forward pass that does not change the counters on the host."""
 
     real_tokens: RealTokens | None
+    """Real tokens of the cache; None without padding."""
     calls: list[LayerCall] = field(default_factory=list)
+    """Calls of the layers in the pass."""
 
 
 _one_at_a_time = threading.RLock()
-"""Recordings share memory, so that a replay must be over, and its outputs copied, before the next one."""
+"""Lock of replays: recordings share memory, so outputs must be copied before the next replay."""
 
 
 class CapturedForward(threading.local):
-    """Stands in for a model's forward: replays the decode steps of one token per row, passes all other calls on.
+    """Forward of a model that replays decode steps of one token per row, and runs all other calls unchanged.
 
-    Each thread has recordings of its own, of its own cache.
+    Each thread has its own recordings and cache.
     """
 
     def __init__(self, session: Running, forward: Callable[..., Any], recorder: Recorder) -> None:
@@ -55,7 +57,7 @@ class CapturedForward(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the cache."""
+        """Release the recording and its cache."""
         self.replay.forget()
         self.calls: list[LayerCall] = []
         self.real_tokens: RealTokens | None = None
@@ -73,7 +75,7 @@ class CapturedForward(threading.local):
             return self._read(stores, arguments)
 
     def _read(self, stores: list[KVStore], arguments: dict[str, Any]) -> Any:
-        """Read one token per row, by a recorded step where there is one."""
+        """Read one token per row, with the recorded step if there is one."""
         self._admit(arguments[CACHE])
         ids, mask = arguments["input_ids"], arguments.pop("attention_mask", None)
         real = (
@@ -100,7 +102,7 @@ class CapturedForward(threading.local):
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
-        """Run the model on fixed inputs; what is kept of the pass is what every replay of it needs."""
+        """Run the model on fixed inputs, and keep the state of the pass that replays need."""
         static = StaticPass(self.real_tokens)
         owns_cache = not self.session.shares_caches
         with as_pass(Forward(self.session, self._request(), static=static, owns_cache=owns_cache)):
@@ -111,16 +113,16 @@ class CapturedForward(threading.local):
         return tensors
 
     def _stores(self, arguments: dict[str, Any]) -> list[KVStore]:
-        """Return the stores of a call that reads one token per row behind a cache of ours; none for other calls."""
+        """Return the stores of a call that reads one token per row after a compressed cache; empty for other calls."""
         cache, ids, mask = (arguments.get(name) for name in (CACHE, "input_ids", "attention_mask"))
         if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
             return []
         stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
         seen, config, request = cache.get_seq_length(), self.session.model.config, self._request()
         # Models of several modalities count positions in their own way.
-        placed = arguments.get("position_ids") is not None or config.get_text_config() is config
+        has_positions = arguments.get("position_ids") is not None or config.get_text_config() is config
         fits = (
-            placed
+            has_positions
             and len(stores) == len(self.session.modules)
             and tuple(ids.shape) == (stores[0].batch, 1)
             and all(store.seen == seen for store in stores)
@@ -134,13 +136,13 @@ class CapturedForward(threading.local):
         return here.request if here.request is not None and here.request.session is self.session else None
 
     def _admit(self, cache: Cache) -> None:
-        """Check a cache as a pass does that is not replayed."""
+        """Check a cache as a pass without replay does."""
         first = next(layer for layer in cache.layers if isinstance(layer, PressLayer))
         first.check_whole()
         leave_inference_mode(cache, first)
 
     def _cursors(self, stores: list[KVStore], real: RealTokens | None) -> list[Cursor] | None:
-        """Return where every layer writes its token, or None if some layer cannot take it on the device alone."""
+        """Return the cursor of every layer, or None if a layer cannot append a token without the host."""
         cursors = []
         for plan, store in zip(self.session.layers.values(), stores, strict=True):
             cursor = store.ready(real, SPARE if plan.codec is None else min(SPARE, plan.codec.interval(store.device)))
@@ -153,10 +155,10 @@ class CapturedForward(threading.local):
 def check_capture(session: Running) -> None:
     """Refuse models and presses whose decode steps cannot be replayed."""
     name, press = type(session.model).__name__, type(session.press).__name__
-    other = sorted({kind for kind in session.kinds if kind != "full_attention"})
-    if other:
+    kinds = sorted({kind for kind in session.kinds if kind != "full_attention"})
+    if kinds:
         raise ValueError(
-            f"capture needs full attention in every layer, but {name} has {other[0]} layers, whose caches move with every "
+            f"capture needs full attention in every layer, but {name} has {kinds[0]} layers, whose caches move with every "
             "token; use capture=False"
         )
     if session.reads_itself:
@@ -177,7 +179,7 @@ def check_capture(session: Running) -> None:
 
 
 def check_captured_generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> None:
-    """Refuse ways of generating that rearrange the cache at every token."""
+    """Refuse ways of generating whose steps cannot be replayed."""
     if takes_back(model, generation_config, kwargs):
         raise ValueError(
             "assisted decoding reads several tokens at a time, so its steps cannot be replayed; use capture=False"
@@ -192,7 +194,7 @@ def check_captured_generate(model: Any, inputs: Any = None, generation_config: A
 
 
 def graph_recorder(model: PreTrainedModel) -> Recorder:
-    """Return what records the decode steps of a model as CUDA graphs."""
+    """Return a recorder of CUDA graphs for the decode steps of a model."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(f"capture needs a model on one device, this one is on {', '.join(devices)}; use capture=False")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reading of a prompt for several presses: what they do to it differs, the reading itself does not."""
+"""Prefill shared by several presses: one forward pass of the prompt, one compressed cache for each press."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from kvpress.observe.spans import SPANS, SpanTracker
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt that was read once.
-
-    `logits [B, V]` follow its last token, `caches` holds one cache per press. `seconds` is the time of the reading without the
-    presses, `press_seconds` what each of them took beside it.
-    """
+    """Result of a shared prefill."""
 
     logits: Tensor
+    """Logits `[B, V]` after the last token."""
     caches: list[Cache]
+    """One cache for each press."""
     seconds: float
+    """Time of the prefill without the presses."""
     press_seconds: list[float]
+    """Additional time of each press."""
 
 
 def prefill(
     model: PreTrainedModel, presses: Sequence[BasePress | str], input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Prefill:
-    """Read `input_ids [B, n]` once; every press, or spec of one, compresses a cache of its own, layer by layer.
+    """Read `input_ids [B, n]` once; every press, or spec, compresses its own cache layer by layer.
 
-    Each cache, and every draw of a press that is random, is what the press alone would have made of the same prompt; the
-    generator of torch is left as it was. Only compressed caches are held, all of them together.
+    Each cache equals that of the press alone, random draws included; the state of torch's generator is restored. Memory holds
+    all compressed caches and one uncompressed layer.
 
     Raises:
-        ValueError: there is no press, a press does not take the prompt or does not share it, or the padding is not on the left.
+        ValueError: no press, a press that does not support the prompt or a shared prefill, or padding on the right.
     """
     if not presses:
         raise ValueError("prefill needs at least one press, got none; `none` reads the prompt as it is")
@@ -73,16 +73,16 @@ def prefill(
 
 
 class SharedSession(Session):
-    """Reads with the plain model, and hands every layer to a branch for each press before its pairs are let go."""
+    """Session of the plain model that passes every layer to the branch of each press, then frees its pairs."""
 
     def __init__(self, presses: Sequence[BasePress], model: PreTrainedModel) -> None:
         super().__init__(BasePress(), model, private=True)
-        self.lends = set()  # prompts are read from the start, so that layers are handed all pairs
+        self.lends = set()  # a first prompt passes all pairs to every layer
         for press in presses:
             if not press.recipe().shares_prefill:
                 raise ValueError(
-                    f"{type(press).__name__} reads the prompt again behind its own cache, or in a way of its own, so it cannot "
-                    "share the first reading; use `with press(model)` for it"
+                    f"{type(press).__name__} reads the prompt again, or in its own way, so it cannot share a prefill; use "
+                    "`with press(model)` for it"
                 )
             warn_if_idle(press)
         self.branches = [Branch(press, model) for press in presses]
@@ -124,14 +124,14 @@ class SharedSession(Session):
         layers[index] = layers[index].empty_twin()
 
     def finish_caches(self, read: Cache, ids: Tensor) -> list[Cache]:
-        """Return the caches of all branches, with copies of the layers that are not ours."""
+        """Return the caches of all branches, with copies of the layers that no press replaces."""
         for branch in self.branches:
             branch.finish_cache(read, ids)
         return [branch.cache for branch in self.branches]
 
 
 class Branch(Session):
-    """What one press makes of a reading that it shares: a session that is never installed."""
+    """Session of one press in a shared prefill; it is never installed."""
 
     def __init__(self, press: BasePress, model: PreTrainedModel) -> None:
         super().__init__(press, model)
@@ -144,7 +144,7 @@ class Branch(Session):
 
     @contextmanager
     def at_work(self, device: torch.device) -> Iterator[None]:
-        """Time what the press does, and let it draw random numbers as if it were alone."""
+        """Measure the time of the press, and use its own state of the random generators."""
         started = now(device)
         before = _generators(device)
         _set_generators(device, self._draws.get(device, before))
@@ -156,11 +156,11 @@ class Branch(Session):
             self.seconds += now(device) - started
 
     def begin(self, call: LayerCall) -> None:
-        """Take over a layer whose attention has run, and observe it."""
+        """Begin a layer after its attention has run, and run the observers."""
         layer = PressLayer(self.cache)
         layer.lazy_initialization(call.store.window.keys, call.store.window.values)
         assert layer.store is not None  # noqa: S101 - for type checkers
-        # The tokens themselves are shared until the press has seen them.
+        # All branches share the pairs of the window until the press has acted.
         layer.store.window, layer.store.seen = copy.copy(call.store.window), call.store.seen
         layer.store.window.side = {}
         place = cache_place(call.layer.module)
@@ -184,7 +184,7 @@ class Branch(Session):
         return tracker
 
     def end(self) -> None:
-        """Compress the layer that was begun; what stays open becomes the branch's own."""
+        """Compress the current layer, and copy the pairs that stay in the window."""
         call, self.call = self.call, None
         assert call is not None  # noqa: S101 - for type checkers
         self.follow(call)

@@ -61,8 +61,8 @@ class DecoderReader:
         for store, side, generated in zip(stores, sides, since, strict=True):
             store.since_eviction = generated
             for name, newest in side.items():
-                recorded = store.window.side.get(name, newest[..., :0])
-                older = recorded[..., : store.window.length - tokens]
+                stored = store.window.side.get(name, newest[..., :0])
+                older = stored[..., : store.window.length - tokens]
                 store.window.side[name] = torch.cat([older, newest], dim=-1)
 
     def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
