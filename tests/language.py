@@ -35,7 +35,6 @@ UNREVISED: dict[str, dict[str, float]] = {
     "benchmarks": {"openings": 46.3, "what": 10.2, "person": 3.4, "names": 35.1},
     "docs": {"openings": 0.8, "what": 8.8, "person": 3.2, "names": 40.2},
     "eval": {"what": 6.2, "person": 3.1, "names": 58.9},
-    "kvpress/hf": {"openings": 6.6, "what": 4.8, "names": 18.2},
     "kvpress/kernels": {"openings": 30.6, "what": 6.4, "names": 35.4},
     "kvpress_eval/common": {"what": 2.3, "names": 37.8},
     "kvpress_eval/fidelity": {"openings": 37.1, "what": 13.3, "person": 4.2, "names": 27.8},
