@@ -31,7 +31,6 @@ SMALLER = 10.0
 
 ENCODES = (
     Exemption("mask oracle", "what stays is encoded; its parts, `sample(x)` and `rotated`, are compared on their own"),
-    Exemption("fuzz", "there is no size at which nothing is encoded; `sample(x)` and `rotated` are drawn"),
     Exemption("pairs per layer", "layers share pairs by what losing them costs, which its own tests measure"),
 )
 Smaller = Annotated[float, Range(1, above=True)]
