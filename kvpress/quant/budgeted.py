@@ -34,7 +34,6 @@ ENCODES = (
         "mask oracle",
         "kept pairs are encoded; `sample(x)` and `rotated`, which it consists of, are compared separately",
     ),
-    Exemption("fuzz", "pairs are encoded at every size; `sample(x)` and `rotated` are tested instead"),
     Exemption("pairs per layer", "layers share pairs by the error of losing them, which separate tests measure"),
 )
 Smaller = Annotated[float, Range(1, above=True)]

@@ -11,13 +11,13 @@ from itertools import cycle
 from typing import Any
 
 from tests.fuzz.models import DTYPES, FAMILIES
-from tests.fuzz.specs import draw, inside, names, rewrites, schedules, seeded, tree_of
+from tests.fuzz.specs import draw, encodes, inside, names, rewrites, schedules, seeded, tree_of
 from tests.pairwise import pairwise
 
 ROWS = {"one": (97,), "even": (70, 70), "padded": (90, 61, 23), "short": (86, 5), "long": (181, 140)}
 """Real tokens of each row of a first prompt; shorter rows are padded on the left."""
-TURNS = ("1", "2", "3", "reading")
-"""How many turns a conversation has; `reading`: a second one, inside `kvpress.reading`."""
+TURNS = ("1", "2", "3", "long", "reading")
+"""How many turns a conversation has; `long`: three, of dozens of tokens; `reading`: a second one, inside `kvpress.reading`."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,16 @@ COUNT = 120
 
 @cache
 def ci_cases() -> list[Case]:
-    """The cases of CI: every two values of what specs are tried on meet, and every scorer and codec is drawn equally often."""
+    """The cases of CI: every two values of what specs are tried on meet, and methods of a place are drawn equally often."""
     known = dimensions()
     trials = pairwise(allowed, **{name: values for name, values in known.items() if name not in SPEC})
-    found, codecs = [], cycle(known["codec"])
+    found, codecs, selectors = [], cycle(known["codec"]), cycle(names("selector"))
     for seed in range(COUNT):
         given = {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]}
-        if seed % 2 and not (given["scorer"] and rewrites(given["scorer"])):
+        if seed % 2 and not (given["scorer"] and (rewrites(given["scorer"]) or encodes(given["scorer"]))):
             given["codec"] = next(codecs)
+        if seed % 4 == 0 and not (given["scorer"] and rewrites(given["scorer"])):
+            given["selector"] = next(selectors)
         found.append(next(_cases(seeded(seed), given)))
     return found
 
@@ -120,6 +122,8 @@ def _cases(rng: random.Random, given: dict[str, Any]) -> Iterator[Case]:
             row[name] = row[name] if name in given or rng.random() < share else None
         if given.get("check") == "beside" and row["scorer"] is None:
             row["scorer"] = "knorm"
+        if any(encodes(row[name]) for name in ("scorer", "wrapper", "outer") if row[name] is not None):
+            row["codec"] = None
         if row["scorer"] is not None and rewrites(row["scorer"]):
             # What it changes must stay dense: there is nothing that a codec or selector could be tried on.
             row |= {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models to draw from, and the files that some methods need about a model."""
+"""Tiny models to draw from, random ones and a pretrained one, and the files that some methods need about a model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import kvpress
 from tests.folders import new_folder
 from tests.models import ALTERNATING, COMMON, full_layers, tokens
 from tests.models import FAMILIES as SETTINGS
 from tests.scales import write_scales
 
+PRETRAINED = "reference"
+"""The model that ships with the package, whose weights are trained."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SETTINGS["llama"],
     "qwen3": SETTINGS["qwen3"],
@@ -28,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5, "head_dim": 16},
     # All experts answer every token: a router that chooses between nearly equal ones makes a jump of a rounding error.
     "gpt_oss": {**SETTINGS["gpt_oss"], "num_experts_per_tok": 4},
+    PRETRAINED: {},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EAGER_ONLY = {"gpt_oss"}
@@ -35,7 +39,9 @@ EAGER_ONLY = {"gpt_oss"}
 
 @cache
 def model_of(family: str, dtype: str) -> Any:
-    """A random model in evaluation mode."""
+    """A model in evaluation mode."""
+    if family == PRETRAINED:
+        return _without_end(kvpress.load_model(PRETRAINED)[0]).to(DTYPES[dtype])
     config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
     torch.manual_seed(0)
     implementation = "eager" if family in EAGER_ONLY else "sdpa"
@@ -46,9 +52,14 @@ def model_of(family: str, dtype: str) -> Any:
         elif "norm" in name:
             # Normalised keys of equal weights would all be equally long, and rounding would choose between them.
             parameter.data += 0.3 * torch.randn_like(parameter)
+    return _without_end(model).to(DTYPES[dtype])
+
+
+def _without_end(model: Any) -> Any:
+    """Let a model generate as many tokens as are asked for."""
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
-    return model.eval().to(DTYPES[dtype])
+    return model.eval()
 
 
 def growing(family: str) -> int:
@@ -65,26 +76,30 @@ def _calibration(method: str, **settings: Any) -> Callable[[str, Path], None]:
     return make
 
 
+def _heads(family: str) -> tuple[int, int]:
+    """Layers of a model, and KV heads of each."""
+    config = model_of(family, "float32").config
+    return config.num_hidden_layers, config.num_key_value_heads
+
+
 def _table(family: str, path: Path) -> None:
-    layers = COMMON["num_hidden_layers"]
-    rows = torch.rand(layers, COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(3))
+    rows = torch.rand(*_heads(family), generator=torch.Generator().manual_seed(3))
     path.write_text("\n".join("\t".join(f"{value:.3f}" for value in row) for row in rows.tolist()))
 
 
 def _networks(family: str, path: Path) -> None:
-    sizes = (COMMON["num_key_value_heads"], COMMON["hidden_size"])
+    layers, heads = _heads(family)
+    sizes = (heads, model_of(family, "float32").config.hidden_size)
     drawn = torch.Generator().manual_seed(4)
     made = {}
-    for layer in range(COMMON["num_hidden_layers"]):
+    for layer in range(layers):
         made[f"layers.{layer}.weight"] = torch.randn(sizes, generator=drawn)
         made[f"layers.{layer}.bias"] = torch.zeros(sizes[0])
     save_file(made, path)
 
 
 def _curve(family: str, path: Path) -> None:
-    needs = torch.rand(
-        COMMON["num_hidden_layers"], COMMON["num_key_value_heads"], generator=torch.Generator().manual_seed(5)
-    )
+    needs = torch.rand(*_heads(family), generator=torch.Generator().manual_seed(5))
     ratios = torch.arange(1, 100)[:, None, None] / 100
     np.save(path, (ratios ** (0.5 + needs)).float().numpy())
 

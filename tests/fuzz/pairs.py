@@ -16,10 +16,8 @@ STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
 BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose", "headkv", "uncomp"}
 """Layers share one budget, so only their mean is known."""
-DECIDING = {"simlayerkv", "lukv"}
-"""How much they keep depends on what they see, or on a file."""
-RAGGED = {"adakv", "critical_adakv", "dms"}
-"""Heads of a layer share one budget."""
+DECIDING = {"simlayerkv", "lukv", "budgeted", "frontier"}
+"""How much they keep depends on what they see, on a file, or on bytes."""
 PROTECTED = 16
 """Prompts of fewer tokens may be left whole: sinks and windows of all methods, as they are drawn here, are below."""
 

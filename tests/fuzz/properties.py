@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.hf.models import facts_of
+from kvpress.quant.budgeted import OfSize
+from kvpress.quant.widths import LEAST, WIDTHS
 from tests.caches import reachable
 from tests.fuzz import specs
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import model_of
 from tests.fuzz.pairs import (
     PROTECTED,
-    RAGGED,
     Event,
     between_layers,
     counts,
@@ -84,7 +87,7 @@ def observed(case: Case, tree: Tree, faults: dict[str, Fault] | None = None) -> 
     found = begin(case, tree)
     for _ in found.plan:
         found.turn()
-        for check in (check_bytes, check_pairs):
+        for check in (check_bytes, check_pairs, check_size):
             try:
                 check(found, tree)
             except Fault as fault:
@@ -139,43 +142,60 @@ def check_pairs(found: Talk, tree: Tree) -> None:
             for number, turn in enumerate(found.turns)
         ]
         for beam in range(beams):
-            kept = counts(last.positions, row * beams + beam, pads, layers)
-            _compare(tree, events, kept, seen - pads, f"row {row} of {length} tokens, turn {len(found.turns)}")
+            left = counts(last.positions, row * beams + beam, pads, layers)
+            _compare(tree, events, left, seen - pads, f"row {row} of {length} tokens, turn {len(found.turns)}")
 
 
-def _compare(tree: Tree, events: list[Event], kept: list[list[int]], seen: int, where: str) -> None:
+def _compare(tree: Tree, events: list[Event], left: list[list[int]], seen: int, where: str) -> None:
     window = streaming_window(tree)
     alone = len(specs.parts_of(specs.without(specs.without(tree, "codec"), "selector"))) == 1
     if window is not None:
         least, interval = window
         most = least + interval + spared(tree) + sum(event.new for event in events[1:])
-        for heads in kept if alone else []:
+        for heads in left if alone else []:
             for count in heads:
                 if count != seen and not min(least, seen) <= count <= most:
                     raise Fault("pairs", f"{where}: a head keeps {count} of {seen}, a window is {least}")
         return
-    expected = [expected_pairs(tree, events, layer) for layer in range(len(kept))]
+    expected = [expected_pairs(tree, events, layer) for layer in range(len(left))]
     if any(count is None for count in expected) or events[0].new <= PROTECTED:
         return
-    totals = [sum(heads) / len(heads) for heads in kept]
+    totals = [sum(heads) / len(heads) for heads in left]
     if not between_layers(tree):
-        # A head that an earlier turn left fewer pairs than the others has none to make up for it.
-        slack = 0.1 if len(events) > 1 and RAGGED & {part["name"] for part in specs.inside(tree)} else 0.0
-        if any(not (1 - slack) * want <= total <= want for total, want in zip(totals, expected, strict=True)):
+        if any(total != want for total, want in zip(totals, expected, strict=True)):
             raise Fault("pairs", f"{where}: {totals} per head, by layer; the spec says {expected}")
         return
     names = [part["name"] for part in specs.inside(tree)]
     if alone and "pyramidkv" in names and len(events) == 1 and expected[0] < seen and totals[0] <= totals[-1]:
         raise Fault("pyramid", f"{where}: {totals} per head, by layer: the first layers should keep more")
     mean, wanted = sum(totals) / len(totals), sum(expected) / len(expected)  # type: ignore[arg-type]
-    # Layers round on their own; in later turns one that is below its share has nothing to give to the others.
-    slack = 1 if len(events) == 1 else 1 + 0.1 * wanted
+    slack = 1  # layers round on their own
     # A pyramid's share of a layer may be more than an earlier pyramid has left there.
     below = bool({"cake", "pyramidkv"} & set(names)) and (
         len(events) > 1 or not alone or bool({*specs.intervals(), "prefill_decoding"} & set(names))
     )
     if mean - wanted > slack or (wanted - mean > slack and not below):
         raise Fault("pairs", f"{where}: {mean} per head, over all layers; the spec says {wanted}")
+
+
+def check_size(found: Talk, tree: Tree) -> None:
+    """A cache of a size holds that after every prompt or turn of several tokens, generated ones on top; one row is tried."""
+    press, last = kvpress.press_from_dict(tree), found.turns[-1]
+    beams = found.case.beams if len(found.turns) == len(found.plan) else 1
+    if not isinstance(press, OfSize) or not last.evicts or last.new < 2 or len(found.rows) * beams > 1:
+        return
+    seen = found.cache.get_seq_length() - (last.steps - 1)
+    room = press.room(facts_of(found.model), weighs=any(step.weighs for step in press.recipe().evictions))
+    least = room.streams * room.held(min(LEAST, seen), min(WIDTHS))
+    size = max(room.allowed(seen) * room.streams, least)
+    layers = [layer for layer in kvpress.memory_report(found.cache).layers if layer.compressible]
+    held = sum(layer.total_bytes - layer.components.get("window", 0) for layer in layers)
+    dropped = sum(layer.kept for layer in layers) < sum(layer.seen for layer in layers)
+    # A pair is a larger part of a small cache, and layers that keep all of theirs need no places.
+    if held > size or (dropped and held < 0.85 * size):
+        raise Fault(
+            "size", f"{held:.0f} bytes after {seen} tokens and {len(found.turns)} turns; {size:.0f} may be held"
+        )
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -212,16 +232,47 @@ def same(found: Tensor, expected: Tensor, again: Callable[[int], Tensor], words:
         raise Fault(words, f"logits differ by {apart:.2g}, rounding explains {explained:.2g}")
 
 
-def same_counts(found: Talk, expected: Talk, words: str) -> None:
-    """Check that two conversations kept equally many real pairs of every layer and row."""
-    lengths, layers = ROWS[found.case.rows], full_layers(found.model)
-    for number, (one, two) in enumerate(zip(found.turns, expected.turns, strict=True)):
-        rows = len(one.positions[layers[0]])
-        for row in range(rows):
-            pads = max(lengths) - lengths[row * len(lengths) // rows]
-            ours, theirs = (list(map(sum, counts(turn.positions, row, pads, layers))) for turn in (one, two))
-            if ours != theirs:
-                raise Fault(words, f"turn {number + 1}, row {row}: {ours} pairs by layer, not {theirs}")
+def kept(found: Talk, rows: slice = slice(None)) -> Tensor:
+    """Real pairs that were kept of some rows of the batch, `[turns * rows * beams, layers]`."""
+    lengths, layers, parts = [ROWS[found.case.rows][row] for row in found.rows], full_layers(found.model), []
+    for turn in found.turns:
+        beams = len(turn.positions[layers[0]]) // len(lengths)
+        for row in range(len(lengths))[rows]:
+            pads = max(lengths) - lengths[row]
+            own = (counts(turn.positions, row * beams + beam, pads, layers) for beam in range(beams))
+            parts += [list(map(sum, heads)) for heads in own]
+    return torch.tensor(parts)
+
+
+def same_counts(found: Tensor, expected: Tensor, again: Callable[[int], Tensor], words: str) -> None:
+    """Check that two runs kept equally many pairs of every layer, or as many others as rounding explains.
+
+    How many pairs a layer keeps hangs on single numbers where layers compete, and in sums that are rounded to whole pairs. Two
+    that lie a rounding error apart change places under noise of that size: this is measured as in `same`.
+    """
+    apart, explained = int((found - expected).abs().max()), 0
+    for n in range(TRIES):
+        if apart <= 2 * explained:
+            return
+        explained = max(explained, int((again(n) - expected).abs().max()))
+    if apart > 2 * explained:
+        at = int((found - expected).abs().amax(dim=1).argmax())
+        raise Fault(
+            words, f"{found[at].tolist()} pairs by layer, not {expected[at].tolist()}; rounding explains {explained}"
+        )
+
+
+class Again:
+    """Runs a conversation again with noise on its input, once for every seed."""
+
+    def __init__(self, case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int | None = None) -> None:
+        self.run = cache(lambda seed: talk(case, tree, rows, chunk, seed))
+
+    def logits(self, seed: int) -> Tensor:
+        return logits_of(self.run(seed))
+
+    def kept(self, seed: int) -> Tensor:
+        return kept(self.run(seed))
 
 
 # -- the properties ----------------------------------------------------------------------------------------------------
@@ -254,7 +305,7 @@ def copies(case: Case, tree: Tree, base: Talk) -> None:
     while len(found.turns) < len(found.plan) - 1:
         found.turn()
     before = [_bits(tensor).clone() for tensor in reachable(found.cache) if not counts_streams(tensor, found)]
-    kept = kvpress.kept_positions(found.cache)
+    positions = kvpress.kept_positions(found.cache)
     twin = found.copy()
     torch.manual_seed(case.seed)
     twin.turn()
@@ -263,7 +314,7 @@ def copies(case: Case, tree: Tree, base: Talk) -> None:
         raise Fault("copy", "going on with a copy changes tensors of the original")
     if any(
         not torch.equal(a, b)
-        for one, two in zip(kept, kvpress.kept_positions(found.cache), strict=True)
+        for one, two in zip(positions, kvpress.kept_positions(found.cache), strict=True)
         for ours, theirs in zip(one, two, strict=True)
         for a, b in zip(ours, theirs, strict=True)
     ):
@@ -281,47 +332,34 @@ def keep_all(case: Case, tree: Tree, base: Talk) -> None:
     del base
     found = observed(case, specs.keeps_all(tree))
     stock = talk(case, None)
-    same(logits_of(found), logits_of(stock), lambda n: logits_of(talk(case, None, noise=n)), "keep all")
+    same(logits_of(found), logits_of(stock), Again(case, None).logits, "keep all")
     lengths, last = ROWS[case.rows], found.turns[-1].positions
     layers, seen = full_layers(found.model), found.cache.get_seq_length()
     for row in range(len(last[layers[0]])):
         pads = max(lengths) - lengths[row * len(lengths) // len(last[layers[0]])]
-        kept = counts(last, row, pads, layers)
-        if {count for heads in kept for count in heads} != {seen - pads}:
-            raise Fault("keep all", f"{kept} of {seen - pads} pairs are left")
+        left = counts(last, row, pads, layers)
+        if {count for heads in left for count in heads} != {seen - pads}:
+            raise Fault("keep all", f"{left} of {seen - pads} pairs are left")
 
 
 def alone(case: Case, tree: Tree, base: Talk) -> None:
     """A row of a batch is that row alone, without its padding."""
-    lengths, window = ROWS[case.rows], streaming_window(tree)
-    layers = full_layers(base.model)
-    for row, length in enumerate(lengths):
+    window = streaming_window(tree)
+    for row, length in enumerate(ROWS[case.rows]):
         if window is not None and length < window[0]:
             continue  # its streaming heads are first cut when those of its neighbours are
-        found = talk(case, tree, rows=(row,))
-        batch = logits_of(base, slice(row, row + 1))
-
-        def again(n: int, row: int = row) -> Tensor:
-            return logits_of(talk(case, tree, rows=(row,), noise=n))
-
-        same(batch, logits_of(found), again, f"alone (row {row})")
-        pads = max(lengths) - length
-        for number, (together, apart) in enumerate(zip(base.turns, found.turns, strict=True)):
-            beams = len(apart.positions[layers[0]])
-            for beam in range(beams):
-                ours = counts(together.positions, row * beams + beam, pads, layers)
-                theirs = counts(apart.positions, beam, 0, layers)
-                if list(map(sum, ours)) != list(map(sum, theirs)) and not between_layers(tree):
-                    raise Fault("alone", f"row {row}, turn {number + 1} keeps {ours} in a batch, {theirs} alone")
+        found, again, own = talk(case, tree, rows=(row,)), Again(case, tree, rows=(row,)), slice(row, row + 1)
+        same(logits_of(base, own), logits_of(found), again.logits, f"alone (row {row})")
+        same_counts(kept(base, own), kept(found), again.kept, f"alone (row {row})")
 
 
 def select_all(case: Case, tree: Tree, base: Talk) -> None:
     """A selector that may read everything is no selector."""
     del base
     plain = specs.without(tree, "selector")
-    found, expected = observed(case, specs.selects_all(tree)), talk(case, plain)
-    same(logits_of(found), logits_of(expected), lambda n: logits_of(talk(case, plain, noise=n)), "select all")
-    same_counts(found, expected, "select all")
+    found, expected, again = observed(case, specs.selects_all(tree)), talk(case, plain), Again(case, plain)
+    same(logits_of(found), logits_of(expected), again.logits, "select all")
+    same_counts(kept(found), kept(expected), again.kept, "select all")
 
 
 def beside(case: Case, tree: Tree, base: Talk) -> None:
@@ -336,18 +374,18 @@ def beside(case: Case, tree: Tree, base: Talk) -> None:
         if specs.place_of(parts[0]) in ("codec", "selector") or not specs.is_spec([other, *parts]):
             continue
         both = specs.composed([other, *parts])
-        found = observed(case, both)
+        found, again = observed(case, both), Again(case, tree)
         words = f"beside ({specs.text_of(other)})"
-        same(logits_of(found), logits_of(base), lambda n: logits_of(talk(case, tree, noise=n)), words)
-        same_counts(found, base, words)
+        same(logits_of(found), logits_of(base), again.logits, words)
+        same_counts(kept(found), kept(base), again.kept, words)
         return
 
 
 def chunks(case: Case, tree: Tree, base: Talk) -> None:
     """A prompt that is read in chunks is a prompt that is read at once."""
-    whole = talk(case, tree, chunk=0)
-    same(logits_of(base), logits_of(whole), lambda n: logits_of(talk(case, tree, chunk=0, noise=n)), "chunks")
-    same_counts(base, whole, "chunks")
+    whole, again = talk(case, tree, chunk=0), Again(case, tree, chunk=0)
+    same(logits_of(base), logits_of(whole), again.logits, "chunks")
+    same_counts(kept(base), kept(whole), again.kept, "chunks")
 
 
 CHECKS: dict[str, Callable[[Case, Tree, Talk], None]] = {

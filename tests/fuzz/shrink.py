@@ -44,7 +44,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, rows="even")
     if case.rows == "padded":
         yield replace(case, rows="short")
-    if case.turns in ("3", "reading"):
+    if case.turns in ("3", "long", "reading"):
         yield replace(case, turns="2")
 
 

@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import kvpress
@@ -64,6 +65,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
     "share": (0.25, 1.0),
+    "smaller": (3.0, 8.0),
+    "bytes": (None, 30000),
     "weight": (0.5, 0.2),
     "ridge": (0.01, 0.1),
     "compression_interval": (3, 5),
@@ -181,6 +184,8 @@ KEEP_ALL: dict[str, Any] = {
     "target_compression_ratio": 0.0,
     "threshold": -1e9,
     "lazy_threshold": 1.0,
+    "smaller": None,
+    "bytes": "1GB",
     "residual_length": EVERYTHING,
     "p": 1.0,
 }
@@ -258,7 +263,7 @@ def tree_of(spec: str, family: str = "llama") -> Tree:
     tree = kvpress.press_to_dict(kvpress.get_press(resolved(spec, family)))
     for part in inside(tree):
         if "compression_ratios" in part:
-            part["compression_ratios"] = part["compression_ratios"][: growing(family)]
+            part["compression_ratios"] = list(islice(cycle(part["compression_ratios"]), growing(family)))
     return tree
 
 
@@ -365,13 +370,15 @@ def seeded(seed: int) -> random.Random:
 
 
 def settings_for(name: str, rng: random.Random, inner: bool = False) -> Tree:
-    """Draw settings of one method; `inner` presses of a schedule or of per-layer ratios keep their own ratio at 0."""
+    """Draw settings of one method; `inner` presses, whose ratio others give, keep their own at 0."""
     method = methods()[name]
     drawn: Tree = {}
     for field, values in method.choices.items():
         value = rng.choice(values)
         if value is not None and not (inner and field in ("compression_ratio", "compression_ratios")):
             drawn[field] = value
+    if "bytes" in drawn:
+        drawn.pop("smaller")
     if drawn.get("normalize") != "decay":
         drawn.pop("decay", None)
     elif "decay" not in drawn:
@@ -381,7 +388,9 @@ def settings_for(name: str, rng: random.Random, inner: bool = False) -> Tree:
 
 def evicting(scorer: str, wrapper: str | None, outer: str | None, schedule: str, rng: random.Random) -> list[Tree]:
     """Draw the evicting part of a spec: one scorer, up to two wrappers and a schedule."""
-    inner = schedule in (*intervals(), "prefill_decoding") or "per_layer_compression" in (wrapper, outer)
+    inner = schedule in (*intervals(), "prefill_decoding") or bool(
+        {"per_layer_compression", "budgeted"} & {wrapper, outer}
+    )
     tree = settings_for(scorer, rng, inner)
     if schedule == "budget" and "compression_ratio" in tree:
         del tree["compression_ratio"]
@@ -413,6 +422,12 @@ def rewrites(name: str) -> bool:
     """Whether a method, by itself, puts something in the place of the pairs that it keeps."""
     entry = find(name)
     return any(step.rewrite is not None for step in kvpress.get_press(entry.example).recipe().evictions)
+
+
+@cache
+def encodes(name: str) -> bool:
+    """Whether a method that evicts also says how pairs are stored."""
+    return place_of({"name": name}) != "codec" and kvpress.get_press(find(name).example).recipe().codec is not None
 
 
 def is_spec(trees: list[Tree]) -> bool:

@@ -17,16 +17,18 @@ import kvpress
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import DTYPES, model_of
 from tests.fuzz.specs import Tree
-from tests.models import COMMON, VOCAB, grow, tokens
+from tests.models import VOCAB, grow, tokens
 
 STEPS = 7
 """Tokens that are generated in the first turn; one fewer is read."""
-LATER = ((5, 5), (1, 4))
+SHORT, LONG = ((5, 5), (1, 4)), ((37, 5), (12, 4))
 """Of later turns: tokens of the question, and generated ones."""
+LATER = {"1": (), "2": SHORT[:1], "3": SHORT, "long": LONG, "reading": SHORT[:1]}
+"""Later turns of a case."""
 
 
-def random_scores(seed: int, steps: int, count: int) -> Tensor:
-    return torch.randn(steps, count, VOCAB, generator=torch.Generator().manual_seed(seed))
+def random_scores(seed: int, steps: int, count: int, vocabulary: int = VOCAB) -> Tensor:
+    return torch.randn(steps, count, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
 class Script(LogitsProcessor):
@@ -75,8 +77,7 @@ class Talk:
         """Tokens of the user, tokens that are generated, and whether the press acts after a prompt, of every turn."""
         lengths = ROWS[self.case.rows]
         first = (max(lengths[row] for row in self.rows), STEPS, True)
-        later = 1 if self.case.turns == "reading" else int(self.case.turns) - 1
-        return [first, *((*turn, self.case.turns != "reading") for turn in LATER[:later])]
+        return [first, *((*turn, self.case.turns != "reading") for turn in LATER[self.case.turns])]
 
     def prompt(self) -> tuple[Tensor, Tensor | None]:
         """The first prompt and its mask; without padding there is none."""
@@ -104,7 +105,9 @@ class Talk:
         seen = self.cache.get_seq_length() if number else 0
         if seen and beams > 1:
             self.cache.batch_repeat_interleave(beams)
-        scores = [random_scores(1000 * self.case.seed + 10 * number + row, steps, beams) for row in self.rows]
+        vocabulary = self.model.config.vocab_size
+        seeds = [1000 * self.case.seed + 10 * number + row for row in self.rows]
+        scores = [random_scores(seed, steps, beams, vocabulary) for seed in seeds]
         script = Script(torch.cat(scores, dim=1))
         new = self.sequence.shape[1] - seen
         mask = torch.ones_like(self.sequence) if self.mask is None and number else self.mask
@@ -163,7 +166,7 @@ def noisy(case: Case, seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    size = COMMON["num_hidden_layers"] * torch.finfo(DTYPES[case.dtype]).eps
+    size = model_of(case.family, case.dtype).config.num_hidden_layers * torch.finfo(DTYPES[case.dtype]).eps
     generator = torch.Generator().manual_seed(seed)
 
     def change(module: Any, args: Any, output: Tensor) -> Tensor:

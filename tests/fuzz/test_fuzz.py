@@ -38,6 +38,7 @@ def test_every_method_is_drawn() -> None:
 ALONE = {
     "prefill_decoding": "prefill_decoding(knorm:0.5)",
     "composed": "knorm:0.5 + tova:0.5",
+    "budgeted": "budgeted(snapkv:window_size=4):smaller=8",
     "twilight": "twilight(quest:budget=16,page_size=4,skip_layers=0):p=0.5",
     "offload": "offload(quest:budget=16,page_size=4,skip_layers=0)",
 }
