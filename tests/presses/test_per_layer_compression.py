@@ -88,7 +88,7 @@ def test_bad_configurations(arguments: Any, error: type[Exception], words: str) 
 
 
 def test_a_target_while_decoding_leaves_nothing_to_set() -> None:
-    with pytest.raises(TypeError, match="DecodingPress needs a press that scores pairs"):
+    with pytest.raises(TypeError, match="DecodingPress sets the number of pairs by its target"):
         kvpress.DecodingPress(PerLayerCompressionPress(KnormPress(), [0.5]))
 
 

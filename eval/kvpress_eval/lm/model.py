@@ -86,7 +86,7 @@ class KVPressLM(HFLM):
             )
         self.press = _read_press(press)
         self.held = Held()
-        super().__init__(folder_of(pretrained), **kwargs)
+        super().__init__(folder_of(pretrained) if isinstance(pretrained, str) else pretrained, **kwargs)
         if self.backend != "causal":
             raise ConfigError(f"{pretrained!r} is an encoder-decoder model; presses work on decoder-only models")
 
