@@ -116,7 +116,7 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
     for layer, (call, rows) in enumerate(together_calls):
         for t in range(NEW):
             single, single_rows = single_calls[t * layers + layer]
-            assert single.layer == call.layer.index
+            assert single.layer.index == call.layer.index
             assert (single_rows is None) == (rows is None)
             assert rows is None or rows[t] == single_rows[0]
 

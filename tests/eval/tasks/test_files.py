@@ -55,7 +55,7 @@ def test_a_run_takes_the_lengths_and_tasks_it_asks_for(rows_file: Path) -> None:
     assert expand(f"file:{rows_file}#mk4", 512) == [("mk4", 512)]
     with pytest.raises(ConfigError, match="it has 512, 1024"):
         expand(f"file:{rows_file}", 2048)
-    with pytest.raises(ConfigError, match="unknown task 'mk5': did you mean mk4"):
+    with pytest.raises(ConfigError, match="unknown task 'mk5': choose from mk4, single"):
         expand(f"file:{rows_file}#mk5", 512)
 
 
