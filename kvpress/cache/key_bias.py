@@ -17,8 +17,8 @@ from kvpress.cache.offset import KeyOffset, Spread, positions_of
 from kvpress.cache.rotation import Channels, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 
-LIMIT = 16.0
-"""Keys get an offset if the bias makes their mean square larger by this factor, which costs two bits per code."""
+LIMIT = 13.0
+"""Keys get an offset if the bias makes their mean square larger by this factor, which costs nearly two bits per code."""
 SAMPLE, TILE = 256, 32
 """Sampled pairs of a stream, and neighbours in a run of the sample."""
 BLOCK_ROWS = 4096
