@@ -79,7 +79,7 @@ class Spy:
             self.attention.append({"args": args, **kwargs})
             return modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
-        AttentionInterface.register("signature_probe", functions)
+        AttentionInterface.register("signature_probe", attention)
         AttentionMaskInterface.register("signature_probe", mask)
         before = model.config._attn_implementation
         model.set_attn_implementation("signature_probe")

@@ -200,7 +200,7 @@ REFUSED = {
     "quest:budget=16": "selector",
     "key_rerotation(knorm:0.5)": "to move or change pairs",
     "kvzip:0.5,repeat_prompt=again": "whole passes",
-    "criticalkv(knorm:0.5)": "query heads are not known",
+    "criticalkv(knorm:0.5)": "query heads are unavailable",
     "zipcache": "to observe the attention",
 }
 
@@ -227,7 +227,7 @@ def test_pairs_cannot_be_assigned() -> None:
     with kvpress.get_press("knorm:0.5")(model) as session, torch.no_grad():
         model(tokens(1, 20), use_cache=True)
     layer = session.cache.layers[0]
-    with pytest.raises(NotImplementedError, match="the model does not read them by itself"):
+    with pytest.raises(NotImplementedError, match="this model reads its cache by itself"):
         layer.keys = layer.keys[:, :, :4]
 
 
