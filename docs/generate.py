@@ -20,7 +20,7 @@ from kvpress_eval.console import app
 import kvpress
 from kvpress.core.checks import Range, allowed
 from kvpress.core.press import BasePress, ComposedPress, Wrapping
-from kvpress.core.registry import Entry
+from kvpress.core.registry import STATUSES, Entry
 
 DOCS = Path(__file__).parent
 GENERATED = ("presses", "commands", "api")
@@ -105,7 +105,7 @@ def press_page(entry: Entry) -> str:
         f"# {entry.name}",
         NOTE,
         _linked(doc.summary, entry),
-        f"`kvpress.{entry.press.__name__}`: {_ROLES[entry.role]}.{source}",
+        f"`kvpress.{entry.press.__name__}`: {_ROLES[entry.role]}.{source} Status: {entry.status} ({STATUSES[entry.status]}).",
         f'```python\npress = kvpress.get_press("{entry.example}")\n```',
         _table(("", ""), _properties(entry, press)),
         *(_linked(text, entry) for text in about if text),
@@ -125,7 +125,17 @@ def press_page(entry: Entry) -> str:
 
 def methods_page(entries: Sequence[Entry]) -> str:
     """Return the table of all methods, and what they are exempt from."""
-    columns = ("press", "role", "acts on", "in `decoding(...)`", "heads differ", "needs", "left out of", "paper")
+    columns = (
+        "press",
+        "role",
+        "status",
+        "acts on",
+        "in `decoding(...)`",
+        "heads differ",
+        "needs",
+        "left out of",
+        "paper",
+    )
     rows, exempt, refused = [], [], []
     for entry in entries:
         name = f"[`{entry.name}`]({entry.name}.md)"
@@ -133,7 +143,9 @@ def methods_page(entries: Sequence[Entry]) -> str:
         suites = "; ".join(dict.fromkeys(item.suite for item in entry.exempt))
         acts = ", ".join(phases(press)) or "nothing"
         inside = "yes" if allows_decoding(press) else ""
-        rows.append((name, entry.role, acts, inside, _head_wise(entry), entry.needs, suites, _cited(entry.paper)))
+        rows.append(
+            (name, entry.role, entry.status, acts, inside, _head_wise(entry), entry.needs, suites, _cited(entry.paper))
+        )
         exempt += [(name, item.suite, item.settings or "any", item.why) for item in entry.exempt]
         refused += [(name, _code(item.spec), item.why) for item in entry.refuses]
     return "\n\n".join(
@@ -143,6 +155,7 @@ def methods_page(entries: Sequence[Entry]) -> str:
             "A page per press says what it computes, what its arguments mean and how it differs from its paper. `acts on` is "
             "what a press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where heads "
             "differ, those of a layer may keep different numbers of pairs, and storage is ragged.",
+            "Status: " + "; ".join(f"{name}: {meaning}" for name, meaning in STATUSES.items()) + ".",
             _table(columns, rows),
             "## Left out of the suites of all presses",
             "Every evicting press brings specs for these suites (`cases` where it is registered): decoding equals "

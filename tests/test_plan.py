@@ -270,7 +270,18 @@ def test_list_shows_every_press_with_role_and_paper() -> None:
         line = next(line for line in result.output.splitlines() if f" {entry.name} " in line)
         assert f" {entry.role} " in line
         assert entry.paper.split(",")[0] in line
+        assert f" {entry.status} " in line
     assert "…" not in result.output
+
+
+def test_list_shows_the_presses_of_one_status() -> None:
+    result = runner.invoke(app, ["list", "--status", "recommended"])
+    assert result.exit_code == 0
+    shown = {entry.name for entry in kvpress.list_presses() if f" {entry.name} " in result.output}
+    assert shown == {entry.name for entry in kvpress.list_presses() if entry.status == "recommended"}
+    refused = runner.invoke(app, ["list", "--status", "good"])
+    assert refused.exit_code == 2
+    assert "status must be one of recommended" in " ".join(refused.output.split())
 
 
 def test_plan_prints_a_selection_for_the_reference_model() -> None:

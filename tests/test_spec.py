@@ -370,6 +370,11 @@ def test_a_press_of_the_user_is_found_and_a_name_is_not_taken_twice() -> None:
         assert kvpress.to_spec(FirstTokensPress(0.5, offset=3)) == "first_tokens:compression_ratio=0.5,offset=3"
         with pytest.raises(ValueError, match="'First-Tokens' exists already: FirstTokensPress"):
             kvpress.register("First-Tokens", "evict")(KnormPress)
+        assert find("first_tokens").status == "experimental"
+        with pytest.raises(
+            ValueError, match="status must be one of recommended, reproduction, experimental, got 'good'"
+        ):
+            kvpress.register("second_tokens", "evict", status="good")  # type: ignore[arg-type]
     finally:
         registry._entries.pop("firsttokens")
     with pytest.raises(KeyError, match=r"@kvpress\.register"):

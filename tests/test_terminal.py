@@ -21,7 +21,7 @@ def test_the_list_is_the_registry() -> None:
     read = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
     own = [entry for entry in kvpress.list_presses() if entry.press.__module__.startswith("kvpress.")]
     assert sorted(read, key=lambda line: (ORDER.index(line.role), line.name)) == [
-        Listed(entry.name, entry.role, entry.paper, entry.summary) for entry in own
+        Listed(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in own
     ]
 
 

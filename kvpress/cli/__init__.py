@@ -20,6 +20,7 @@ from rich.text import Text
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
+from kvpress.core.registry import STATUSES
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
@@ -78,16 +79,25 @@ def _import_file(path: Path) -> None:
 
 
 @app.command("list")
-def list_command() -> None:
-    """List all presses with role, summary and paper."""
+def list_command(
+    status: Annotated[str | None, typer.Option(help=f"Only presses of one status: {', '.join(STATUSES)}.")] = None,
+) -> None:
+    """List all presses with role, status, summary and paper."""
     from kvpress.core.listing import listed
 
+    if status is not None and status not in STATUSES:
+        raise typer.BadParameter(f"status must be one of {', '.join(STATUSES)}, got {status!r}")
     table = Table()
-    for column in ("press", "role", "what it does", "paper"):
-        table.add_column(column, no_wrap=column in ("press", "role"))
+    for column in ("press", "role", "status", "what it does", "paper"):
+        table.add_column(column, no_wrap=column in ("press", "role", "status"))
     for line in listed():
-        table.add_row(*map(Text, (line.name, line.role, line.summary, line.paper or "-")))
-    new_console().print(table)
+        if status in (None, line.status):
+            table.add_row(*map(Text, (line.name, line.role, line.status, line.summary, line.paper or "-")))
+    console = new_console()
+    console.print(table)
+    if status is None:
+        for name, meaning in STATUSES.items():
+            console.print(Text(f"{name}: {meaning}"), soft_wrap=True)
 
 
 @app.command("plan")

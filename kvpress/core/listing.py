@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from kvpress.core.registry import GROUP, ORDER, PACKAGES, entries, registered
+from kvpress.core.registry import GROUP, ORDER, PACKAGES, default_status, entries, registered
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Listed:
     """Paper that the press implements."""
     summary: str
     """First line of the docstring."""
+    status: str
+    """Evidence for the press, one of `kvpress.core.registry.STATUSES`."""
 
 
 def listed() -> list[Listed]:
@@ -36,7 +38,7 @@ def listed() -> list[Listed]:
     Imports all presses if other packages add some, or if any module with presses was imported before.
     """
     if registered() or entry_points(group=GROUP):
-        return [Listed(entry.name, entry.role, entry.paper, entry.summary) for entry in entries()]
+        return [Listed(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in entries()]
     rows = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
     return sorted(rows, key=lambda line: (ORDER.index(line.role), line.name))
 
@@ -86,7 +88,8 @@ def _line(call: ast.expr, press: ast.ClassDef) -> Listed:
     arguments = dict(zip(("name", "role", "paper"), call.args, strict=False)) | {
         word.arg: word.value for word in call.keywords
     }
-    name, role, paper = (
-        ast.literal_eval(arguments[key]) if key in arguments else "" for key in ("name", "role", "paper")
+    name, role, paper, status = (
+        ast.literal_eval(arguments[key]) if key in arguments else "" for key in ("name", "role", "paper", "status")
     )
-    return Listed(name, role, paper, (ast.get_docstring(press) or "").partition("\n")[0])
+    summary = (ast.get_docstring(press) or "").partition("\n")[0]
+    return Listed(name, role, paper, summary, status or default_status(paper))

@@ -18,10 +18,17 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
 Role = Literal["baseline", "evict", "budget", "schedule", "quantise", "select", "prefill"]
+Status = Literal["recommended", "reproduction", "experimental"]
 PressT = TypeVar("PressT", bound="type[Any]")
 
 PACKAGES = ("kvpress.presses", "kvpress.quant", "kvpress.sparse")
 ORDER = ("baseline", "evict", "budget", "schedule", "quantise", "select", "prefill")
+STATUSES: dict[Status, str] = {
+    "recommended": "a first choice, which our own measurements support",
+    "reproduction": "a published method, for comparison",
+    "experimental": "no publication, and few measurements",
+}
+"""Meaning of each status."""
 GROUP = "kvpress.presses"
 """Group of entry points by which other packages add presses."""
 EVERY_SUITE = "every suite"
@@ -71,6 +78,8 @@ class Entry:
     """Specs that the press refuses."""
     exempt: tuple[Exemption, ...] = ()
     """Test suites that skip the press."""
+    status: Status = "experimental"
+    """Evidence for the press, one of `STATUSES`."""
 
     @property
     def summary(self) -> str:
@@ -91,12 +100,17 @@ def register(
     needs: str = "",
     refuses: tuple[Refusal, ...] = (),
     exempt: tuple[Exemption, ...] = (),
+    status: Status | None = None,
 ) -> Callable[[PressT], PressT]:
     """Return a class decorator that makes a press available as `get_press(name)` and in `kvpress list`.
 
+    Without `status`, a press with a paper is a reproduction, and a press without one is experimental.
+
     Raises:
-        ValueError: another class has the name already.
+        ValueError: another class has the name already, or the status is unknown.
     """
+    if status is not None and status not in STATUSES:
+        raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {status!r} for {name!r}")
 
     def decorate(press: PressT) -> PressT:
         key = normalise(name)
@@ -104,10 +118,17 @@ def register(
             raise ValueError(
                 f"a press named {name!r} exists already: {_entries[key].press.__name__}; choose another name"
             )
-        _entries[key] = Entry(name, press, role, paper, example or name, cases, needs, refuses, exempt)
+        _entries[key] = Entry(
+            name, press, role, paper, example or name, cases, needs, refuses, exempt, status or default_status(paper)
+        )
         return press
 
     return decorate
+
+
+def default_status(paper: str) -> Status:
+    """Return the status of a press that is registered without one."""
+    return "reproduction" if paper else "experimental"
 
 
 def normalise(name: str) -> str:

@@ -22,6 +22,7 @@ from kvpress.core.registry import Refusal, register
         Refusal("bounded(cake:0.5)", "it shares a budget among all layers after the whole prompt"),
         Refusal("bounded(decoding(snapkv))", "it does not evict from prompts"),
     ),
+    status="recommended",
 )
 @dataclass
 class BoundedPress(WrapperPress):

@@ -27,6 +27,7 @@ MASS = Wanted(AttentionMass)
     refuses=(
         Refusal("cam(knorm) + kivi:bits=4", "it changes pairs while tokens are generated, which a codec has sealed"),
     ),
+    status="reproduction",
 )
 @dataclass
 class CAMPress(DecodingPress):

@@ -15,4 +15,5 @@ register(
         Refusal("quest + tidal_decode", "the same pairs have one selector"),
         Refusal("h2o:0.5 + decoding(knorm)", "one press evicts while tokens are generated"),
     ),
+    status="reproduction",
 )(ComposedPress)

@@ -18,6 +18,7 @@ from kvpress.presses.decoding import DecodingPress
     "schedule",
     example="compression_ratio_decoding(snapkv):compression_interval=128,target_compression_ratio=0.5",
     refuses=(Refusal("compression_ratio_decoding(kivi)", "a codec has no scores; it acts on generated tokens anyway"),),
+    status="reproduction",
 )
 @dataclass
 class CompressionRatioDecodingPress(DecodingPress):

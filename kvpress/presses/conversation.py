@@ -28,6 +28,7 @@ from kvpress.core.registry import Exemption, Refusal, register
         ),
         Refusal("conversation(kivi):budget=1024", "a codec has no scores; compose it: conversation(snapkv) + kivi"),
     ),
+    status="recommended",
 )
 @dataclass
 class ConversationPress(Wrapping):

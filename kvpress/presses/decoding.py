@@ -35,6 +35,7 @@ def check_scores_generated(press: Wrapping, step: Eviction) -> None:
         Refusal("decoding(kvzip:0.5)", "it scores by reading a prompt again, and generated tokens are not read again"),
         Refusal("decoding(duo_attention:0.5,on_the_fly_scoring=true)", "it evicts while tokens are generated anyway"),
     ),
+    status="reproduction",
 )
 @dataclass
 class DecodingPress(Wrapping):
@@ -86,6 +87,7 @@ class DecodingPress(Wrapping):
         Refusal("prefill_decoding(decoding_press=snapkv:0.5)", "the second press must act on generated tokens"),
         Refusal("prefill_decoding(kivi:bits=4)", "codecs and selectors have no phase; they are composed with `+`"),
     ),
+    status="recommended",
 )
 @dataclass
 class PrefillDecodingPress(BasePress):

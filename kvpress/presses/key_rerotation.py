@@ -33,6 +33,7 @@ _SEALED = "keys that a codec or selector has sealed cannot be rotated again; ref
             "keys move, so hiding the evicted ones is another computation; compared with a cache numbered from zero",
         ),
     ),
+    status="reproduction",
 )
 @dataclass
 class KeyRerotationPress(WrapperPress):

@@ -44,6 +44,7 @@ LEAD = 8
             "`layerwise=False`",
         ),
     ),
+    status="recommended",
 )
 @dataclass
 class KVzipPress(BudgetPress):

@@ -7,7 +7,7 @@ from kvpress.core.press import BasePress
 from kvpress.core.registry import register
 
 
-@register("none", "baseline")
+@register("none", "baseline", status="recommended")
 @dataclass
 class NonePress(BasePress):
     """Keep every pair as it is; a cache that another press compressed can be read under it.

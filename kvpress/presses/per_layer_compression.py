@@ -28,6 +28,7 @@ SHARE = Range(0, 1)
             EVERY_SUITE, "its list has one ratio per layer of a model; its own tests run the oracle and the state"
         ),
     ),
+    status="reproduction",
 )
 @dataclass
 class PerLayerCompressionPress(Wrapping):

@@ -33,6 +33,7 @@ BETWEEN = ".."
         Refusal("protect(snapkv:0.5):roles=narrator", "there is no such role"),
         Refusal("protect(snapkv:0.5):tags=<tools>", "a pair of tags is written as `<tools>..</tools>`"),
     ),
+    status="recommended",
 )
 @dataclass
 class ProtectPress(BasePress):

@@ -14,7 +14,7 @@ from kvpress.core.registry import register
 from kvpress.observe.view import View
 
 
-@register("random", "evict", example="random:0.5,seed=3", cases=("random:0.5,seed=3",))
+@register("random", "evict", example="random:0.5,seed=3", cases=("random:0.5,seed=3",), status="reproduction")
 @dataclass
 class RandomPress(ScorerPress):
     """Score every pair with an independent uniform number.

@@ -47,6 +47,7 @@ _ONCE = "values are refitted once, after a whole prompt"
             "the same least squares",
         ),
     ),
+    status="recommended",
 )
 @dataclass
 class RefitPress(WrapperPress):

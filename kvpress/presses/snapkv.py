@@ -22,7 +22,12 @@ from kvpress.presses.window import NewestWindow
 
 
 @register(
-    "snapkv", "evict", "Li et al., 2024, arXiv:2404.14469", example="snapkv:0.5", cases=("snapkv:0.5,window_size=4",)
+    "snapkv",
+    "evict",
+    "Li et al., 2024, arXiv:2404.14469",
+    example="snapkv:0.5",
+    cases=("snapkv:0.5,window_size=4",),
+    status="recommended",
 )
 @dataclass
 class SnapKVPress(NewestWindow, ScorerPress):

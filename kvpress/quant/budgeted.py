@@ -110,6 +110,7 @@ class OfSize(Wrapping):
         Refusal("budgeted(chunkkv(knorm)):per_pair=true", "scores that only order pairs have no price"),
     ),
     exempt=ENCODES,
+    status="recommended",
 )
 @dataclass
 class BudgetedPress(OfSize):
@@ -167,6 +168,7 @@ class BudgetedPress(OfSize):
     example="frontier:smaller=20",
     cases=("frontier:bytes=12KB", "frontier:smaller=14,per_pair=true"),
     exempt=ENCODES,
+    status="recommended",
 )
 @dataclass
 class FrontierPress(OfSize):

@@ -77,7 +77,7 @@ class FP8Press(FloatPress):
     format: ClassVar[Format] = "fp8"
 
 
-@register("nvfp4", "quantise", example="nvfp4:sinks=4")
+@register("nvfp4", "quantise", example="nvfp4:sinks=4", status="reproduction")
 @dataclass
 class NVFP4Press(FloatPress):
     """Store channels as 4-bit floats (e2m1), with an 8-bit scale (e4m3) per 16 channels and a 32-bit scale per head.

@@ -13,7 +13,7 @@ from kvpress.quant.press import QuantisingPress, check_channel_group, pair
 from kvpress.quant.uniform import WHOLE_HEAD, UniformCodec
 
 
-@register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750", example="kivi:bits=2")
+@register("kivi", "quantise", "Liu et al., 2024, arXiv:2402.02750", example="kivi:bits=2", status="recommended")
 @dataclass
 class KIVIPress(QuantisingPress):
     """Store pairs in `bits` bits: keys per channel over `group_size` tokens, values per token over `group_size` channels.

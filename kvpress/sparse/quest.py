@@ -23,7 +23,7 @@ from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
 
 
-@register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024")
+@register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024", status="recommended")
 @dataclass
 class QuestPress(SelectorPress):
     """Keep every pair, but read only about `budget` of them for every token: the best pages of `page_size` pairs.

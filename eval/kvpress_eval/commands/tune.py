@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpress_eval.tuning.result import Tuned
 
 _LISTS = ("tasks", "lengths")
-_WISHES = ("memory", "smaller", "max_drop", "context", "batch", "held_out", "candidates", "minutes", "data")
+_WISHES = ("memory", "smaller", "max_drop", "context", "batch", "held_out", "candidates", "minutes", "data", "status")
 _LENGTH = 1024
 _MISSED = 1
 
@@ -43,6 +43,9 @@ def command(
     samples: Annotated[int, typer.Option(help="Contexts of each task that are searched on.", min=2)] = 32,
     held_out: Annotated[int, typer.Option(help="Further contexts of each task that decide the printed figures.")] = 24,
     candidates: Annotated[int, typer.Option(help="Points of the space that are tried.")] = 96,
+    status: Annotated[
+        str | None, typer.Option(help="Only presses of these statuses, such as recommended; default: all presses.")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Longest search; measuring the best comes on top. Default: no limit.")
     ] = None,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
+from kvpress.core.registry import STATUSES
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
@@ -71,6 +72,13 @@ class Wishes:
     """Time limit of the search."""
     data: Path | None = None
     """File with the user's own samples, used instead of tasks."""
+    status: str | None = None
+    """Statuses of the presses that are searched, separated by commas; None searches all presses."""
+
+    @property
+    def statuses(self) -> tuple[str, ...]:
+        """Statuses of the presses that are searched."""
+        return tuple(STATUSES) if self.status is None else tuple(word.strip() for word in self.status.split(","))
 
     def check(self) -> None:
         """Check all values.
@@ -90,6 +98,8 @@ class Wishes:
                 raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
         if self.smaller is not None and (self.context is not None or self.batch != 1):
             raise ConfigError("context and batch say what memory is for; smaller holds at every length and batch")
+        if unknown := sorted(set(self.statuses) - STATUSES.keys()):
+            raise ConfigError(f"status must be {', '.join(STATUSES)} or several of them, got {', '.join(unknown)!r}")
         if self.smaller == 1:
             raise ConfigError("smaller must be above 1: at 1 there is nothing to find")
 
@@ -112,7 +122,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
     settings = engine.model.config if engine else read_settings(config)
     check_lengths(config, settings)
     geometry, weights = _geometry(config, settings, engine)
-    space, context = make_space(), wishes.context or max(config.lengths)
+    space, context = make_space(statuses=wishes.statuses), wishes.context or max(config.lengths)
     memory = None if wishes.memory is None else _bytes(wishes.memory)
     room = make_room(geometry, weights, context, wishes.batch, memory)
     templates = [space.template(point) for point in space.cover(_COVERED, config.seed)]

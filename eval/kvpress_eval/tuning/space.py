@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import kvpress
 from kvpress.core.effect import idle_parts
 from kvpress.core.press import BasePress, ComposedPress
-from kvpress.core.registry import Entry, find
+from kvpress.core.registry import STATUSES, Entry, find
 from kvpress.hf.models import load_config
 from kvpress.plan import Geometry
 
@@ -142,11 +142,11 @@ class Space:
         return list(points.values())
 
 
-def make_space(entries: Sequence[Entry] | None = None) -> Space:
-    """Return the search space of the registered presses."""
+def make_space(entries: Sequence[Entry] | None = None, statuses: Collection[str] = tuple(STATUSES)) -> Space:
+    """Return the search space of the registered presses with one of `statuses`."""
     by_axis: dict[str, dict[str, None]] = {"evict": {}, "wrapper": {}, "codec": {}, "whole": {}}
     for entry in kvpress.list_presses() if entries is None else entries:
-        if entry.needs or entry.role in LEFT_OUT:
+        if entry.needs or entry.role in LEFT_OUT or entry.status not in statuses:
             continue
         kind, specs = _offers(entry)
         if kind:

@@ -150,6 +150,10 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"context": 4096}, "context and batch say what memory is for"),
         ({"batch": 2}, "context and batch say what memory is for"),
         ({"max_drop": -1.0}, "max_drop must be at least 0, got -1"),
+        (
+            {"status": "recommended, good"},
+            "status must be recommended, reproduction, experimental or several of them, got 'good'",
+        ),
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"smaller": 1e6}, "more than any press reaches: at most"),
         ({"smaller": None, "memory": "1MB"}, "does not hold the weights of the model, 5.0 MiB"),

@@ -13,7 +13,7 @@ import kvpress
 from kvpress.core import registry
 from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Eviction
-from kvpress.core.registry import Entry
+from kvpress.core.registry import Entry, find
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +121,12 @@ def test_points_cover_the_space(space: Space) -> None:
     for name, values in space.axes.items():
         assert {point[name] for point in points} == set(values)
     assert {point["evict"] for point in points if point["wrapper"] == NOTHING} >= set(space.evict)
+
+
+def test_a_status_narrows_the_space() -> None:
+    recommended = make_space(statuses=("recommended",))
+    specs = [*recommended.evict, *recommended.wrapper, *recommended.codec, *recommended.whole]
+    assert {find(spec.partition(":")[0].partition("(")[0]).status for spec in specs} == {"recommended"}
+    assert {"kvzip", "snapkv"} <= set(recommended.evict)
+    assert "frontier" in recommended.whole
+    assert len(recommended.evict) < len(make_space().evict)
