@@ -22,12 +22,12 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kvpress.core.press import BasePress, ComposedPress
+from kvpress.core.press import BasePress, ComposedPress, parts_of
 from kvpress.core.registry import Entry, entries, find, name_of, nearest
 
 FILE, ENDINGS = "@", (".yaml", ".yml")
@@ -116,16 +116,6 @@ def to_spec(press: BasePress) -> str:
     if inner:
         text += f"({'; '.join(inner)})"
     return text + (":" + ",".join(arguments) if arguments else "")
-
-
-def parts_of(press: BasePress) -> Iterator[BasePress]:
-    """Yield a press and all presses inside it."""
-    yield press
-    for item in dataclasses.fields(press):
-        value = getattr(press, item.name)
-        for inner in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(inner, BasePress):
-                yield from parts_of(inner)
 
 
 def own_code(press: BasePress) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from kvpress.hf.generation.capture import SPARE, GraphRecorder, Outputs, Recorde
 from kvpress.hf.models import CACHE, arguments_of
 from kvpress.hf.session.checks import setting, takes_back
 from kvpress.hf.session.requests import Forward, Request, as_pass, generated_behind, here, leave_inference_mode
-from kvpress.hf.session.running import Running
 from kvpress.observe.call import LayerCall
+
+if TYPE_CHECKING:
+    from kvpress.hf.session.session import Session
 
 
 @dataclass
@@ -47,7 +49,7 @@ class CapturedForward(threading.local):
     Each thread has its own recordings and cache.
     """
 
-    def __init__(self, session: Running, forward: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, session: Session, forward: Callable[..., Any], recorder: Recorder) -> None:
         update_wrapper(self, forward, updated=())
         self.session = session
         self.forward = forward
@@ -152,7 +154,7 @@ class CapturedForward(threading.local):
         return cursors
 
 
-def check_capture(session: Running) -> None:
+def check_capture(session: Session) -> None:
     """Refuse models and presses whose decode steps cannot be replayed."""
     name, press = type(session.model).__name__, type(session.press).__name__
     kinds = sorted({kind for kind in session.kinds if kind != "full_attention"})

@@ -6,16 +6,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvpress.hf.cache.layer import PressLayer
-from kvpress.hf.models import CACHE, cache_among, cache_place
+from kvpress.hf.models import CACHE, cache_among
 from kvpress.hf.session.requests import Forward, Request
-from kvpress.hf.session.running import Running
+
+if TYPE_CHECKING:
+    from kvpress.hf.session.session import Session
 
 PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "per_layer_inputs")
 """Decoder arguments with a token axis: the last axis of ids and positions, the second of the others."""
@@ -32,7 +34,7 @@ def records(cache: Any, request: Request | None) -> bool:
 
 
 def read_in_parts(
-    session: Running, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Session, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run the decoder over a pass that must be split; return None if it need not be.
 
@@ -69,7 +71,7 @@ def length_of(arguments: dict[str, Any]) -> int:
 
 
 def without_repeats(
-    session: Running, arguments: dict[str, Any], cache: Cache | None, request: Request | None
+    session: Session, arguments: dict[str, Any], cache: Cache | None, request: Request | None
 ) -> dict[str, Any]:
     """Return the arguments of a pass without the tokens that its cache has seen.
 
@@ -90,7 +92,7 @@ def without_repeats(
     return part_of(session, arguments, slice(seen, ids.shape[1]), ids.shape[1])
 
 
-def _edges(session: Running, cache: Cache, prompt_end: int, seen: int, end: int) -> Iterator[int]:
+def _edges(session: Session, cache: Cache, prompt_end: int, seen: int, end: int) -> Iterator[int]:
     """Yield the ends of the parts of a pass over tokens `seen` to `end`; each part must be read before the next is drawn."""
     while seen < end:
         if seen < max(prompt_end, 1):
@@ -101,18 +103,17 @@ def _edges(session: Running, cache: Cache, prompt_end: int, seen: int, end: int)
         yield seen
 
 
-def _candidates_at_once(session: Running, cache: Cache) -> int | None:
+def _candidates_at_once(session: Session, cache: Cache) -> int | None:
     """Return the draft tokens that can be read before a layer evicts or seals; None for any number."""
     steps = []
     for plan in session.layers.values():
-        index = cache_place(plan.facts.module)
-        layer = cache.layers[index] if index < len(cache.layers) else None
+        layer = cache.layers[plan.cache_index] if plan.cache_index < len(cache.layers) else None
         if isinstance(layer, PressLayer) and layer.store is not None:
             steps.append(session.executor.tokens_until_it_acts(layer.store, plan.codec))
     return min((step for step in steps if step is not None), default=None)
 
 
-def part_of(session: Running, arguments: dict[str, Any], tokens: slice, seen: int) -> dict[str, Any]:
+def part_of(session: Session, arguments: dict[str, Any], tokens: slice, seen: int) -> dict[str, Any]:
     """Return the arguments of a pass over some `tokens`, after which the cache has seen `seen` tokens."""
     selected = dict(arguments)
     for name, value in arguments.items():
@@ -131,7 +132,7 @@ def part_of(session: Running, arguments: dict[str, Any], tokens: slice, seen: in
     return selected
 
 
-def _joined(session: Running, outputs: list[Any]) -> Any:
+def _joined(session: Session, outputs: list[Any]) -> Any:
     """Concatenate the outputs of the parts of a pass."""
     last = outputs[-1]
     unsupported = [name for name, value in dict(last).items() if name not in (*JOINED, CACHE) and value is not None]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
@@ -32,8 +32,10 @@ from kvpress.hf.session.checks import check_generate, check_weights, copies_of, 
 from kvpress.hf.session.compiled import run_eagerly
 from kvpress.hf.session.hooks import Hook, Replaced
 from kvpress.hf.session.requests import Forward, Request, here
-from kvpress.hf.session.running import Running
 from kvpress.hf.session.token_dropping import decoder_layers, hand_on
+
+if TYPE_CHECKING:
+    from kvpress.hf.session.session import Session
 
 _changes = threading.RLock()
 _installed: dict[int, Installation] = {}
@@ -67,7 +69,7 @@ class Block:
         return self.number in _entered.get()
 
 
-def check_free(session: Running) -> None:
+def check_free(session: Session) -> None:
     """Refuse a block inside the block of another press, or on a model that shares its configuration with another.
 
     Raises:
@@ -91,7 +93,7 @@ def check_free(session: Running) -> None:
                 )
 
 
-def install(session: Running) -> Installation:
+def install(session: Session) -> Installation:
     """Open a block on its model, and return the installation that serves it."""
     with _changes:
         check_free(session)
@@ -107,12 +109,12 @@ def is_inside_block(model: Any) -> bool:
         return installation is not None and any(session.block.is_ours for session in installation.sessions)
 
 
-def _shown(session: Running) -> str:
+def _shown(session: Session) -> str:
     text = repr(session.press)
     return (text if len(text) <= 120 else f"{text[:117]}...") + ("" if session.evict else " (reading)")
 
 
-def _alike(first: Running, second: Running) -> bool:
+def _alike(first: Session, second: Session) -> bool:
     """Whether two sessions have the same effect on every cache."""
     return (
         first.evict == second.evict
@@ -149,11 +151,11 @@ def same(first: Any, second: Any) -> bool:
 class Installation:
     """Hooks and replaced methods of one model, and the sessions of the blocks that are open on it."""
 
-    def __init__(self, session: Running) -> None:
+    def __init__(self, session: Session) -> None:
         self.model: PreTrainedModel = session.model
         self.decoder: nn.Module = session.decoder
         self.modules = session.modules
-        self.sessions: list[Running] = []
+        self.sessions: list[Session] = []
         self.running = 0
         """Calls that run now, in any thread; the hooks stay until they end."""
         self.forward: Replaced | None = None
@@ -164,7 +166,7 @@ class Installation:
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def open(self, session: Running) -> None:
+    def open(self, session: Session) -> None:
         """Add a block, and install the hooks that it needs and the model lacks."""
         try:
             if not self._undo:
@@ -190,14 +192,14 @@ class Installation:
             self._restore()
             raise
 
-    def close(self, session: Running) -> None:
+    def close(self, session: Session) -> None:
         """Remove a block. After the last block, the model is restored as soon as no call runs."""
         with _changes:
             session.block.leave()
             self.sessions.remove(session)
             self._restore()
 
-    def _install(self, session: Running) -> None:
+    def _install(self, session: Session) -> None:
         if not self.modules:
             return  # an identity press on a model without a compressible cache
         register()
@@ -257,7 +259,7 @@ class Installation:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> tuple[Running | None, bool]:
+    def _begin(self) -> tuple[Session | None, bool]:
         """Count a call; return its session, and whether the session's block owns the cache of the call.
 
         Raises:
@@ -268,7 +270,7 @@ class Installation:
             self.running += 1
             return session, owns_cache
 
-    def _serving(self) -> tuple[Running | None, bool]:
+    def _serving(self) -> tuple[Session | None, bool]:
         """Return the innermost block that this thread has entered, else a public one; public blocks must have equal presses."""
         entered = [session for session in self.sessions if session.block.is_ours]
         if entered:
@@ -368,7 +370,7 @@ def _recording(request: Request, generate: Callable[[], Any]) -> Any:
         stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in recorded)
 
 
-def _stand_in(session: Running | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(session: Session | None, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the session's replacement of a model's `forward`, or `forward` itself."""
     replacement = None if session is None else session.chunked or session.captured
     return forward if replacement is None else replacement

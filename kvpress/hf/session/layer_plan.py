@@ -6,6 +6,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from kvpress.cache.attention import group_queries
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
@@ -34,6 +36,18 @@ class LayerPlan:
         self.tiles: int | None = None
         """Repetitions of the sequence of KV heads in the attention's keys; None before the first call."""
 
+    @property
+    def module(self) -> nn.Module:
+        """Attention module of the layer."""
+        module = self.facts.module
+        assert module is not None  # noqa: S101 - layers of a session are those of a model
+        return module
+
+    @property
+    def cache_index(self) -> int:
+        """Index of the cache layer that the attention module writes."""
+        return cache_place(self.module)
+
     def reader(self, call: LayerCall) -> Reader | None:
         """Return the selector's reader of sealed pairs for a decode step; None reads all pairs."""
         return None if self.selector is None else partial(self.selector.attend, call)
@@ -42,9 +56,7 @@ class LayerPlan:
         """Prefetch pairs for the next layer's selector, with queries computed from this layer's input."""
         if self.following is None or self.following.selector is None:
             return
-        module = self.following.facts.module
-        assert module is not None  # noqa: S101 - layers of a session are those of a model
-        layer = call.cache.layers[cache_place(module)]
+        layer = call.cache.layers[self.following.cache_index]
         if isinstance(layer, PressLayer) and layer.store is not None:
-            queries = asked(module, call.hidden_states, call.kwargs).queries
+            queries = asked(self.following.module, call.hidden_states, call.kwargs).queries
             self.following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,11 @@ from kvpress.cache.window import RealTokens
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import cache_place
 from kvpress.hf.session.checks import wants_weights
-from kvpress.hf.session.running import Running
 from kvpress.observe.call import Cells, LayerCall
 from kvpress.observe.passes import Watch
+
+if TYPE_CHECKING:
+    from kvpress.hf.session.session import Session
 
 reading: dict[int, Forward] = {}
 """Running passes by the id of the cache that they read."""
@@ -38,7 +40,7 @@ class Request:
 
     model: Any
     """Model that is called."""
-    session: Running | None
+    session: Session | None
     """Session that serves the call; None without a press."""
     owns_cache: bool = True
     """Whether the session may record the cache as its own; False if several blocks could own it."""
@@ -79,7 +81,7 @@ def generated_behind(mask: Tensor, request: Request | None, cache: Any) -> RealT
 class Forward:
     """A forward pass of the decoder under a press."""
 
-    session: Running
+    session: Session
     """Session that the pass belongs to."""
     request: Request | None = None
     """Call of `generate` that the pass belongs to; None outside `generate`."""
@@ -121,7 +123,7 @@ class Forward:
     """Name of the thread that runs the pass."""
 
     @classmethod
-    def of(cls, session: Running | None, request: Request | None, owns_cache: bool) -> Forward | None:
+    def of(cls, session: Session | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session, or None without a session."""
         ids, cells = here.given, here.cells
         here.given = here.cells = None
