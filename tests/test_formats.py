@@ -19,7 +19,7 @@ from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.files import pack, unpack
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
-from kvpress.cache.storage import Held, per_pair
+from kvpress.cache.storage import Held, per_pair, tensors_in
 from kvpress.cache.store import KVStore
 from kvpress.kernels import pack as pack_codes
 from kvpress.kernels import unpack as unpack_codes
@@ -267,3 +267,17 @@ def test_a_tensor_that_is_not_declared_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Forgetful.codes must declare its entries"):
         Forgetful().tensors()
+
+
+@every_codec
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.float16], ids=str)
+def test_a_format_declares_whether_its_operand_has_temporary_tensors(name: str, weights: torch.dtype | None) -> None:
+    pairs = segment(name)
+    if weights is not None:
+        pairs.log_weight = torch.zeros(pairs.layout.total, dtype=weights)
+    operands = [pairs.operand() for _ in range(2)]
+    if operands[0] is None:  # read through the segments inside, or block by block
+        return
+    addresses = [[tensor.untyped_storage().data_ptr() for tensor in tensors_in(operand)] for operand in operands]
+    assert pairs.computes_operands == (addresses[0] != addresses[1])
+    assert (pairs.as_rows() is pairs.as_rows()) == (not pairs.computes_operands)

@@ -47,22 +47,25 @@ class KeyOffset(Held):
     def operand(self, segment: Placed) -> kernels.Offset:
         """Return the offset as operand of operators."""
         angles, positions = self.rotation.angles, self.positions_of(segment)
-        if positions is not None:
+        if self.computes_positions(segment):
             shift = torch.zeros(len(self.centre), dtype=torch.int64, device=self.centre.device)
-            rotary = kernels.Rotary(angles.coarse, angles.fine, shift, positions)
         else:
             if self._shift is None:  # cached, since a recorded step must not copy from the host
-                self._shift = self.rotation.shift(segment)
-            rotary = kernels.Rotary(angles.coarse, angles.fine, self._shift)
+                stored = self.positions is not None
+                self._shift = (
+                    torch.zeros_like(self.centre[:, 0], dtype=torch.int64) if stored else self.rotation.shift(segment)
+                )
+            shift = self._shift
+        rotary = kernels.Rotary(angles.coarse, angles.fine, shift, positions)
         return kernels.Offset(self.centre, rotary, self.order)
+
+    def computes_positions(self, segment: Placed) -> bool:
+        """Whether `positions_of` returns a new tensor at each call."""
+        return self.positions is None and not (segment.contiguous and SHIFT not in segment.side)
 
     def positions_of(self, segment: Placed) -> Tensor | None:
         """Return the positions of the pairs of a segment, int32 [total]; None where they follow from its row numbers."""
-        if self.positions is not None:
-            return self.positions
-        if segment.contiguous and SHIFT not in segment.side:
-            return None
-        return positions_of(segment, self.rotation.pads)
+        return positions_of(segment, self.rotation.pads) if self.computes_positions(segment) else self.positions
 
     def of_part(self, segment: Placed, rows: Tensor) -> KeyOffset:
         """Return the offset for a part with some `rows` of a segment."""

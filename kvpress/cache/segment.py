@@ -76,6 +76,13 @@ class Segment(Held, Attended, ABC):
     def as_rows(self) -> kernels.Rows | None:
         return self._keep("operand", self._with_offset)
 
+    @property
+    def computes_operands(self) -> bool:
+        # Operators read log-weights in float32, and positions where the keys of a segment with gaps have an offset.
+        if self.log_weight is not None and self.log_weight.dtype != torch.float32:
+            return True
+        return self.key_offset is not None and self.key_offset.computes_positions(self)
+
     def _with_offset(self) -> kernels.Rows | None:
         rows = self.operand()
         if rows is None or self.key_offset is None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend, merge, query_blocks
 from kvpress.cache.layout import Layout
-from kvpress.cache.storage import tensors_in
 
 RowsT = TypeVar("RowsT", bound="kernels.Rows | None")
 
@@ -78,6 +77,11 @@ class Attended(ABC):
                 keys, values = self.read(part)
                 yield Block(slice(n, n + 1), part, keys[None], values[None])
 
+    @property
+    def computes_operands(self) -> bool:
+        """Whether an operand has temporary tensors besides stored ones, which must be freed after each call."""
+        return False
+
     def operand(self) -> kernels.Rows | None:
         """Return the pairs as operand of operators; None where they can only be read block by block."""
         return None
@@ -87,22 +91,16 @@ class Attended(ABC):
         return self._keep("operand", self.operand)
 
     def _keep(self, name: str, make: Callable[[], RowsT]) -> RowsT:
-        """Return `make()`, cached, so that the operand is checked once and not for every token.
+        """Return `make()`, cached until an attribute of the segment is set, so that operands are checked once, not per token.
 
-        The cache is cleared when an attribute of the segment is set. An operand with temporary tensors is not cached, but made
-        for each call and freed after it; it is recognised by making it twice, which gives different tensors.
+        Not cached where `computes_operands`, since a cached operand would keep its temporary tensors in memory.
         """
-        kept = self._kept()
-        if name in kept:
-            rows = kept[name]
-            return make() if rows is None else rows
-        rows, remade = make(), make()
-        addresses, new_addresses = (
-            [t.untyped_storage().data_ptr() for t in tensors_in(operand)] for operand in (rows, remade)
-        )
-        self._kept()[name] = (
-            rows if addresses == new_addresses else None
-        )  # looked up again, since tables may have grown
+        if self.computes_operands:
+            return make()
+        if name not in self._kept():
+            rows = make()
+            self._kept()[name] = rows  # looked up again, since `make` may have grown the tables
+        rows = self._kept()[name]
         return rows
 
     def _kept(self) -> dict[str, Any]:

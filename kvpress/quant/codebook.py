@@ -99,6 +99,11 @@ class CodedSegment(Segment):
         values = values if self.value_basis is None else values @ self.value_basis.T
         return keys.to(self.dtype), values.to(self.dtype)
 
+    @property
+    def computes_operands(self) -> bool:
+        # The tables of a correction by row are computed from counts by chunk.
+        return super().computes_operands or any(side.residual is not None for side in (self.keys, self.values))
+
     def operand(self) -> kernels.Rows:
         keys, values = (
             None if basis is None else kernels.Basis(rotation=basis) for basis in (self.key_basis, self.value_basis)

@@ -128,6 +128,11 @@ class UniformSegment(Segment):
             values = values * self.channel_scale[self.layout.streams_of(rows)].to(values.dtype)
         return rotated(keys, self.block), rotated(values, self.block)
 
+    @property
+    def computes_operands(self) -> bool:
+        # The tables of a correction by row are computed from counts by chunk.
+        return super().computes_operands or any(side.residual is not None for side in (self.keys, self.values))
+
     def operand(self) -> kernels.Rows:
         keys, values = self.keys.operand(), self.values.operand()
         rotations = [
