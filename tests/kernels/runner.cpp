@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls one entry point of the kernels on tensors that stand in a file, and writes the tensors back: how kernels that are
-// compiled for another processor run under emulation.
+// Calls one entry point of the kernels on tensors stored in a file, and writes the tensors back. It runs kernels compiled for
+// another processor under emulation.
 //
-//   runner ENTRY FILE
+// Usage: runner ENTRY FILE
 //
-// The file holds int64 counts of fields and of bytes behind them; the fields, eight bytes each, a pointer as the place
-// behind the fields that it points to; one int64 per field that says whether it is one; then the bytes. The result goes
-// where the first count was.
+// The file has: int64 counts of fields and of bytes; the fields, eight bytes each, where a pointer is an offset into the bytes;
+// one int64 per field, nonzero for a pointer; the bytes. The result replaces the first count.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flash decoding within one piece of a stream: score a chunk of rows, weigh it, mix it into the output, repeat.
+// Flash decoding of one piece of a stream: score a chunk of rows, turn scores into weights, add the weighted values, repeat.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace kvpress {
 
-// One thread's state. `Reader` knows how rows are stored: begin(q), stores(chunk), score(chunk, ...), mix(chunk, ...).
+// State of one thread. `Reader` reads one storage format: begin(q), stores(chunk), score(chunk, ...), mix(chunk, ...).
 template <class Reader>
 class Worker {
  public:
@@ -22,7 +22,7 @@ class Worker {
         acc_(problem.queries * acc_stride_),
         scores_(problem.queries * kScoreStride) {}
 
-  // False when rows refer to something that is not stored; the results are undefined then.
+  // Return false if rows refer to data that is not stored; the results are undefined then.
   bool attend(const Piece& piece) {
     const int64_t queries = p_.queries;
     softmax_.begin();
@@ -62,7 +62,7 @@ class Worker {
       std::iota(chunk_.rows, chunk_.rows + chunk_.known, p_.starts[piece.stream] + at);
   }
 
-  // Add to the products of the chunk what belongs to the places of its rows. False where a row is at none.
+  // Add the offsets at the places of the chunk's rows to their products. Return false if a place is out of range.
   bool add_offsets(int64_t stream) {
     const Added& added = p_.added;
     const bool straight = chunk_.contiguous && !added.positions;
@@ -84,7 +84,7 @@ class Worker {
     return true;
   }
 
-  // How many of the chunk's rows query m may see.
+  // Number of rows of the chunk that query m may attend to.
   int visible(int64_t stream, int64_t m, int64_t at) const {
     if (!p_.causal) return chunk_.count;
     const int64_t limit = p_.lengths[stream] - p_.causal + m % p_.causal + 1;
@@ -104,11 +104,11 @@ class Worker {
   Chunk chunk_;
 };
 
-// Returns -1, or the number of a stream that makes the problem invalid.
+// Attend for all streams. Return -1, or the number of an invalid stream.
 template <class Reader>
 int attend_all(const Problem& p) {
   if (const int bad = first_invalid(p); bad >= 0) return bad;
-  // Long enough that a piece's partial result is small next to the rows it read.
+  // Long enough that the partial result of a piece is small compared to the rows that it reads.
   const int64_t least = std::max<int64_t>(1024, 64 * p.queries), most = std::max<int64_t>(16384, least);
   const int bad = attend_pieces(p, p.values.channels, {least, most},
                                 [&](int64_t) { return std::make_shared<Worker<Reader>>(p); });

@@ -8,7 +8,7 @@
 
 namespace kvpress {
 
-// Zero-initialised, cache-line aligned, fixed size.
+// Zero-initialised, cache-line aligned memory of fixed size.
 template <class T>
 class Buffer {
  public:

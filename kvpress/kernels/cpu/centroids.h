@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Books of centroids: one group as float32, and rows put together from what their codes name.
+// Codebooks: one group as float32, and rows assembled from the centroids that their codes index.
 #pragma once
 
 #include "codebook.h"
@@ -7,7 +7,7 @@
 
 namespace kvpress {
 
-// One group of a book as float32.
+// Return one group of a codebook as float32.
 inline const float* read_book(const Coded& side, int64_t book, int64_t group, float* scratch) {
   const int64_t count = side.group_size(), first = book * side.book_groups * count + group * side.group_step();
   if (!side.half) return static_cast<const float*>(side.book) + first;
@@ -18,7 +18,7 @@ inline const float* read_book(const Coded& side, int64_t book, int64_t group, fl
   return scratch;
 }
 
-// out[0 .. coupled) = one centroid; kCoupled is `coupled` or, where that is not known, 0.
+// out[0 .. coupled) = one centroid; kCoupled is `coupled`, or 0 if that is not constant.
 template <int kCoupled>
 KVPRESS_INLINE void put_centroid(const float* from, int coupled, float* out) {
   if constexpr (kCoupled > 0)
@@ -47,7 +47,7 @@ KVPRESS_INLINE void put_centroid(const f16* from, int coupled, float* out) {
   for (int j = 0; j < coupled; ++j) out[j] = to_float(from[j]);
 }
 
-// Rows of floats, `stride` apart. A cursor reads the vectors of a row, kVectors of them before it has to advance.
+// Rows of floats, `stride` apart. A cursor reads the vectors of a row, kVectors of them between calls of advance().
 struct FloatRows {
   static constexpr int kVectors = 1;
   const float* first;
@@ -64,8 +64,8 @@ struct FloatRows {
   KVPRESS_INLINE Cursor cursor(int row, int channel) const { return {first + row * stride + channel}; }
 };
 
-// Rows as their codes name them: a vector is one centroid, several or a part of one. Every group has a book of its own, and
-// every code names an entry, so that the way from one book to the next is known here where codes are bytes.
+// Rows read directly from their centroids: a vector is one centroid, several, or part of one. Every group has a codebook of its
+// own and every code indexes an entry, so byte codes have a constant distance between codebooks.
 template <int kCoupled, class T, class Index>
 struct CentroidRows {
   static constexpr int kParts = std::max(1, kLanes / kCoupled), kVectors = std::max(1, kCoupled / kLanes);
@@ -100,7 +100,7 @@ struct CentroidRows {
   }
 };
 
-// Puts rows of one side together, as float32.
+// Assembles rows of one side from centroids, as float32.
 template <class Index>
 class Assembler {
  public:
@@ -115,18 +115,19 @@ class Assembler {
     const int64_t group = side_.group_size(), first = book * side_.book_groups * group;
     centroids_ = static_cast<const char*>(side_.book) + first * (side_.half ? 2 : 4);
     if (!narrow_) return;
-    // Converting a few numbers at a time would cost more than converting all of them once.
+    // Converting a few numbers at a time would cost more than converting the codebook once.
     for (int64_t g = 0; g < side_.book_groups; ++g) read_book(side_, book, g, book_ + g * group);
     centroids_ = book_;
   }
 
-  // Whether the book that rows are put together from holds float16.
+  // Return whether rows are assembled from a float16 codebook.
   bool holds_halves() const { return side_.half && !narrow_; }
   const void* centroids() const { return centroids_; }  // of the first group
 
-  int stride() const { return stride_; }  // of a row; zeros stand after the last channel, a vector of them at least
+  int stride() const { return stride_; }  // elements between rows; at least a full vector of zeros follows the last channel
 
-  // Calls step(rows [size, stride()], first row, size) for kTile rows at a time: no load waits for the stores of parts.
+  // Call step(rows [size, stride()], first row, size) for kTile rows at a time, so that no load waits for the stores of
+  // centroids.
   template <class Step>
   void for_tiles(IndexRows<Index>& indices, IndexBlock<Index> block, int count, Step&& step) {
     for (int t = 0; t < count; t += kTile) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of packed codes, and the tables that they point into: one Quad per entry.
+// Rows of packed codes, and the tables that they index: one Quad per entry.
 #pragma once
 
 #include <algorithm>
@@ -11,25 +11,25 @@
 
 namespace kvpress {
 
-constexpr int kCodedRows = 1024;  // rows whose logits are held at once
+constexpr int kCodedRows = 1024;  // rows whose logits are kept at once
 
-// For loops whose counters a larger function would keep in memory, and for code worth compiling once, not per caller.
+// For loops whose counters a larger function would spill to memory, and for code to compile once, not per caller.
 #define KVPRESS_APART __attribute__((noinline))
 
-// Entries from one table to the next. Constant where it can be, which spares the loops over rows an addition per entry.
+// Entries of a table. Constant if possible, which saves the loops over rows an addition per entry.
 template <class Index>
 inline int table_size(int bits) {
   return sizeof(Index) == 1 ? 256 : 1 << bits;
 }
 
-// Calls step(entry, k) for the entries of kColumns indices, k counting them, in neighbouring tables.
+// Call step(entry, k) for the entries that kColumns indices select from neighbouring tables, with k the number of the index.
 template <int kColumns, class Index, class Entry, class Step>
 KVPRESS_INLINE void for_entries(const Index* indices, Entry* tables, int bits, Step&& step) {
   const int size = table_size<Index>(bits);
   unrolled<kColumns>([&](auto k) KVPRESS_INLINE_LAMBDA { step(tables[k * size + indices[k]], k); });
 }
 
-// Calls step(columns at once, first column, whether they are the first ones).
+// Call step(number of columns, first column, whether it is column 0) for 4 columns at a time, or for one.
 template <class Step>
 inline void for_column_tiles(int columns, Step&& step) {
   using std::integral_constant;
@@ -40,7 +40,7 @@ inline void for_column_tiles(int columns, Step&& step) {
   for (; at < columns; ++at) step(integral_constant<int, 1>{}, at, std::false_type{});
 }
 
-// Indices of `Index` type at `first`, rows `stride` apart.
+// Indices of type `Index` from `first` on, with rows `stride` apart.
 template <class Index>
 struct IndexBlock {
   const Index* first;
@@ -48,13 +48,13 @@ struct IndexBlock {
 
   const Index* row(int t) const { return first + t * stride; }
 
-  // Fetch what the block of rows after this one has here; beyond the last block it is nothing that is used.
+  // Prefetch the same indices of the next block of rows; past the last block this is harmless.
   void prefetch_next() const { prefetch_line(reinterpret_cast<const char*>(first + kCodedRows * stride)); }
 };
 
-// Rows of codes as indices of tables. A byte that holds several codes is one index for all of them, codes of three bits
-// go in pairs, and wider ones than a byte alone: with P codes per index, index j of a row stands for the codes
-// p * (groups / P) + j at bit bits * p. All tables have an entry for every index there is.
+// Rows of codes as table indices. A byte of several codes is one index for all of them, three-bit codes are paired, and codes
+// wider than a byte are one index each. With P codes per index, index j of a row has the codes p * (groups / P) + j at bit bits
+// * p. Every table has an entry for every possible index.
 template <class Index>
 class IndexRows {
  public:
@@ -70,19 +70,19 @@ class IndexRows {
         codes_(groups_) {}
 
   int parts() const { return parts_; }
-  // Whether the indices of a row are its codes, and all of them name a centroid.
+  // Return whether the indices of a row are its codes, and all of them index a centroid.
   bool names_groups() const { return parts_ == 1 && side_.entries == int64_t(1) << bits_; }
   int columns() const { return groups_ / parts_; }
   int size() const { return table_size<Index>(bits_); }
 
-  // Whether tables for that many rows cost less than putting the rows together, counted in vectors of four.
+  // Return whether tables for `rows` rows cost less than assembling the rows, counted in vectors of four.
   bool tables_pay(int64_t rows) const {
     const int64_t entries = int64_t(columns()) << bits_ * parts_;
     const int64_t fill = (side_.channels() << bits_) + 2 * entries;
     return rows * (side_.channels() + 2 * (groups_ - columns())) >= 2 * fill;
   }
 
-  // At most kCodedRows rows, until the next call.
+  // Return the indices of at most kCodedRows rows; valid until the next call.
   IndexBlock<Index> read(Stretch rows, int count) {
     const auto stored = [&](int64_t row) { return side_.codes + row * side_.stride; };
     if constexpr (sizeof(Index) == 1)
@@ -91,7 +91,7 @@ class IndexRows {
     return {indices_, columns()};
   }
 
-  // The codes of one row, by group.
+  // Return the codes of one row, by group.
   const Index* split(const Index* row) {
     const Index last = Index(side_.entries - 1);
     const Index* codes = row;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of attention on codes for one instruction-set level. Returns -1, or the number of a stream that refers to
-// rows, books or positions which are not stored.
+// Entry point of attention on codes, compiled once per instruction-set level. Returns -1, or the number of a stream that refers
+// to rows, codebooks or positions that are not stored.
 
 #include "coded.h"
 

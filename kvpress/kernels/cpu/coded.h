@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on rows of codes into books of centroids, four queries at a time.
+// Attention on codes that index codebooks of centroids, four queries at a time.
 //
-// Keys: a table holds the product of every centroid with the four queries, so a logit is a sum of table entries.
-// Values: weights are collected per table entry, and one product with the book at the end turns them into the output.
-// A few rows do not pay for tables; they, and keys that were coded before their rotary embedding, are put together from
-// centroids, which keys need not be where each is a whole vector or part of one. Scalar books of three and four bits, and
-// of fewer where tables do not pay, need neither: shuffles look up what codes stand for.
+// Keys: a table has the product of every centroid with the four queries, so a logit is a sum of table entries.
+// Values: weights are summed per table entry, and one product with the codebook at the end turns them into the output.
+// A few rows do not pay for tables; these rows, and keys that were encoded before their rotary embedding, are assembled from
+// centroids. Keys need no assembly if each centroid is a full vector or part of one. Scalar codebooks of three and four bits,
+// and of fewer where tables do not pay, need neither: shuffles look up the levels.
 #pragma once
 
 #include "logits.h"
@@ -15,11 +15,11 @@
 
 namespace kvpress {
 
-constexpr float kSlack = 16;  // a weight may reach 2^16 before everything collected is scaled down
+constexpr float kSlack = 16;  // a weight may reach 2^16 before all sums are scaled down
 
 constexpr int64_t kCodedPiece = 16384;  // rows of one piece: enough to pay for the tables
 
-// One thread's state; no piece has more than `longest` rows.
+// State of one thread; no piece has more than `longest` rows.
 template <class KeyIndex, class ValueIndex>
 class CodedWorker {
  public:
@@ -64,7 +64,7 @@ class CodedWorker {
       piece.lse[m + i] = sum_[i] == 0 ? -INFINITY : (base_[i] + std::log2(sum_[i])) * kLn2;
   }
 
-  // Multiply what the rows have in `scores_` by their scales.
+  // Multiply the scores_ of the rows by the row scales.
   void scale_rows(const Coded& side, Stretch rows, int count) {
     if (!side.row_scale) return;
     const auto scale = [&](const auto* factors) {
@@ -75,7 +75,7 @@ class CodedWorker {
     scale(static_cast<const bf16*>(side.row_scale));
   }
 
-  // Add what belongs to the places of the rows.
+  // Add the offsets at the places of the rows.
   KVPRESS_APART void add_offsets(int64_t stream, int64_t m, int live, Stretch rows, int count) {
     for (int i = 0; i < live; ++i) {
       const float* products = p_.added.of(stream * p_.queries + m + i);
@@ -84,7 +84,7 @@ class CodedWorker {
     }
   }
 
-  // Row scales, outliers, offsets, cap and log-weights, and minus infinity where a query sees nothing.
+  // Apply row scales, outliers, offsets, cap and log-weights, and set logits to -inf where a query may not attend.
   void finish(int64_t stream, int64_t m, int live, Stretch rows, int64_t at, int count) {
     float* scores = flat();
     scale_rows(p_.keys, rows, count);
@@ -103,7 +103,7 @@ class CodedWorker {
     for (int t = count; t % (kLanes / 4); ++t) scores_[t] = nothing;
   }
 
-  // Logits become weights 2^(logit - base); the base follows the maximum at a distance.
+  // Turn logits into weights 2^(logit - base). The base follows the maximum only if that exceeds it by kSlack.
   void weigh(int count) {
     float* scores = flat();
     F best = set1(-INFINITY);
@@ -147,7 +147,7 @@ class CodedWorker {
   float base_[4], sum_[4];
 };
 
-// The first stream with a row whose angles are not stored, or -1; rows are valid.
+// Return the first stream with a row whose angles are not stored, or -1. Row numbers must be valid.
 inline int first_outside_angles(const CodedProblem& p) {
   for (int64_t n = 0; p.coarse && n < p.streams; ++n) {
     const int64_t length = p.lengths[n];

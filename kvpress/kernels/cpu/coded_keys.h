@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys of attention on codes: logits of four queries, as sums of table entries or on rows that are put together.
+// Keys of attention on codes: logits of four queries, as sums of table entries or from assembled rows.
 #pragma once
 
 #include <optional>
@@ -34,7 +34,7 @@ class CodedKeys {
 #endif
   }
 
-  // Takes the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
+  // Set the first `live` of four queries, times the factor of the logits, for a piece of `length` rows of a stream.
   void begin(const float* q, int live, float factor, int64_t stream, int64_t length) {
     const int channels = int(p_.keys.channels());
     for (int i = 0; i < 4; ++i)
@@ -63,7 +63,7 @@ class CodedKeys {
 
   bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count, !rows.listed); }
 
-  // scores[t] += products of the queries with the outliers of row t, which are rotated as its key is.
+  // scores[t] += products of the queries with the outliers of row t, which are rotated like its key.
   KVPRESS_APART void correct(Stretch rows, int count, Quad* scores) const {
     const int half = int(p_.rotary / 2);
     const CodedProblem::Places places = p_.places(stream_);
@@ -72,7 +72,7 @@ class CodedKeys {
     outliers_.for_each(rows, count, [=](int t, int channel, float value) {
       Quad product = queries[channel];
       if (channel < 2 * half) {
-        const int pair = channel - (half & -int(channel >= half));  // a branch would be mispredicted every other time
+        const int pair = channel - (half & -int(channel >= half));  // a branch would be mispredicted every second time
         const uint64_t position = places[rows[t]];
         const float* const coarse = coarse_angles + position / kStep * 2 * half + pair;
         const float* const fine = fine_angles + position % kStep * 2 * half + pair;
@@ -85,14 +85,15 @@ class CodedKeys {
   }
 
  private:
-  // Rotated keys differ from position to position, and no table holds them. Tables have entries for bytes, which pays where
-  // these are four codes or more.
+  // Return whether a table is used. Rotated keys depend on the position, so no table fits them. Table entries belong to bytes,
+  // which pays off for levels if a byte has four codes or more.
   bool tabled(int64_t rows) const {
     const bool looked_up = keys_are_levels(p_) && p_.keys.bits > 2;
     return !p_.coarse && !looked_up && indices_.tables_pay(rows);
   }
 
-  // A key that is rotated by an angle has the queries as they are times its cosine and these times its sine.
+  // Set crossed_: the product with a rotated key is its product with the queries times the cosine, plus its product with
+  // crossed_ times the sine.
   void cross_queries(int half) {
     for (int pair = 0; pair < half; ++pair) crossed_[pair] = queries_[half + pair], crossed_[half + pair] = -queries_[pair];
   }
@@ -111,7 +112,7 @@ class CodedKeys {
     }
   }
 
-  // out[code] = centroid of the code times the queries.
+  // out[code] = product of the code's centroid with the queries.
   void multiply(int64_t book, int group, Quad* out) {
     const int coupled = int(p_.keys.coupled), entries = int(p_.keys.entries);
     const float* centroids = read_book(p_.keys, book, group, book_);
@@ -145,7 +146,7 @@ class CodedKeys {
     }
   }
 
-  // scores[t] = products of the queries with the key, rotated where the stream has angles.
+  // scores[t] = products of the queries with key t, rotated if the stream has angles.
   void put_together(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
 #if defined(KVPRESS_WHOLE_BOOKS)
     if constexpr (sizeof(Index) == 1)
@@ -161,7 +162,7 @@ class CodedKeys {
     });
   }
 
-  // The same where vectors of keys are centroids or whole parts of them, and need not be put together first; else false.
+  // The same without assembly, if centroids are full vectors or whole parts of one; else return false.
   template <int kCoupled>
   bool pick(IndexBlock<Index> block, Stretch rows, int count, Quad* scores) {
     using Book = std::conditional_t<kConvertsHalves, f16, float>;
@@ -179,7 +180,7 @@ class CodedKeys {
     rotary_.multiply(keys, positions(rows, first, count, scattered), count, scores + first);
   }
 
-  // Where the rows stand; `scattered` has room for all of them.
+  // Return the positions of the rows; `scattered` must have room for all of them.
   Positions positions(Stretch rows, int first, int count, uint64_t* scattered) const {
     const CodedProblem::Places places = p_.places(stream_);
     if (!rows.listed && !p_.positions) return {nullptr, places[rows[first]]};
@@ -194,7 +195,7 @@ class CodedKeys {
   const int stride_;
   int64_t stream_ = 0;
   bool use_table_ = false;
-  Buffer<Quad> table_, products_, queries_, crossed_;  // the table by column and index, queries by channel
+  Buffer<Quad> table_, products_, queries_, crossed_;  // the table by column and index; queries by channel
   Buffer<float> book_;
   RotaryDot rotary_;
   OfLevels<CodedLevelKeys> levels_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scalar books of up to four bits: keys and values of attention on codes without tables of products.
+// Scalar codebooks of up to four bits: keys and values of attention on codes, without tables of products.
 #pragma once
 
 #include "centroids.h"
@@ -9,25 +9,25 @@
 
 namespace kvpress {
 
-// Where the codes of some rows begin; the last row stands in for those up to the end of a vector.
+// Get the address of each row's codes; the last row is repeated up to `padded`.
 inline void locate(const Coded& side, Stretch rows, int first, int count, int padded, const uint8_t** out) {
   for (int t = 0; t < count; ++t) out[t] = side.codes + rows[first + t] * side.stride;
   for (int t = count; t < padded; ++t) out[t] = out[count - 1];
 }
 
-// The codes of as many rows behind some, where they follow each other.
+// Prefetch range of the codes of as many rows after these, if row numbers are consecutive.
 inline Ahead next_codes(const Coded& side, Stretch rows, int first, int count) {
   return Ahead(side.codes + rows[rows.listed ? first : first + count] * side.stride, rows.listed ? 0 : count * side.stride);
 }
 
-// Sets tables to channel `part` of each centroid.
+// Set the tables to channel `part` of each centroid.
 template <class Levels>
 inline void set_levels(const Coded& side, int64_t book, int part, float* scratch, Levels& tables) {
   for (int g = 0; g < side.book_groups; ++g)
     tables.set(g, read_book(side, book, g, scratch) + part, int(side.entries), int(side.coupled));
 }
 
-// Whether codes are looked up in books of levels.
+// Return whether keys are decoded by looking up levels.
 inline bool keys_are_levels(const CodedProblem& p) {
   if (p.keys.coupled > (p.coarse ? 1 : 2) || (p.coarse && p.rotary % 8)) return false;
   return LevelKeys<Tables>::fits(p.keys.bits, p.keys.groups);
@@ -60,7 +60,7 @@ class CodedLevelKeys {
         fine_[(i % half_ * 2 + i / half_) * kStep + position] = p.fine[position * 2 * half_ + i];
   }
 
-  // Takes queries by channel.
+  // Set queries, by channel.
   void begin(const Quad* queries, int64_t stream) {
     const int coupled = int(p_.keys.coupled);
     for (int part = 0; part < coupled; ++part) {
@@ -102,7 +102,8 @@ class CodedLevelKeys {
  private:
   static Quad* quad(float* base, int i) { return reinterpret_cast<Quad*>(base) + i; }
 
-  // Positions of the rows from `first` that stand in one block; `size` becomes their number. True where each follows the last.
+  // Get the positions of rows from `first` on that are in one block; `size` becomes their number. Return whether they are
+  // consecutive.
   bool positions_of_block(Stretch rows, int first, int& size, uint64_t* positions) const {
     const CodedProblem::Places places = p_.places(stream_);
     bool running = true;
@@ -116,7 +117,7 @@ class CodedLevelKeys {
     return running;
   }
 
-  // Cosines and sines of scattered positions, by pair.
+  // Copy the cosines and sines of scattered positions, by pair.
   const float* copy_angles(const uint64_t* positions, int size) {
     for (int t = 0; t < size; ++t)
       for (int i = 0; i < 2 * half_; ++i) angles_[i * kRows + t] = fine_[i * kStep + positions[t] % kStep];
@@ -136,13 +137,13 @@ class CodedLevelKeys {
   }
 
   const CodedProblem& p_;
-  const int groups_, half_;  // codes of a row, and pairs that are rotated
+  const int groups_, half_;  // codes of a row; pairs that are rotated
   int64_t stream_ = 0;
-  uint64_t block_ = 0;  // that turned_ is for
+  uint64_t block_ = 0;  // block of positions that turned_ is rotated for
   LevelKeys<Levels> keys_;
-  Buffer<float> book_, turned_;            // queries of pairs [rotary, 4]
+  Buffer<float> book_, turned_;            // one group of a codebook; rotated queries [rotary, 4]
   Buffer<Quad> queries_;                   // [coupled, groups]
-  Buffer<float> fine_, angles_;            // cosines and sines [pairs, 2, kStep], and those of some rows [pairs, 2, kRows]
+  Buffer<float> fine_, angles_;            // cosines and sines [pairs, 2, kStep]; those of scattered rows [pairs, 2, kRows]
   Buffer<float> products_, ones_;
 };
 
@@ -180,8 +181,8 @@ class CodedLevelValues {
   Buffer<float> book_, weights_;
 };
 
-// Puts what reads one side into `kernel`: whole numbers stand for levels where these may be rounded and one book serves all
-// channels, unless keys are rotated.
+// Set `kernel` to the reader of one side. Levels are rounded to integers if the model permits it, one codebook serves all
+// channels, and keys are not rotated.
 template <template <class> class Kernel, class Variant, class... Arguments>
 void choose_levels(Variant& kernel, const CodedProblem& p, const Coded& side, bool rotated, const Arguments&... arguments) {
 #if defined(KVPRESS_WHOLE_LEVELS)

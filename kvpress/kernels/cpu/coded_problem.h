@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain C structures of decode attention on codes that name centroids.
+// Plain C structs of decode attention on codes that index centroids.
 #pragma once
 
 #include <algorithm>
@@ -8,29 +8,29 @@
 
 namespace kvpress {
 
-// Rows of codes of one side and their books [books, book_groups, entries, coupled].
+// Codes of one side, and their codebooks [books, book_groups, entries, coupled].
 struct Coded {
-  const uint8_t* codes;   // packed as formats/packing.py says
+  const uint8_t* codes;   // packed as in formats/packing.py
   const void* book;
-  const void* row_scale;  // [R], factor of each row, or null
+  const void* row_scale;  // [R]: factor of each row, or null
   int64_t stride;         // bytes between two rows
   int64_t bits;
-  int64_t half;           // the book is float16, not float32
+  int64_t half;           // the codebook is float16, not float32
   int64_t scale_dtype;
   int64_t books;
   int64_t groups;
-  int64_t book_groups;    // groups, or 1 where one book serves them all
+  int64_t book_groups;    // `groups`, or 1 if one codebook serves all groups
   int64_t entries;
   int64_t coupled;
   Correction correction;  // outliers only
 
   int64_t channels() const { return groups * coupled; }
-  // Numbers of one group, and from one group to the next.
+  // Numbers of one group, and distance from one group to the next.
   int64_t group_size() const { return entries * coupled; }
   int64_t group_step() const { return book_groups > 1 ? group_size() : 0; }
 };
 
-// Row numbers of some rows of a stream: listed ones, or one after the other.
+// Row numbers of some rows of a stream: listed, or consecutive.
 struct Stretch {
   const int32_t* listed;  // or null
   int64_t first;
@@ -40,14 +40,14 @@ struct Stretch {
 
 constexpr int kStep = 64;  // positions per row of the coarse angles, as in formats/rotary.py
 
-// Where some rows stand: each at a position of its own, or one after the other.
+// Positions of some rows: one per row, or consecutive.
 struct Positions {
   const uint64_t* each;  // or null
   uint64_t first;
 
   uint64_t operator[](int t) const { return each ? each[t] : first + uint64_t(t); }
 
-  // Calls step(block, first, end) for rows that stand in one block of kStep positions, until `count` rows are done.
+  // Call step(block, first, end) for each run of rows in one block of kStep positions, up to row `count`.
   template <class Step>
   void for_blocks(int count, Step&& step) const {
     for (int i = 0, end; i < count; i = end) {
@@ -57,7 +57,7 @@ struct Positions {
   }
 
  private:
-  // The first row behind row t, of `count`, that stands in another block.
+  // Return the first row after t, or `count`, that is in another block.
   int end_of_block(int t, int count) const {
     if (!each) return int(std::min<uint64_t>(uint64_t(count), t + kStep - (first + uint64_t(t)) % kStep));
     int end = t + 1;
@@ -67,12 +67,12 @@ struct Positions {
 };
 
 struct CodedProblem : Attention {
-  const float* coarse;       // [blocks, 2, rotary / 2], cosines and sines of every kStep-th position; null without angles
-  const float* fine;         // [kStep, 2, rotary / 2], of those in between
-  const int64_t* shift;      // by owner, what to add to positions
+  const float* coarse;       // [blocks, 2, rotary / 2]: cosines and sines of every kStep-th position; null without angles
+  const float* fine;         // [kStep, 2, rotary / 2]: cosines and sines of the positions below kStep
+  const int64_t* shift;      // by owner: added to positions
   const int32_t* positions;  // [R], or null for the row numbers
   int64_t blocks;
-  int64_t rotary;            // leading channels that are rotated, 0 without angles
+  int64_t rotary;            // leading channels that are rotated; 0 without angles
   Coded keys;
   Coded values;
 
@@ -82,7 +82,7 @@ struct CodedProblem : Attention {
 
   int64_t book_of(int64_t stream) const { return owner_of(stream) % keys.books; }
 
-  // Where the rows of a stream stand; a negative position wraps past every table.
+  // Positions of the rows of a stream; a negative position wraps to a number past every table.
   struct Places {
     const int32_t* positions;
     uint64_t shift;

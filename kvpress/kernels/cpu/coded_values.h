@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of attention on codes: weights of four queries are collected per table entry, or rows put together and mixed.
+// Values of attention on codes: weights of four queries are summed per table entry, or assembled rows are added.
 #pragma once
 
 #include "centroids.h"
@@ -10,7 +10,7 @@ namespace kvpress {
 
 template <class Index>
 class CodedValues {
-  // Channels of centroids of four that are mixed at once, as many as registers hold sums of; none where tables are faster.
+  // Channels that are mixed at once for centroids of four channels: as many as registers hold sums of; 0 if tables are faster.
   static constexpr int kMixed = kConvertsHalves && kLanes > 4 ? kRegisters / 8 * kLanes : 0;
   using Centroids = CentroidRows<4, f16, Index>;
 
@@ -44,12 +44,12 @@ class CodedValues {
 
   bool stores(Stretch rows, int count) const { return outliers_.stores(rows, count, !rows.listed); }
 
-  // Collect the outliers of some rows, which no row scale multiplies.
+  // Add the outliers of some rows; row scales do not apply to them.
   KVPRESS_APART void correct(Stretch rows, int count, const Quad* weights) {
     outliers_.for_each(rows, count, [&](int t, int channel, float value) { added_[channel] += weights[t] * value; });
   }
 
-  // Multiply everything collected so far.
+  // Multiply all sums so far.
   void scale(Quad factor) {
     if (use_table_)
       for (int i = 0; i < indices_.columns() * indices_.size(); ++i) table_[i] *= factor;
@@ -130,7 +130,7 @@ class CodedValues {
     });
   }
 
-  // The same where values are centroids side by side, which need not be put together first.
+  // The same for centroids that fill vectors, without assembly.
   void mix_centroids(const Centroids& values, int count, const Quad* weights) {
     for (int c = 0; c < side_.channels(); c += std::max(kMixed, 1))
       mix_channels_of(values, c, count, reinterpret_cast<const float*>(weights));
@@ -153,7 +153,7 @@ class CodedValues {
     unrolled<4 * kVectors>([&](auto i) KVPRESS_INLINE_LAMBDA { store(at(i % 4, i / 4), sums[i]); });
   }
 
-  // out[i, channel] = weights of the codes times their centroids times factor[i].
+  // out[i, channel] = sum over the codes of weight times centroid, times factor[i].
   void mix_table(int live, Quad factor, float* out) {
     const int codes = 1 << side_.bits, entries = int(side_.entries);
     for (int column = 0; column < indices_.columns(); ++column) {
@@ -168,13 +168,13 @@ class CodedValues {
     }
   }
 
-  // Returns the weights of the lowest code of an index; leaves those of the codes above it in the table, by index.
+  // Return the weights of the lowest code of an index; the table keeps the weights of the higher codes, by index.
   Quad* fold(Quad* table, int codes, int left) {
     std::memset(static_cast<void*>(weights_), 0, sizeof(Quad) * (codes + left));
     Quad* above = weights_ + codes;
     for (int high = 0; high < left; ++high)
       for (int code = 0; code < codes; ++code) weights_[code] += table[high * codes + code];
-    for (int code = 0; code < codes; ++code)  // this way round neighbouring sums do not wait for each other
+    for (int code = 0; code < codes; ++code)  // in this order, neighbouring sums do not wait for each other
       for (int high = 0; high < left; ++high) above[high] += table[high * codes + code];
     std::copy_n(above, left, table);
     return weights_;
@@ -206,9 +206,9 @@ class CodedValues {
   const Outliers outliers_;
   const int stride_;
   const bool mixes_;
-  int64_t number_ = 0;  // of the book
+  int64_t number_ = 0;  // of the codebook
   bool use_table_ = false;
-  Buffer<Quad> table_, weights_;  // by column and index; what a table is folded into
+  Buffer<Quad> table_, weights_;  // by column and index; folded weights
   Buffer<float> book_, sums_;
   Buffer<Quad> added_;  // weighted sums of outliers, by channel
   OfLevels<CodedLevelValues> levels_;

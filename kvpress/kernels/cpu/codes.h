@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layout of quantised rows, and their decoding to float32 into a tile that stays in the first-level cache.
+// Layout of quantised rows, and their decoding to float32 into a tile that stays in the L1 cache.
 //
-// A row of `channels` codes of b bits is one plane of channels * b / 8 bytes. With P = 8 / b parts, byte j holds
-// channel p * (channels / P) + j at bit b * p, so that one load, shift and mask yields neighbouring channels. Three
-// bits are a plane of the low two bits followed by a plane of the high bit.
+// A row of `channels` codes of b bits is one plane of channels * b / 8 bytes. With P = 8 / b parts, byte j holds channel p *
+// (channels / P) + j at bit b * p, so that one load, shift and mask yields neighbouring channels. Three-bit codes are a plane
+// of the low two bits followed by a plane of the high bit.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 namespace kvpress {
 
 struct Plane {
-  int offset;  // of its first byte within the row
+  int offset;  // of the first byte within the row
   int bytes;   // per row; also the distance in channels between two parts
   int bits;
-  int shift;   // codes of this plane count 2^shift
+  int shift;   // bits of this plane count 2^shift
 };
 
 struct Planes {
@@ -38,10 +38,10 @@ struct Planes {
   int count = 1;
 };
 
-// Whether decoded values differ from code times scale by a zero of the group or by the zero point.
+// True if decoded values have an offset: a zero per group, or a zero point.
 inline bool has_zeros(const Rows& side) { return side.zero || side.zero_point != 0; }
 
-// Rows of one side; knows which row of scale and zero belongs to which row of codes.
+// Rows of one side; maps rows of codes to rows of scale and zero.
 class PackedRows {
  public:
   explicit PackedRows(const Rows& side)
@@ -58,7 +58,7 @@ class PackedRows {
   const Rows& side() const { return side_; }
   const Planes& planes() const { return planes_; }
   const uint8_t* codes(int64_t row) const { return static_cast<const uint8_t*>(side_.data) + row * side_.stride; }
-  // Where the codes of each row begin; the last row stands in for those up to `padded`.
+  // Get the address of each row's codes; the last row is repeated up to `padded`.
   void locate(const int64_t* rows, int count, int padded, const uint8_t** out) const {
     const uint8_t* base = codes(0);
     const int64_t stride = side_.stride;
@@ -68,13 +68,13 @@ class PackedRows {
 
   int64_t scales_per_row() const { return scales_per_row_; }
 
-  // A shift where it can be: a division takes as long as the products with a row.
+  // Return the group of a row. It is a shift if possible: a division takes as long as the products with a row.
   int64_t group(int64_t row) const {
     if (!ends_.empty()) return seek(row);
     return shift_ >= 0 ? row >> shift_ : row / side_.group_rows;
   }
 
-  // Whether all groups named by the rows exist.
+  // Return whether the groups of all rows exist.
   bool stores(const int64_t* rows, int count) const {
     if (!side_.lengths) return true;
     int64_t last = -1;
@@ -82,13 +82,13 @@ class PackedRows {
     return last < (ends_.empty() ? 0 : ends_.back());
   }
 
-  // How many of the rows share the group of the first one.
+  // Return the number of leading rows that share the group of the first one.
   int run(const int64_t* rows, int count, bool contiguous) const {
     const int64_t first = group(rows[0]);
     const int64_t begin = ends_.empty() ? first * side_.group_rows : first ? ends_[first - 1] : 0;
     const int64_t size = ends_.empty() ? side_.group_rows : ends_[first] - begin;
     if (contiguous) return int(std::min<int64_t>(count, begin + size - rows[0]));
-    int end = 1;  // a comparison, because a division per row would cost more than its dot products
+    int end = 1;  // compare with the range: a division per row would cost more than its dot products
     while (end < count && uint64_t(rows[end] - begin) < uint64_t(size)) ++end;
     return end;
   }
@@ -121,13 +121,13 @@ class PackedRows {
     }
   }
 
-  // Fetch the codes of the rows.
+  // Prefetch the codes of the rows.
   void prefetch_codes(const int64_t* rows, int count, bool contiguous) const {
     if (contiguous && count > 0) return prefetch_row(codes(rows[0]), count * side_.stride);
     for (int t = 0; t < count; ++t) prefetch_row(codes(rows[t]), side_.stride);
   }
 
-  // Fetch the scales between those of the first and the last row.
+  // Prefetch the scales from the first to the last row.
   void prefetch_scales(const int64_t* rows, int count) const {
     if (count <= 0) return;
     const int64_t first = group(rows[0]), groups = group(rows[count - 1]) - first + 1;
@@ -138,7 +138,7 @@ class PackedRows {
   }
 
  private:
-  // Rows mostly ascend: the group of the last one and the next are tried before all are searched.
+  // Return the group of a row. Rows mostly ascend, so the last group and the next one are tried before a binary search.
   int64_t seek(int64_t row) const {
     const int64_t last = int64_t(ends_.size()) - 1;
     for (int64_t g = last_group_; g <= std::min(last_group_ + 1, last); ++g)
@@ -169,7 +169,7 @@ class PackedRows {
       }
       return;
     }
-    if constexpr (sizeof(S) == 1) return;  // scales of eight bits have no zeros
+    if constexpr (sizeof(S) == 1) return;  // 8-bit scales have no zeros
     else rescale_and_move(scale, static_cast<const S*>(side_.zero) + group * scales_per_row(), out);
   }
 
@@ -190,10 +190,10 @@ class PackedRows {
 
   const Rows& side_;
   const Planes planes_;
-  std::vector<int64_t> ends_;  // of the groups, where these have lengths of their own
+  std::vector<int64_t> ends_;  // end row of each group, if `lengths` is set
   mutable int64_t last_group_ = 0;
   const int64_t scales_per_row_;
-  int shift_ = 0;  // of the group of a row; -1 where groups have no power of two rows
+  int shift_ = 0;  // log2(group_rows), or -1 if this is no power of two
   float levels_[256];
 };
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Low-rank terms and outliers of one side, added to logits and outputs directly: no corrected row is ever built.
+// Low-rank terms and outliers of one side, added to logits and outputs directly: no corrected row is built.
 //
-// An outlier is one channel of one row. Four queries meet it at once: what it is multiplied with, and what it is added to, lie
-// side by side for them.
+// An outlier is one channel of one row. It is applied to four queries at once, so the numbers of four queries are stored side
+// by side.
 #pragma once
 
 #include "buffer.h"
@@ -25,7 +25,7 @@ class Corrector {
         channel_fours_(outliers_.none() ? 0 : fours() * channels_),
         row_fours_(outliers_.none() ? 0 : kChunk) {}
 
-  // Queries float32 [M, stride], zero padded; needed by score() only.
+  // Set queries float32 [M, stride], zero-padded; needed by score() only.
   void begin(const float* q, int stride) {
     q_ = q;
     stride_ = stride;
@@ -33,7 +33,7 @@ class Corrector {
     for (int b = 0; !outliers_.none() && b < fours(); ++b) beside(q, stride, 4 * b, channels_, channel_fours_ + b * channels_);
   }
 
-  // Whether all bases, outliers and channels that the rows refer to exist.
+  // Return whether all bases, outliers and channels of the rows exist.
   bool stores(const Chunk& chunk) const {
     if (terms_.factor) {
       uint32_t basis = 0;
@@ -61,7 +61,7 @@ class Corrector {
   }
 
  private:
-  // Fetch the terms of as many rows behind a chunk; what lies past the last one is not touched by that.
+  // Prefetch the terms of as many rows after the chunk; a prefetch past the last row is harmless.
   void prefetch(const Chunk& chunk) const {
     if (!chunk.contiguous) return;
     const int64_t next = chunk.rows[0] + chunk.count, count = chunk.count;
@@ -82,7 +82,7 @@ class Corrector {
 
   static int64_t width(int64_t dtype) { return dtype == kFloat16 ? 2 : 4; }
 
-  // q . (factor basis) = factor . (q basis): the product with the basis is made once for all rows that share it.
+  // q . (factor basis) = factor . (q basis): the product with the basis is computed once for all rows that share it.
   template <class T>
   void score_low_rank(const T* basis, const Chunk& chunk, float* scores) {
     for_runs(basis, chunk, [&](int32_t id, auto row, int first, int count) {
@@ -118,8 +118,8 @@ class Corrector {
     });
   }
 
-  // Calls step(basis id, its rows by number, first row, rows) for each run of rows with one basis. Their factors are in
-  // factors_ [rank, kChunk] then, zero padded to a whole vector.
+  // Call step(basis id, basis rows by index, first row, number of rows) for each run of rows with one basis. Their factors are
+  // then in factors_ [rank, kChunk], zero-padded to a full vector.
   template <class T, class Step>
   void for_runs(const T* basis, const Chunk& chunk, Step&& step) {
     for (int t = 0, end; t < chunk.count; t = end) {
@@ -132,7 +132,7 @@ class Corrector {
     }
   }
 
-  // The end of the run of rows with the basis `id` that begins at t. Usually it is that of all rows.
+  // Return the end of the run of rows with basis `id` that begins at t; usually it has all rows.
   int run(const Chunk& chunk, int t, int32_t id) const {
     int32_t other = 0;
     for_rows(chunk, t, chunk.count, [&](int, int64_t row) { other |= terms_.chunk[row] ^ id; });
@@ -154,7 +154,7 @@ class Corrector {
       for (int i = 0; i < count; ++i)
         for (int k = 0; k < rank_; ++k) loaded_[i * rank_ + k] = to_float(from[chunk.rows[t + i] * rank_ + k]);
     }
-    // With the rank known, compilers turn the loops into shuffles.
+    // With a constant rank, compilers turn the loops into shuffles.
     if (rank_ == 2) return transpose<2>(count);
     if (rank_ == 4) return transpose<4>(count);
     if (rank_ == 8) return transpose<8>(count);
@@ -172,7 +172,7 @@ class Corrector {
     }
   }
 
-  // Calls step(t, its row) for the rows from `begin` to `end`; where they are neighbours, compilers use vectors.
+  // Call step(t, row) for rows [begin, end); compilers vectorise consecutive rows.
   template <class Step>
   static KVPRESS_INLINE void for_rows(const Chunk& chunk, int begin, int end, Step&& step) {
     if (chunk.contiguous)
@@ -185,7 +185,7 @@ class Corrector {
 
   int fours() const { return (queries_ + 3) / 4; }
 
-  // out[i] = element i of four rows of `from`, that begin at row m; those behind the last query count as zero.
+  // out[i] = element i of four rows of `from`, from row m on; rows past the last query are zero.
   void beside(const float* from, int stride, int m, int count, Four* out) const {
     if (m + 4 <= queries_) {
       const float *a = from + m * stride, *b = a + stride, *c = b + stride, *d = c + stride;
@@ -197,7 +197,7 @@ class Corrector {
       for (int i = 0; i < count; ++i) out[i][k] = from[(m + k) * stride + i];
   }
 
-  // The reverse, added: element i of four rows of `to` += from[i].
+  // Inverse of beside(), accumulating: element i of four rows of `to` += from[i].
   void add_beside(const Four* from, int count, int m, float* to, int stride) const {
     for (int k = 0; k < std::min(4, queries_ - m); ++k)
       for (int i = 0; i < count; ++i) to[(m + k) * stride + i] += from[i][k];
@@ -229,10 +229,10 @@ class Corrector {
   const int channels_, queries_, rank_;
   const float* q_ = nullptr;
   int stride_ = 0;
-  int64_t projected_ = -1;  // the basis whose product with the queries is in products_
+  int64_t projected_ = -1;  // basis whose products with the queries are in products_
   Buffer<float> factors_, loaded_, products_;
   const Outliers outliers_;
-  Buffer<Four> channel_fours_;  // [M / 4, D]: queries, or for mix() what channels receive of four of them
+  Buffer<Four> channel_fours_;  // [M / 4, D]: queries, or in mix() the sums of each channel for four of them
   Buffer<Four> row_fours_;      // [kChunk]: logits, or weights
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry points of one instruction-set level; the same source is compiled once per level.
-// Each returns -1, or the number of a stream that refers to rows or groups which are not stored.
+// Entry points, compiled once per instruction-set level.
+// Each returns -1, or the number of a stream that refers to rows or groups that are not stored.
 
 #include "packed_reader.h"
 #include "parts.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense rows: dot products of four rows at a time, and the probability-weighted sum of rows.
+// Dense rows: dot products of queries with four rows at a time, and weighted sums of rows.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 
 namespace kvpress {
 
-constexpr int kChunk = 256;                // rows whose logits are held at once
-constexpr int kAhead = 24;                 // dense rows between the one worked on and the one prefetched, at most
-constexpr int kAheadCoded = 64;            // quantised ones, which are shorter
-constexpr int kAheadLabels = 512;          // labels, shorter still: beyond the page that hardware prefetchers follow
+constexpr int kChunk = 256;                // rows whose logits are kept at once
+constexpr int kAhead = 24;                 // maximum prefetch distance in dense rows
+constexpr int kAheadCoded = 64;            // prefetch distance in quantised rows, which are shorter
+constexpr int kAheadLabels = 512;          // prefetch distance in labels: past the page that hardware prefetchers follow
 constexpr int kScoreStride = kChunk + 32;  // a kernel may write a full vector past the last row
-constexpr int kTile = 16;                  // rows worked on at once
-constexpr int kQueryPad = 32;              // queries are zero padded to a multiple of this
+constexpr int kTile = 16;                  // rows handled at once
+constexpr int kQueryPad = 32;              // queries are zero-padded to a multiple of this
 
 inline bool on_intel() {
 #if defined(__x86_64__)
@@ -26,32 +26,32 @@ inline bool on_intel() {
 #endif
 }
 
-// Dense rows of so many bytes between the one worked on and the one prefetched. Beyond the page that the hardware prefetchers of an
-// Intel processor follow, a fifth of the bandwidth is lost; on AMD the longer way is the faster one.
+// Prefetch distance in dense rows of `bytes` bytes. On Intel, a distance past the page that the hardware prefetcher follows
+// costs a fifth of the bandwidth; on AMD, the longer distance is faster.
 inline int rows_ahead(int64_t bytes) {
   return on_intel() ? int(std::clamp<int64_t>(2560 / bytes, 4, kAhead)) : kAhead;
 }
 
-// Listed dense rows that are prefetched one after the other, and how far ahead. On an Intel processor, asking for many at once,
-// for the first-level cache, is faster by a fifth than asking for the next between two products.
+// Number of listed dense rows that are prefetched together, and the prefetch distance in rows. On Intel, prefetching many rows
+// into the L1 cache just before they are read is faster by a fifth than prefetching one row between two products.
 struct Burst {
   int rows, ahead;
 };
 
-// Of pairs of so many bytes; a burst has no more than half of the smallest first-level cache.
+// Burst for pairs of `bytes` bytes; on Intel, at most half of the smallest L1 cache.
 inline Burst burst_of_listed(int64_t bytes) {
   return on_intel() ? Burst{int(std::clamp<int64_t>((16 << 10) / bytes / 4 * 4, 4, 32)), 0} : Burst{4, kAhead};
 }
 
-// Row numbers of one step of a stream; those from `count` to `known` come in the next step.
+// Row numbers of one step of a stream. Rows from `count` to `known` belong to the next step and are listed for prefetching.
 struct Chunk {
   int64_t rows[kChunk + kAheadCoded];
   int count, known;
-  int next;  // how many rows the next step has
-  bool contiguous;  // each row follows the one before it
+  int next;  // number of rows of the next step
+  bool contiguous;  // row numbers are consecutive
 };
 
-// Call `step` with kMost queries at a time, up to 4 of them, then once with those left over.
+// Call step(number of queries, first query) with kMost queries at a time, at most 4, then once with the remaining ones.
 template <int kMost = 4, class Step>
 inline void for_query_tiles(int queries, Step&& step) {
   int m = 0;
@@ -61,20 +61,21 @@ inline void for_query_tiles(int queries, Step&& step) {
   if (queries - m == 1) step(std::integral_constant<int, 1>{}, m);
 }
 
-// Whether the sums of four rows and four queries have to stay in registers and find no room there. Where numbers are converted
-// one at a time, that costs more than sums in memory.
+// True if products use fewer sums than four rows times four queries, because 16 registers do not hold these. Without vector
+// conversion, converting a row again costs more than sums in memory.
 constexpr bool kFewSums = kRegisters == 16 && kConvertsHalves;
 
-// Queries that rows meet at once. With few sums, converting rows twice for two queries each costs less than two rows at a time
-// for four, unless it takes several instructions a number.
+// Queries multiplied with a row at once. With few sums, two passes of two queries over four rows, which convert each row twice,
+// cost less than four queries on two rows; except for e4m3, which takes several instructions per number.
 template <class T>
 constexpr int kDotQueries = kFewSums && !std::is_same_v<T, e4m3> ? 2 : 4;
 
-// How many vectors of neighbouring channels are read at once: two of what is read as pairs.
+// Vectors of neighbouring channels that are loaded at once: two for types that are loaded as pairs.
 template <class T>
 constexpr int kAtOnce = kPaired<T> ? 2 : 1;
 
-// x = kVectors vectors of neighbouring channels; an even number of what is read as pairs is parted.
+// Load kVectors vectors of neighbouring channels. If the type is loaded as pairs and kVectors is even, x[2 v] has the even
+// channels of two vectors, x[2 v + 1] the odd ones.
 template <class T, int kVectors>
 KVPRESS_INLINE void load_block(const T* p, F (&x)[kVectors]) {
   if constexpr (kPaired<T> && kVectors % 2 == 0)
@@ -84,14 +85,14 @@ KVPRESS_INLINE void load_block(const T* p, F (&x)[kVectors]) {
     unrolled<kVectors>([&](auto v) KVPRESS_INLINE_LAMBDA { x[v] = load(p + v * kLanes); });
 }
 
-// part_pairs or join_pairs of two vectors in memory.
+// Apply part_pairs or join_pairs to two vectors in memory.
 KVPRESS_INLINE void in_place(void (&step)(F&, F&), float* p) {
   F a = load(p), b = load(p + kLanes);
   step(a, b);
   store(p, a), store(p + kLanes, b);
 }
 
-// Multiply-accumulate the vectors of a key that are read at once with those of a query, in float32.
+// Float32 multiply-accumulate of keys and queries, kAtOnce vectors per step.
 template <class T>
 struct FloatDot {
   using Key = T;
@@ -122,7 +123,7 @@ struct FloatDot {
 };
 
 #if defined(__AVX512BF16__)
-// Exact products of bfloat16 pairs, float32 sums: half the instructions of FloatDot.
+// Exact products of bfloat16 pairs with float32 sums: half the instructions of FloatDot.
 struct PairDot {
   using Key = bf16;
   using Query = bf16;
@@ -130,7 +131,7 @@ struct PairDot {
   static constexpr int kWidth = 2 * kLanes;
   static void put_query(const float* q, int channels, bf16* out) {
     for (int c = 0; c < channels; ++c) {
-      uint32_t wide;  // exact by contract (Problem::bf16_queries), so truncation is not rounding
+      uint32_t wide;  // exact by contract (Problem::bf16_queries): truncation does not round
       std::memcpy(&wide, &q[c], sizeof wide);
       out[c] = {uint16_t(wide >> 16)};
     }
@@ -141,7 +142,7 @@ struct PairDot {
 };
 #endif
 
-// Queries float32 [queries, channels] as the products take them, [queries, stride]; what is behind the last channel stays zero.
+// Convert queries float32 [queries, channels] to the layout of the products, [queries, stride]. Padding stays zero.
 template <class Dot>
 inline void pad_queries(const float* q, int64_t queries, int64_t channels, typename Dot::Query* out, int stride) {
   for (int64_t m = 0; m < queries; ++m) Dot::put_query(q + m * channels, int(channels), out + m * stride);
@@ -158,7 +159,7 @@ KVPRESS_INLINE void dot_rows(const typename Dot::Key* const* rows, const typenam
   const typename Dot::Key* from[kRows];
   unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { from[r] = rows[kFirst + r]; });
   typename Dot::Key tail[kRows][Dot::kWidth];
-  // One body for whole and partial vectors: with a second copy of it the sums would be kept in memory in between.
+  // One loop body for full and partial vectors: with a second copy, compilers spill the sums to memory.
   for (int at = 0; at < channels; at += Dot::kWidth) {
     if (channels - at < Dot::kWidth) {
       std::memset(static_cast<void*>(tail), 0, sizeof tail);
@@ -172,7 +173,7 @@ KVPRESS_INLINE void dot_rows(const typename Dot::Key* const* rows, const typenam
     const auto add = [&](auto m, auto r, Vector k, Vector q) KVPRESS_INLINE_LAMBDA {
       sums[m][kFirst + r] = Dot::step(sums[m][kFirst + r], k, q);
     };
-    if constexpr (kRows < kQueries) {  // the fewer vectors stay in registers
+    if constexpr (kRows < kQueries) {  // the smaller set of vectors stays in registers
       Vector keys[kRows];
       unrolled<kRows>([&](auto r) KVPRESS_INLINE_LAMBDA { keys[r] = key(r); });
       unrolled<kQueries>([&](auto m) KVPRESS_INLINE_LAMBDA {
@@ -204,8 +205,8 @@ inline void dot_four(const typename Dot::Key* const rows[4], const typename Dot:
   });
 }
 
-// Scores of `count` rows given by pointer; the last four-row step repeats the final row. `ahead(t)` runs once per row
-// and may prefetch what is read next.
+// Scores of `count` rows given by pointer; the last four-row step repeats the final row. `ahead(t)` is called once per row and
+// may prefetch.
 template <class Dot, class RowAt, class Ahead>
 void score_rows(RowAt row_at, int count, const typename Dot::Query* queries, int query_stride, int query_count,
                 int channels, float* scores, Ahead ahead) {
@@ -245,15 +246,15 @@ inline void mix_block(const T* const* rows, int count, const float* weights, flo
   for_sums([](F& sum, float* at) KVPRESS_INLINE_LAMBDA { store(at, sum); });
 }
 
-// acc[m, :] += sum_t weights[m, t] * row_t; acc rows are padded to a whole vector.
+// acc[m, :] += sum_t weights[m, t] * row_t; rows of acc are padded to a full vector.
 //
-// Sixteen rows at a time: the first block of channels pulls them from memory in an order that the hardware prefetcher
-// follows, and the later blocks find them in the first-level cache. More rows would reload the sums less often, which
-// is faster on cached rows but slower on rows that come from memory.
+// Sixteen rows at a time: the first block of channels reads them from memory in an order that the hardware prefetcher follows,
+// and later blocks find them in the L1 cache. More rows would reload the sums less often, which is faster for cached rows but
+// slower for rows from memory.
 template <class T, class RowAt, class Ahead>
 void mix_rows(RowAt row_at, int count, const float* weights, int query_count, int channels, float* acc, int acc_stride,
               Ahead ahead) {
-  constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as the register file holds
+  constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as the registers hold
   constexpr int kBlockChannels = kVectors * kLanes;
   const auto for_pairs = [&](auto& step) {
     const int whole = channels / kBlockChannels * kBlockChannels;

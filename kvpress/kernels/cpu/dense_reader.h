@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads keys and values stored as plain float32, bfloat16 or float16 rows.
+// Reads keys and values stored as float32, bfloat16 or float16 rows.
 #pragma once
 
 #include "attend.h"
@@ -49,7 +49,7 @@ class DenseReader {
     if (t < chunk.known) prefetch_row<kNear>(row(rows, chunk.rows[t]), rows.channels * sizeof(T));
   }
 
-  // Listed rows lie far apart: their values are on the way while the keys are still being read.
+  // Listed rows are far apart, so their values are prefetched while the keys are still being read.
   template <bool kNear>
   void prefetch_pairs(const Chunk& chunk, int first) const {
     for (int t = first; t < first + burst_.rows; ++t) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention on codes with integer dot products: nothing is dequantised.
 //
-// A key group folds its scales into the queries, which become 16-bit integers: dot products of integers give the logit to
+// The scales of a key group are folded into the queries, which become 16-bit integers. Integer dot products give the logit to
 // about 2^-15 of the largest term. Probabilities times value scales are rounded likewise.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace kvpress {
 
-constexpr float kIntRange = 32512.f;  // 127 * 256: the largest magnitude whose high byte stays within int8
+constexpr float kIntRange = 32512.f;  // 127 * 256: the largest magnitude whose high byte fits int8
 
 using UnsignedWords = uint32_t __attribute__((vector_size(sizeof(F))));
 using SignedBytes = int8_t __attribute__((vector_size(kLanes)));
@@ -36,18 +36,18 @@ inline F load_half(const f16* p, int count) {
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 #define KVPRESS_WHOLE_FACTORS 1
-constexpr bool kWholeFactors = true;  // products of 16 bits, two of which an instruction adds
+constexpr bool kWholeFactors = true;  // products of 16 bits, which one instruction adds in pairs
 #else
-constexpr bool kWholeFactors = false;  // products of bytes, four of which an instruction adds, with less to do for the codes
+constexpr bool kWholeFactors = false;  // products of bytes, which one instruction adds in fours, with less work on the codes
 #endif
 
-// Makes round(x * y) of two vectors the factors that codes are multiplied with. Of four factors in a row, two go to the same
-// four bytes of each plane: the first and third, and the second and fourth, where they stay whole; otherwise the high bytes
-// of all four, and the low ones: factor = 256 * high + low, both signed.
+// Rounds x * y of two vectors to integer factors of codes, and splits these into two planes. Of four factors in a row, with
+// 16-bit products the first and third go to one plane and the second and fourth to the other. With byte products the high bytes
+// of all four go to one plane and the low bytes to the other: factor = 256 * high + low, both signed.
 class Factors {
  public:
   KVPRESS_INLINE void operator()(F x0, F y0, F x1, F y1, int8_t* first, int8_t* second) const {
-    // 128 rounds the high byte and is undone by the xor.
+    // 128 rounds the high byte; the xor removes it from the low byte.
     const F magic = set1(kMagic + (kWholeFactors ? 0.f : 128.f));
     const Words a = (Words)fma(x0, y0, magic), b = (Words)fma(x1, y1, magic);
 #if defined(__AVX512F__)
@@ -69,7 +69,7 @@ class Factors {
 
  private:
 #if defined(__AVX2__)
-  // Of each 128 bits, what goes to the first plane of a and of b, then to the second one.
+  // Order of bytes within each 128 bits: those of a and b for the first plane, then those for the second.
   static __m128i pick() {
     if (kWholeFactors) return _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     return _mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8, 12, 2, 6, 10, 14);
@@ -90,7 +90,7 @@ class Factors {
 #endif
 };
 
-// sum[lane] += codes of the lane times the same four bytes of factors.
+// sum[lane] += codes of the lane times four bytes of factors, the same for all lanes.
 KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* factors) {
 #if defined(__ARM_FEATURE_DOTPROD)
   sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)factors)));
@@ -110,26 +110,26 @@ KVPRESS_INLINE void multiply_add(Words& sum, Words codes, const int8_t* factors)
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-constexpr bool kSignedCodes = true;  // codes are multiplied as signed bytes, so they must be less than 128
+constexpr bool kSignedCodes = true;  // codes are multiplied as signed bytes, so they must be below 128
 #else
 constexpr bool kSignedCodes = false;
 #endif
 
-// Takes the codes of one part out of words of four bytes, and multiplies them.
+// Extracts the codes of one part from words of four bytes, and multiplies them.
 template <int kBits>
 class Part {
   static constexpr bool kTwoDigits = kSignedCodes && kBits == 8;
   static constexpr int kDigit = kTwoDigits ? 4 : kBits;  // bits of a code that are multiplied at once
 
  public:
-  // Vectors with codes: whole factors meet 16 bits each, the first and third, then the second and fourth; bytes meet the four
-  // codes, which come as their low and high digit where they are too large.
+  // Vectors of codes. 16-bit factors need two: the first and third codes, and the second and fourth. Byte factors need one with
+  // all four codes, or two with the low and high digits of codes that are too large.
   static constexpr int kWords = kWholeFactors || kTwoDigits ? 2 : 1;
-  // Sums of a query: one for each plane of its factors where they are bytes, and for each digit.
+  // Sums of a query: for byte factors, one for each plane and each digit.
   static constexpr int kSums = kWholeFactors ? 1 : 2 * kWords;
 
-  // Codes may stay `left` bits from the right unless they are signed: they are 2^left() times as large then, and those that stay
-  // in their place take less to get at.
+  // Codes may stay `left` bits from the right, unless they are signed: they are 2^left() times as large then, and codes that
+  // stay in place take fewer instructions to extract.
   KVPRESS_INLINE Part(int part, int left)
       : left_(kSignedCodes ? 0 : left),
         right_(UnsignedWords{} + uint32_t(kBits * part - left_)),
@@ -143,7 +143,7 @@ class Part {
     if constexpr (kWords == 2) codes[1] = (Words)(first >> (kTwoDigits ? 4 : 8) & mask_);
   }
 
-  // sums[kSums m ...] += codes times the factors of kQueries queries, `stride` bytes apart, whose planes are `plane` apart.
+  // sums[kSums m ...] += codes times the factors of kQueries queries. Queries are `stride` bytes apart, planes `plane` bytes.
   template <int kQueries>
   static KVPRESS_INLINE void multiply(Words* sums, const Words* codes, const int8_t* factors, int stride, int plane) {
     unrolled<kQueries>([&](auto i) KVPRESS_INLINE_LAMBDA {
@@ -153,7 +153,7 @@ class Part {
     });
   }
 
-  // What the sums of one query come to.
+  // Combine the sums of one query.
   static KVPRESS_INLINE Words total(const Words* sums) {
     if constexpr (kWholeFactors) return sums[0];
     const Words low = (sums[0] << 8) + sums[1 % kSums];
@@ -166,12 +166,12 @@ class Part {
   const UnsignedWords right_, mask_;
 };
 
-// Whether what lies ahead is asked for at every opportunity. There is little to ask for where codes are short, and each time
-// costs as much as a tenth of the products in between.
+// True if every opportunity is used to prefetch. Short codes need few prefetches, and each call costs as much as a tenth of the
+// products in between.
 template <int kBits>
 constexpr bool kOften = kBits >= 4;
 
-// Instantiate `step` for the widths that a plane can have.
+// Call `step` with the bits of a plane as a constant.
 template <class Step>
 inline void for_bits(int bits, Step&& step) {
   using std::integral_constant;

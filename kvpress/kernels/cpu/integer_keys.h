@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logits of quantised keys whose scales are per channel and shared by a group of rows, or per row and shared by its channels.
+// Logits of quantised keys with scales per channel and group of rows, or with one scale per row.
 #pragma once
 
 #include "ahead.h"
@@ -11,7 +11,7 @@ namespace kvpress {
 
 class IntegerKeys {
   static constexpr f16 kOne{0x3c00};
-  static constexpr int kMaxChannels = 512;  // a constant distance between queries keeps them addressable by offset
+  static constexpr int kMaxChannels = 512;  // a constant distance between queries makes them addressable by offset
 
  public:
   static bool fits(const Rows& side) {
@@ -20,7 +20,7 @@ class IntegerKeys {
     return numbers && (side.group_channels == 1 || by_row(side)) && side.channels <= kMaxChannels;
   }
 
-  // Whether every row has one scale and one zero: then queries are folded once for all rows.
+  // True if every row has one scale and one zero: queries are then folded once for all rows.
   static bool by_row(const Rows& side) { return side.group_channels == side.channels && side.group_rows == 1; }
 
   IntegerKeys(const PackedRows& rows, int64_t queries)
@@ -36,10 +36,10 @@ class IntegerKeys {
         ones_(round_up(rows.side().channels, 2 * kLanes)),
         by_row_(by_row(rows.side())),
         zero_point_(float(rows.side().zero_point)),
-        // So that no sum of products leaves 32 bits.
+        // No sum of products may exceed 32 bits.
         range_(std::min(kIntRange, float(INT32_MAX / widest(rows.side().channels, codes_.plane().bits)))) {}
 
-  // Queries float32 [M, stride], zero padded to a multiple of kQueryPad.
+  // Set queries float32 [M, stride], zero-padded to a multiple of kQueryPad.
   void begin(const float* q, int) {
     q_ = q;
     group_ = -1;
@@ -53,8 +53,8 @@ class IntegerKeys {
     fold(ones_, ones_);
   }
 
-  // How many of the rows are scored at once: up to kTile, of one group where rows share scales, or none where there are too
-  // few of it to pay for folding its scales into the queries.
+  // Return the number of rows that are scored at once: up to kTile, of one group if rows share scales; 0 if these are too few
+  // to pay for folding the group's scales into the queries.
   int run(const int64_t* rows, int count, bool contiguous) const {
     count = std::min(count, kTile);
     if (by_row_) return count;
@@ -62,7 +62,7 @@ class IntegerKeys {
     return run < 4 ? 0 : run;
   }
 
-  // Logits of as many rows; kTile are written per query.
+  // Logits of `count` rows; kTile are written per query.
   void score(const int64_t* rows, int count, float* scores, Ahead& ahead) {
     if (const int64_t group = by_row_ ? -1 : rows_.group(rows[0]); group != group_) {
       const int64_t at = group * rows_.side().channels;
@@ -115,7 +115,7 @@ class IntegerKeys {
 
   template <int kQueries>
   void fold_tile(const f16* scale, const f16* zero, int channels, F to_int, int m) {
-    // Locals, because a store of bytes may alias every member.
+    // Local variables, because a store of bytes may alias every member.
     const float* const queries = q_ + m * stride_;
     int8_t* const bytes = bytes_ + m * 2 * kMaxChannels;
     const int stride = stride_;
@@ -138,15 +138,16 @@ class IntegerKeys {
     std::copy_n(sums, kQueries, zero_dot_ + m);
   }
 
-  // Every other part of the codes stays one code from the right, and has sums of its own.
+  // Sets of sums: every second part of the codes stays one code from the right, and has its own set.
   static constexpr int sets(int bits) { return bits < 8 && !kSignedCodes ? 2 : 1; }
 
-  // The sum of so many channels of codes, as large as they can be where they stay.
+  // Largest sum of `channels` codes, including those that are larger because they stay in place.
   static int64_t widest(int64_t channels, int bits) { return channels / sets(bits) << sets(bits) * bits; }
 
-  // The first tile of queries transposes as it goes, which overlaps shuffles with multiplications.
+  // Products with a tile of queries. The first tile transposes the codes on the way, which overlaps shuffles with
+  // multiplications.
   template <int kBits, int kQueries, bool kFirst>
-  __attribute__((noinline))  // GCC keeps the sums in registers only in a function of its own
+  __attribute__((noinline))  // GCC keeps the sums in registers only in a separate function
   void dot(const uint8_t* const* codes, int m, Ahead& later) {
     const Plane& plane = codes_.plane();
     const int8_t* factors = bytes_ + m * 2 * kMaxChannels;

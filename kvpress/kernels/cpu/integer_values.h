@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted sums of quantised values whose scales are per row and shared by a group of channels.
+// Weighted sums of quantised values with scales per row and group of channels.
 #pragma once
 
 #include "ahead.h"
@@ -9,7 +9,7 @@
 #if defined(KVPRESS_INTEGERS)
 namespace kvpress {
 
-// Brings the scales of each group together: halves [rows, groups] become [groups, kChunk].
+// Transposes scales: halves [rows, groups] become [groups, kChunk].
 class ScaleColumns {
  public:
   explicit ScaleColumns(int groups)
@@ -55,10 +55,10 @@ class ScaleColumns {
   const int groups_;
 #if defined(__AVX512F__)
   const int pairs_;
-  Buffer<__m512i> pick_;    // [groups]: where the scales of 32 rows are
-  Buffer<__mmask32> live_;  // [groups, pairs]: which of them each pair of source vectors holds
+  Buffer<__m512i> pick_;    // [groups]: source index of each of 32 rows' scales
+  Buffer<__mmask32> live_;  // [groups, pairs]: rows whose scale is in each pair of source vectors
 #else
-  // With the number of groups known, compilers turn the loop into shuffles.
+  // With a constant number of groups, compilers turn the loop into shuffles.
   template <int kGroups>
   void copy(const uint16_t* from, int rows, f16* out) const {
     const int groups = kGroups ? kGroups : groups_;
@@ -69,11 +69,11 @@ class ScaleColumns {
 };
 
 class IntegerValues {
-  // Weights times scales that are all below this add nothing to a sum of weights that is at least one.
+  // If all products of weight and scale are below this, they add nothing to a sum of weights that is at least one.
   static constexpr float kSmallest = 1e-27f;
 
  public:
-  // Sixteen neighbouring channels of a part are accumulated together, so they must share their scale.
+  // Sixteen neighbouring channels of a part are accumulated together, so they must share a scale.
   static bool fits(const Rows& side) {
     if (side.dtype != kFloat16 || side.levels || side.group_rows != 1) return false;
     const Plane plane = WholeCodes::plane_of(side);
@@ -136,12 +136,12 @@ class IntegerValues {
   }
 
  private:
-  // Scales of the chunk, [rows, groups], become [groups, rows].
+  // Transpose the scales of the chunk from [rows, groups] to [groups, rows].
   void transpose_scales(const void* base, const Chunk& chunk, int padded, f16* out) {
     columns_(gather_scales(static_cast<const uint16_t*>(base), chunk, padded), padded, out);
   }
 
-  // The scales in place when whole vectors of them can be read there, a zero padded copy otherwise.
+  // Return the scales in place if they can be read as full vectors, else a zero-padded copy.
   const uint16_t* gather_scales(const uint16_t* from, const Chunk& chunk, int padded) {
     const uint16_t* first = from + chunk.rows[0] * groups_;
     if (chunk.contiguous && chunk.count == padded && groups_ % 2 == 0) return first;
@@ -155,9 +155,9 @@ class IntegerValues {
     return halves_;
   }
 
-  // Weights times the scales of a group as factors of two bytes per row, and the weighted sum of its zeros. Factors count the
-  // largest of these products: the largest weight may belong to a row of small scale, such as that of an attention sink.
-  // Zeros that are not stored are -zero_point * scale.
+  // Round weights times the scales of a group to factors of two bytes per row, and sum its weighted zeros. The unit follows the
+  // largest product: the largest weight may belong to a row of small scale, such as an attention sink. Zeros that are not
+  // stored are -zero_point * scale.
   template <int kQueries>
   void fold(int m, int g, const float* weights, int padded) {
     const bool stored = rows_.side().zero;
@@ -194,14 +194,14 @@ class IntegerValues {
     }
   }
 
-  // What one call of accumulate covers: `count` bytes in one vector of the block `at` of the plane, queries from `m`.
+  // Range of one accumulate() call: `count` bytes of one vector of the block `at` of the plane, for queries from `m` on.
   struct Span {
     int at, vector, count, rows, m;
     int first() const { return at + vector * kLanes; }
   };
 
-  // Word q: lane i holds byte `first + i` of rows 4q .. 4q + 3. The first call makes the words as it goes, which overlaps
-  // shuffles with multiplications; the others find them in words_.
+  // Word q: lane i has byte `first + i` of rows 4q .. 4q + 3. The first call makes the words on the way, which overlaps
+  // shuffles with multiplications; later calls read them from words_.
   template <int kBits, int kQueries, int kPart, int kParts, bool kFirst>
   void accumulate(const Span& span, float* acc, int acc_stride, Ahead& later) {
     const Plane& plane = whole_.plane();
@@ -212,7 +212,7 @@ class IntegerValues {
       const int group = channel / int(rows_.side().group_channels);
       weight[p] = bytes(group, span.m), units[p] = unit(group, span.m);
     });
-    const uint8_t* const* const codes = codes_;  // a local, because stores may alias every member
+    const uint8_t* const* const codes = codes_;  // a local variable, because stores may alias every member
     const Interleave interleave;
     const int vector = kFirst ? 0 : span.vector, offset = span.at, left = plane.bytes - span.at;
     using Codes = Part<kBits>;
@@ -264,7 +264,7 @@ class IntegerValues {
   Buffer<uint16_t> halves_;
   Buffer<f16> scale_, zero_;  // [groups, kChunk]
   Buffer<float> zero_sum_;    // [M, groups]
-  Buffer<float> unit_;        // [groups, M]: what factors count
+  Buffer<float> unit_;        // [groups, M]: unit of the factors
   Buffer<int8_t> bytes_;      // [groups, M, 2, kChunk]: the two planes of factors
   Buffer<Words> words_;       // [kChunk / 4, kBlockVectors]
   const uint8_t* codes_[kChunk];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with quantised labels, one scale each and one zero or a common zero point, straight from the packed codes.
+// Products of queries with quantised labels, directly from packed codes. Each label has one scale, and a zero of its own or the
+// common zero point.
 #pragma once
 
 #include "products.h"
@@ -8,7 +9,7 @@
 
 namespace kvpress {
 
-// sum += the signed 16-bit halves of each word times those of the pair.
+// sum += products of the signed 16-bit halves of each word with those of the pair.
 KVPRESS_INLINE void add_halves(Words& sum, Words x, int32_t pair) {
 #if defined(__AVX2__)
   add_pairs(sum, x, Words{} + pair);
@@ -17,11 +18,11 @@ KVPRESS_INLINE void add_halves(Words& sum, Words x, int32_t pair) {
 #endif
 }
 
-// Queries become 16-bit integers. A register holds the same four bytes of neighbouring rows, of which a mask and a
-// shift yield two codes each at a time.
+// Queries are rounded to 16-bit integers. A register has the same four bytes of neighbouring rows; a mask and a shift extract
+// two codes of each row at a time.
 class CodedLabels {
  public:
-  static constexpr int kRows = 64;  // at once, several tiles: what loads and products begin with is done once for them
+  static constexpr int kRows = 64;  // rows at once, several tiles: they share the setup of loads and products
   static_assert(kRows % kTileRows == 0);
 
   explicit CodedLabels(const Scores& p)
@@ -41,13 +42,13 @@ class CodedLabels {
     Elements(p_.q, p_.query_dtype).read(stream * count, count, query_);
     float largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::abs(query_[i]));
-    // So that no sum of products leaves 32 bits.
+    // No sum of products may exceed 32 bits.
     const float range = float(std::min<int64_t>(INT16_MAX, INT32_MAX / (p_.channels << bits_)));
     unit_ = largest / range;
     for (int64_t m = 0; m < p_.queries; ++m) convert(query_ + m * p_.channels, largest > 0 ? range / largest : 0, m);
   }
 
-  // Rows past `size` hold old values.
+  // Load rows; those past `size` are undefined.
   void load(int64_t row, int size) {
     const uint8_t* codes = static_cast<const uint8_t*>(p_.high) + row * p_.stride;
     switch (p_.stride) {
@@ -69,12 +70,12 @@ class CodedLabels {
     for (int t = 0; t < size; ++t) zero_[t] = scale_[t] * -float(p_.zero_point);
   }
 
-  // Of the tile that begins with row t.
+  // Products with the tile that begins at row t.
   template <int kQueries>
   KVPRESS_INLINE void product(int m, int t, F (&sums)[kQueries][kTileVectors]) const {
     Words dots[kQueries][kTileVectors] = {};
     const Words mask = Words{} + ((1 << bits_) - 1) * 0x10001;
-    const Words bits = Words{} + bits_;  // lane by lane, shifts take fewer instructions than by one number for all
+    const Words bits = Words{} + bits_;  // a shift count per lane takes fewer instructions than one count for all lanes
     const int16_t* query = integers_ + m * pairs_ * 2;
     for (int k = 0; k < depth_; ++k) {
       Words word[kTileVectors];
@@ -104,7 +105,7 @@ class CodedLabels {
   }
 
  private:
-  // One number of each label.
+  // Read one number per label.
   void read(const void* from, int64_t row, int size, float* to) const {
     const Elements numbers(from, p_.dtype);
     numbers.prefetch(row + kAheadLabels, size);
@@ -116,7 +117,7 @@ class CodedLabels {
     unrolled<kTileVectors>(step);
   }
 
-  // Integers in the order in which words yield their codes; those of padding stay zero.
+  // Round a query to integers, in the order in which words yield their codes; padding stays zero.
   void convert(const float* query, float factor, int64_t m) {
     totals_[m] = 0;
     for (int64_t c = 0; c < p_.channels; ++c) totals_[m] += query[c];
@@ -129,7 +130,7 @@ class CodedLabels {
         }
   }
 
-  // Rows of so many whole words.
+  // For rows of kWords full words.
   template <int kWords>
   void transpose(const uint8_t* codes, int size) {
     int32_t* const out = words_;
@@ -146,7 +147,7 @@ class CodedLabels {
   }
 
 #if defined(KVPRESS_PAIRS)
-  // column[k] = word k of kLanes rows; each step separates the even words of the lists from the odd ones.
+  // column[k] = word k of kLanes rows; each step separates even words from odd ones.
   template <int kWords>
   static KVPRESS_INLINE void split_rows(const uint8_t* codes, F (&column)[kWords]) {
     for (int k = 0; k < kWords; ++k) column[k] = ::kvpress::load(reinterpret_cast<const float*>(codes) + k * kLanes);
@@ -168,8 +169,8 @@ class CodedLabels {
   }
 
   const Scores& p_;
-  const int bits_, depth_;  // bits of a code, and words of a row
-  const int pairs_;         // of codes in the words of a row
+  const int bits_, depth_;  // bits of a code; words of a row
+  const int pairs_;         // pairs of codes in the words of a row
   float unit_ = 0;
   Buffer<int32_t> words_;
   Buffer<float> scale_, zero_, query_, totals_;

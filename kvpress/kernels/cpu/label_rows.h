@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of each stream whose labels fit its queries best: its scores are chosen from while they are in the processor's cache.
+// Selects the rows of each stream whose labels score best, while the scores are still in the cache.
 #pragma once
 
 #include "scores.h"
@@ -7,13 +7,13 @@
 
 namespace kvpress {
 
-// Of the same streams; there are no scores in memory.
+// Labels and selection of the same streams; scores are not stored.
 struct LabelRows {
   Scores labels;
   Select choice;
 };
 
-// Returns -1, the number of a stream that leaves the labels, or, behind those, of one whose rows cannot be chosen.
+// Return -1, the number of a stream outside the labels, or N plus the number of a stream whose rows cannot be selected.
 template <class Worker>
 int label_rows(const LabelRows& p) {
   if (const int bad = first_outside(p.labels); bad >= 0) return bad;

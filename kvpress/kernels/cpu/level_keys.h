@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with keys whose codes stand for levels or numbers, straight from the codes.
+// Products of queries with keys, directly from codes of levels or numbers.
 #pragma once
 
 #include "ahead.h"
@@ -10,11 +10,11 @@ namespace kvpress {
 template <class Levels>
 class LevelKeys {
  public:
-  static constexpr int kRows = 2 * kLanes;  // worked on at once
+  static constexpr int kRows = 2 * kLanes;  // rows handled at once
 
   static bool fits(int64_t bits, int64_t channels) { return bits <= Levels::kBits && CodeColumns::fits(bits, channels); }
 
-  // Of at most `tiles` tiles of four queries. A code may stand for a level in each of two sets of tables.
+  // For at most `tiles` tiles of four queries. With two sets of tables, a code decodes to one level of each set.
   LevelKeys(int bits, int channels, int tables, int /*tiles*/, int sets = 1)
       : channels_(channels),
         columns_(bits, channels, kRows),
@@ -22,14 +22,14 @@ class LevelKeys {
 
   Levels& levels(int set = 0) { return levels_[set]; }
 
-  // Takes queries [tiles, channels] in fours, which stay where they are.
+  // Set queries [tiles, channels], four per element. They are not copied.
   void take(const Quad* queries, int /*tiles*/) { queries_ = queries; }
 
-  // Takes up to kRows rows.
+  // Load up to kRows rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
-  // out[i, t] += scale[t] * product of query i of a tile, one of the first kQueries, with the channels from `begin` to `end` of
-  // row t, both multiples of four; out [kQueries, stride]. Every four channels are a step ahead.
+  // out[i, t] += scale[t] * product of query i of a tile with channels [begin, end) of row t, for the first kQueries queries.
+  // `begin` and `end` are multiples of four; out [kQueries, stride]. Every four channels advance `ahead` by one step.
   template <int kQueries>
   void multiply(int tile, int begin, int end, const float* scale, float* out, int stride, Ahead& ahead, int set = 0) const {
     const float* const queries = reinterpret_cast<const float*>(queries_ + tile * channels_);
@@ -38,8 +38,8 @@ class LevelKeys {
     });
   }
 
-  // The same for the first 2 `half` channels of keys that are rotated on the way, without scales. The cosine of pair i and
-  // row t is at angles[i * step + t], its sine `sine` after it.
+  // The same for four queries and the first 2 * `half` channels of keys that are rotated on the fly, without scales. The cosine
+  // of pair i and row t is angles[i * step + t]; its sine is `sine` elements later.
   void multiply_rotated(const float* queries, int half, const float* angles, int64_t step, int64_t sine, float* out,
                         int stride, Ahead& ahead) const {
     columns_.with_width([&](auto three) { multiply_rotated<three>(queries, half, angles, step, sine, out, stride, ahead); });
@@ -114,7 +114,7 @@ class LevelKeys {
 };
 
 #if defined(KVPRESS_WHOLE_LEVELS)
-// The same with queries and levels as whole numbers, and without rotation.
+// The same with queries and levels rounded to integers, and without rotation.
 template <>
 class LevelKeys<WholeLevels> {
  public:
@@ -155,7 +155,7 @@ class LevelKeys<WholeLevels> {
   }
 
  private:
-  // Query i of a tile from channel c on, which is a multiple of four: its four channels, and those of the next queries.
+  // Query i of a tile at channel c, in the layout [channels / 4, four queries, four channels].
   int16_t* place(int tile, int i, int c) const { return whole_ + ((tile * channels_ + c / 4 * 4) + i) * 4 + c % 4; }
 
   template <int kQueries, bool kThree>

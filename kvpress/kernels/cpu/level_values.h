@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted sums of values whose codes stand for levels or numbers, straight from the codes.
+// Weighted sums of values, directly from codes of levels or numbers.
 #pragma once
 
 #include "ahead.h"
@@ -16,12 +16,12 @@ class LevelValues {
 
   Levels& levels() { return levels_; }
 
-  // Takes up to kChunk rows.
+  // Load up to kChunk rows.
   void load(const uint8_t* const* rows, int count) { columns_.load(rows, count); }
 
-  // acc[i, c] += sum over the rows of weights[i, t] * channel c of row t, for the channels from `begin` to `end`, both
-  // multiples of four. Weights [kQueries, kScoreStride] are zero from `count` to the next multiple of kLanes. Every four channels
-  // are a step ahead, of several lines.
+  // acc[i, c] += sum over the rows of weights[i, t] * channel c of row t, for channels [begin, end), both multiples of four.
+  // Weights [kQueries, kScoreStride] are zero from `count` to the next multiple of kLanes. Every four channels advance `ahead`
+  // by one step of several lines.
   template <int kQueries>
   void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride, Ahead& ahead) const {
     columns_.with_width([&](auto three) { mix<kQueries, three>(weights, count, begin, end, acc, acc_stride, ahead); });
@@ -31,7 +31,7 @@ class LevelValues {
   template <int kQueries, bool kThree>
   __attribute__((noinline)) void mix(const float* weights, int count, int begin, int end, float* acc, int acc_stride,
                                      Ahead& ahead) const {
-    constexpr int kWidth = kLanes == 16 ? 4 : 2;  // channels at once: their sums fill the register file
+    constexpr int kWidth = kLanes == 16 ? 4 : 2;  // channels at once: their sums fill the registers
     for (int c = begin; c < end; c += 4) {
       ahead.next_lines();
       unrolled<4 / kWidth>([&](auto part) KVPRESS_INLINE_LAMBDA {
@@ -62,7 +62,7 @@ class LevelValues {
 };
 
 #if defined(KVPRESS_WHOLE_LEVELS)
-// The same with weights and levels as whole numbers.
+// The same with weights and levels rounded to integers.
 template <>
 class LevelValues<WholeLevels> {
  public:
@@ -73,7 +73,7 @@ class LevelValues<WholeLevels> {
 
   WholeLevels& levels() { return levels_; }
 
-  // Neighbouring rows come to lie side by side, so that an instruction adds up their products.
+  // Load rows with neighbouring rows side by side, so that one instruction adds their products.
   void load(const uint8_t* const* rows, int count) {
     columns_.load(rows, count);
     columns_.change(count, [](Words words) KVPRESS_INLINE_LAMBDA { return transpose_fours(words); });
@@ -90,7 +90,7 @@ class LevelValues<WholeLevels> {
  private:
   static constexpr int kWholeStride = 2 * (kChunk + 2 * kLanes);
 
-  // Returns what the whole numbers count.
+  // Round weights to integers and return their unit.
   static float round_weights(const float* weights, int count, int16_t* out) {
     F largest = set1(0.f), sums = set1(0.f);
     for (int t = 0; t < count; t += kLanes) {
@@ -133,7 +133,7 @@ class LevelValues<WholeLevels> {
 
   CodeColumns columns_;
   WholeLevels levels_;
-  Buffer<int16_t> whole_;  // [4, kWholeStride]: weights, four of them twice
+  Buffer<int16_t> whole_;  // [4, kWholeStride]: weights, each group of four stored twice
 };
 #endif
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What codes stand for: levels, looked up by shuffles, or their numbers. A tile of rows is transposed once, and each register
-// then holds the codes of one channel of neighbouring rows, or what they stand for.
+// Decodes codes in registers: levels, looked up by shuffles, or the codes' own numbers. A tile of rows is transposed once; each
+// register then has the codes, or the decoded values, of one channel of neighbouring rows.
 #pragma once
 
 #include "buffer.h"
@@ -9,9 +9,9 @@
 
 namespace kvpress {
 
-constexpr int kLevels = 16;  // entries of a table; shorter ones are repeated, so that higher bits of an index do not count
+constexpr int kLevels = 16;  // entries of a table; shorter tables are repeated, so higher bits of an index are ignored
 
-// table[index & 15] in every lane; where the second half of the table repeats the first, bit 3 of an index need not be seen.
+// Return table[index & 15] in every lane. kRepeats: the second half of the table repeats the first, so bit 3 is not read.
 template <bool kRepeats>
 KVPRESS_INLINE F look_up(const float* table, Words index) {
 #if defined(__AVX512F__)
@@ -30,19 +30,19 @@ KVPRESS_INLINE F look_up(const float* table, Words index) {
 #endif
 }
 
-// Codes of up to four bits stand for the levels of one table for all channels, or of one for each.
+// Codes of up to four bits that index the levels of one table for all channels, or of one table per channel.
 class Tables {
  public:
-  static constexpr int kBits = 4;  // at most
+  static constexpr int kBits = 4;  // maximum bits of a code
 
   Tables(int bits, int tables) : mask_((1 << bits) - 1), step_(tables > 1 ? kLevels : 0), tables_(tables * kLevels) {}
 
-  // Levels lie `stride` apart; codes past the last of `entries` mean that one.
+  // Set a table from levels that are `stride` apart. Codes past the last of `entries` decode to the last level.
   void set(int table, const float* levels, int entries, int stride = 1) {
     for (int i = 0; i < kLevels; ++i) tables_[table * kLevels + i] = levels[std::min(i & mask_, entries - 1) * stride];
   }
 
-  // What the low bits of words mean.
+  // Decode the low bits of each word.
   template <bool kThree>
   KVPRESS_INLINE F level(int channel, Words code) const {
     return look_up<kThree>(tables_ + channel * step_, code);
@@ -53,7 +53,7 @@ class Tables {
   Buffer<float> tables_;
 };
 
-// Codes stand for their own numbers.
+// Codes that decode to their own number.
 class Numbers {
  public:
   static constexpr int kBits = 8;
@@ -69,8 +69,8 @@ class Numbers {
   const Words mask_;
 };
 
-// Codes of up to `rows` rows, by word and row. Neighbouring channels go in fours: the codes of channels 4 i .. 4 i + 3 are
-// the low bits of the bytes of word i.
+// Codes of up to `rows` rows, by word and row. Four neighbouring channels share a word: the codes of channels 4 i .. 4 i + 3
+// are the low bits of the bytes of word i.
 class CodeColumns {
  public:
   static bool fits(int64_t bits, int64_t channels) { return channels % (bits == 3 ? 32 : 32 / bits) == 0; }
@@ -89,7 +89,7 @@ class CodeColumns {
     }
   }
 
-  // Takes up to `rows` rows; the list goes on to the end of a vector.
+  // Load up to `rows` rows; the list of rows must be padded to a full vector.
   void load(const uint8_t* const* rows, int count) {
     const int bytes = 4 * (low_ + high_);
     for (int t = 0; t < count; t += kLanes)
@@ -100,7 +100,7 @@ class CodeColumns {
       }
   }
 
-  // Puts change(words) for the words of the first `count` rows, a vector at a time.
+  // Replace the words of the first `count` rows by change(words), a vector at a time.
   template <class Change>
   void change(int count, Change&& change) {
     for (int i = 0; i < low_ + high_; ++i)
@@ -113,7 +113,7 @@ class CodeColumns {
       }
   }
 
-  // Word i of the rows from `first`, a multiple of kLanes.
+  // Return word i of the rows from `first` on, a multiple of kLanes.
   template <bool kThree>
   KVPRESS_INLINE Words read(int i, int first) const {
     const Place& place = places_[i];
@@ -125,21 +125,21 @@ class CodeColumns {
     return (low & 0x03030303) | ((high >> place.high_shift & 0x01010101) << 2);
   }
 
-  // step(whether codes have three bits), as a constant.
+  // Call step(std::true_type) for codes of three bits, else step(std::false_type).
   template <class Step>
   KVPRESS_INLINE void with_width(Step&& step) const {
     three_ ? step(std::true_type{}) : step(std::false_type{});
   }
 
  private:
-  // Where the words i of all rows are: in which words of a row, and how far to the right they go.
+  // Location of word i of all rows: the words that contain its bits, and the right shifts that extract them.
   struct Place {
     const int32_t *low, *high;
     int shift, high_shift;
   };
 
   const bool three_;
-  const int rows_, low_, high_;  // words of a row: of codes or their low bits, of high bits
+  const int rows_, low_, high_;  // words of a row: codes or their low bits; high bits
   Buffer<int32_t> words_;
   Buffer<Place> places_;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of the statistics of received weights for one instruction-set level. Returns -1, or the number of a stream that leaves
-// the storage.
+// Entry point of the statistics of received weights, compiled once per instruction-set level. Returns -1, or the number of a
+// stream outside the storage.
 
 #include "mass.h"
 

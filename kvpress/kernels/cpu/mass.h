@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each stored row receives from the softmax of all queries, without a matrix of queries times rows.
+// Softmax weight that each stored row receives from all queries, without a matrix of queries times rows.
 //
-// A tile of rows is transposed once, so that a register holds the logits of neighbouring rows for one query: they go
+// A tile of rows is transposed once, so that a register has the logits of neighbouring rows for one query. The logits go
 // through the exponential and into the statistic of their row without leaving registers.
 #pragma once
 
@@ -18,11 +18,11 @@ struct Mass {
   const void* keys;       // [R, D]
   const int64_t* starts;   // [N]
   const int64_t* lengths;  // [N]
-  const float* weights;    // [N, M]: factor of the softmax weights of every query, or null
-  const float* sinks;     // [N, M]: logits that take part in the softmax only, or null
+  const float* weights;    // [N, M]: factor of the softmax weights of each query, or null
+  const float* sinks;     // [N, M]: logits that only take part in the softmax, or null
   const float* log_weight;  // [R], added to the logits, or null
   float* lse;             // [N, M]
-  float* out;             // [R], zeros
+  float* out;             // [R], zero on entry
   int64_t rows;
   int64_t streams;
   int64_t queries;
@@ -31,7 +31,7 @@ struct Mass {
   int64_t query_dtype;
   int64_t key_dtype;
   int64_t causal;
-  int64_t needs_lse;      // lse is an output, not an input
+  int64_t needs_lse;      // lse is an output, else an input
   int64_t statistic;
   int64_t threads;
   double scale;
@@ -41,7 +41,7 @@ struct Mass {
 constexpr int kSpanTiles = 256 / kTileRows;         // tiles of one task: the queries are read once for all of them
 constexpr int kQueryBlock = 32 * kTileQueries;      // queries of one task: enough to pay for the transposition
 
-// One thread's state.
+// State of one thread.
 template <class Product>
 class MassWorker {
   using Unit = typename Product::Unit;
@@ -62,7 +62,7 @@ class MassWorker {
     for (int t = 0; t < kTileRows; ++t) edge_[t] = 0, edge_[kTileRows + t] = -INFINITY;
   }
 
-  // Write the log-sum-exp of up to kQueryBlock queries.
+  // Compute the log-sum-exp of up to kQueryBlock queries.
   void sum_up(int64_t stream, int64_t first) {
     const int count = int(std::min<int64_t>(kQueryBlock, p_.queries - first));
     const int64_t length = p_.lengths[stream];
@@ -90,7 +90,7 @@ class MassWorker {
     for (int m = 0; m < count; ++m) p_.lse[stream * p_.queries + first + m] = total(stream, first + m, m);
   }
 
-  // Write the statistic of the rows from `first` on, at most kSpanTiles tiles of them.
+  // Compute the statistic of the rows from `first` on, at most kSpanTiles tiles of them.
   template <int kStatistic>
   void receive(int64_t stream, int64_t first) {
     const int span = int(std::min<int64_t>(kSpanTiles * kTileRows, p_.lengths[stream] - first));
@@ -124,9 +124,9 @@ class MassWorker {
   }
 
  private:
-  static constexpr float kLowest = -1e30f;  // below every logit, yet finite: differences with it are numbers
+  static constexpr float kLowest = -1e30f;  // below every logit, yet finite, so that differences with it are finite
 
-  // How many rows of the stream query m sees.
+  // Number of rows of the stream that query m attends to.
   int64_t seen(int64_t stream, int64_t m) const {
     const int64_t length = p_.lengths[stream];
     return p_.causal ? std::clamp<int64_t>(length - p_.causal + m % p_.causal + 1, 0, length) : length;
@@ -138,7 +138,7 @@ class MassWorker {
     return last;
   }
 
-  // Calls step(queries at once, first query) for the queries that see a row from `at` on.
+  // Call step(number of queries, first query) for the queries that attend to a row from `at` on.
   template <class Step>
   void for_queries(int64_t stream, int64_t first, int count, int64_t at, Step&& step) const {
     int m = 0;
@@ -160,7 +160,7 @@ class MassWorker {
     transpose_.load(Elements(p_.keys, p_.key_dtype), row * p_.stride, p_.stride, size, tile);
   }
 
-  // Calls use(i, logits) for each of kQueries queries: base two, capped, not masked.
+  // Call use(i, logits) for each of kQueries queries; logits are in base two, capped and not masked.
   template <int kQueries, class Use>
   KVPRESS_INLINE void multiply(const Unit* tile, const float* log_weights, const Unit* queries, Use&& use) const {
     F sums[kQueries][kTileVectors];
@@ -173,14 +173,14 @@ class MassWorker {
     }
   }
 
-  // Minus infinity where query m does not see a row of the tile at `at`, or there is none.
+  // Set logits to -inf where query m does not attend to a row of the tile at `at`, or the tile has no such row.
   KVPRESS_INLINE void mask(int64_t stream, int64_t m, int64_t at, int size, F (&x)[kTileVectors]) const {
     const int visible = int(std::clamp<int64_t>(seen(stream, m) - at, 0, size));
     if (visible == kTileRows) return;
     for (int v = 0; v < kTileVectors; ++v) x[v] = add(x[v], load(edge_ + kTileRows - visible + v * kLanes));
   }
 
-  // Infinite for queries that do not count or see nothing, which makes their weights zero.
+  // Infinite for queries of weight zero or without rows, so that their softmax weights are zero.
   float base_two_lse(int64_t stream, int64_t m) const {
     const int64_t at = stream * p_.queries + m;
     const float weight = p_.weights ? p_.weights[at] : 1.f;
@@ -188,7 +188,7 @@ class MassWorker {
     return p_.lse[at] * kLog2e - std::log2(weight);  // w * 2^(x - lse) = 2^(x - (lse - log2 w))
   }
 
-  // Log-sum-exp of the lanes of the m-th query of the block, and of its sink.
+  // Log-sum-exp of the lanes of query m of the block, and of its sink.
   float total(int64_t stream, int64_t query, int m) const {
     const float *top = top_ + m * kLanes, *sum = sum_ + m * kLanes;
     const float sink = p_.sinks ? p_.sinks[stream * p_.queries + query] * kLog2e : -INFINITY;
@@ -217,7 +217,7 @@ std::vector<std::pair<int64_t, int64_t>> tasks(int64_t streams, int64_t step, Si
   return all;
 }
 
-// Returns -1, or the number of a stream that makes the problem invalid.
+// Return -1, or the number of an invalid stream.
 template <class Product>
 int receive_all(const Mass& p) {
   for (int64_t n = 0; n < p.streams; ++n)

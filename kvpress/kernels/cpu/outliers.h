@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Outliers: single channels of single rows, which are added to what the row decodes to.
+// Outliers: single channels of single rows, added to the decoded rows.
 #pragma once
 
 #include "buffer.h"
@@ -7,13 +7,13 @@
 
 namespace kvpress {
 
-// Calls step(terms of a correction) with the type that they have.
+// Call step(terms) with `terms` cast to a pointer to their type.
 template <class Step>
 void typed(const void* terms, int64_t dtype, Step&& step) {
   dtype == kFloat16 ? step(static_cast<const f16*>(terms)) : step(static_cast<const float*>(terms));
 }
 
-// One thread's state. `rows` names rows by number: rows[t] is the t-th one.
+// State of one thread. rows[t] is the number of the t-th row.
 class Outliers {
  public:
   Outliers(const Correction& terms, int64_t channels)
@@ -24,7 +24,7 @@ class Outliers {
 
   bool none() const { return !terms_.first; }
 
-  // Whether all outliers and channels that the rows refer to exist. `running`: each row follows the one before it.
+  // Return whether all outliers and channels of the rows exist. `running`: row numbers are consecutive.
   template <class Rows>
   bool stores(const Rows& rows, int count, bool running) const {
     if (none() || count == 0) return true;
@@ -40,17 +40,17 @@ class Outliers {
     return largest < channels_;
   }
 
-  // Calls step(t, channel, value) for every outlier of the rows.
+  // Call step(t, channel, value) for every outlier of the rows.
   template <class Rows, class Step>
   void for_each(const Rows& rows, int count, Step&& step) const {
     if (!none()) typed(terms_.delta, terms_.delta_dtype, [&](auto* delta) { for_each(delta, rows, count, step); });
   }
 
-  // Where the outliers of a row begin, and those of the row before it end.
+  // Index of the first outlier of a row, where those of the previous row end.
   int32_t first(int64_t row) const { return terms_.first[row]; }
 
  private:
-  static constexpr int kAtOnce = 8;  // written at once, for speed, even if fewer are needed
+  static constexpr int kAtOnce = 8;  // written at once, for speed, even if a row has fewer
   using Some = int32_t __attribute__((vector_size(4 * kAtOnce)));
 
   template <class T, class Rows, class Step>
@@ -61,8 +61,8 @@ class Outliers {
     }
   }
 
-  // Rows and places of the outliers of the rows from `begin` to `end`; returns how many there are. They are listed before they
-  // are worked on, because a loop over the few of each row would be mispredicted at its end every time.
+  // List row and index of each outlier of the rows [begin, end), and return their number. They are listed first because a loop
+  // over the few outliers of each row would mispredict its last branch every time.
   template <class Rows>
   int list(const Rows& rows, int begin, int end) const {
     const Some numbers = {0, 1, 2, 3, 4, 5, 6, 7};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantised keys and values whose levels are the numbers of e4m3, with one scale per row: dense rows of that type.
+// Quantised keys and values with the levels of e4m3 and one scale per row, read as dense rows of e4m3.
 #pragma once
 
 #include "ahead.h"
@@ -28,7 +28,7 @@ class Float8Rows {
         scale_(kChunk),
         weights_(queries * kScoreStride) {}
 
-  // Queries [M, stride].
+  // Set queries [M, stride].
   void begin(const float* q, int stride) {
     for (int m = 0; m < queries_; ++m) Dot::put_query(q + m * stride, int(rows_.side().channels), q_ + m * stride_);
   }
@@ -51,7 +51,7 @@ class Float8Rows {
   }
 
  private:
-  // to[m, t] = from[m, t] times what numbers of row t are counted in.
+  // to[m, t] = from[m, t] times the scale of row t, and times kE4m3Unit, by which loading divides.
   void rescale(const int64_t* rows, int count, const float* from, float* to) {
     scales_.read(rows, count, scale_, kChunk);
     for (int t = 0; t < count; t += kLanes) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantised keys and values read in float32 without a decoded copy: codes of levels, and codes of numbers whose scales are
-// float32, which integer products would round.
+// Quantised keys and values, read in float32 without a decoded copy: codes of levels, and codes of numbers with float32 scales,
+// which integer products would round.
 #pragma once
 
 #include "level_keys.h"
@@ -10,7 +10,7 @@
 
 namespace kvpress {
 
-// Whether every channel has a scale of its own, shared by a group of rows.
+// True if every channel has a scale of its own, shared by a group of rows.
 inline bool by_channel(const Rows& side) { return side.group_channels == 1 && side.channels > 1; }
 
 template <class Levels>
@@ -28,8 +28,8 @@ inline void set_levels(const Rows& side, Levels& tables) {
 }
 inline void set_levels(const Rows&, Numbers&) {}
 
-// logit = sum_g scale_g (q_g . code_g) + zero_g sum(q_g) over the groups of channels. Scales of single channels go into the
-// queries instead, once for all rows that share them: there is one group then, with scales of one.
+// logit = sum_g scale_g (q_g . code_g) + zero_g sum(q_g) over the groups of channels. Scales per channel are folded into the
+// queries instead, once for all rows that share them; there is one group then, with a scale of one.
 template <class Levels>
 class PackedLevelKeys {
  public:
@@ -64,7 +64,7 @@ class PackedLevelKeys {
     std::fill_n(static_cast<float*>(zero_), kRows, 1.f);
   }
 
-  // Queries [M, stride].
+  // Set queries [M, stride].
   void begin(const float* q, int stride) {
     for (int m = 0; m < queries_; ++m)
       for (int c = 0; c < channels_; ++c) quads_[m / 4 * channels_ + c][m % 4] = q[m * stride + c];
@@ -78,14 +78,14 @@ class PackedLevelKeys {
     }
   }
 
-  // How many of the rows are scored at once: none where there are too few of one group to pay for folding.
+  // Return the number of rows that are scored at once; 0 if too few rows share a group to pay for folding its scales.
   int run(const int64_t* rows, int count, bool contiguous) const {
     count = std::min(count, kRows);
     const int run = by_channel_ ? rows_.run(rows, count, contiguous) : count;
     return run < 4 && by_channel_ ? 0 : run;
   }
 
-  // Products with as many rows; kRows are written per query.
+  // Products with `count` rows; kRows are written per query.
   void score(const int64_t* rows, int count, float* scores, Ahead& ahead) {
     ahead.spread_lines(channels_ / 4);
     const uint8_t* codes[kRows];
@@ -108,7 +108,7 @@ class PackedLevelKeys {
  private:
   int tiles() const { return (queries_ + 3) / 4; }
 
-  // term(0) + ... + term(count - 1) in four sums, which do not wait for each other; `count` is a multiple of four.
+  // Return term(0) + ... + term(count - 1), added in four independent sums; `count` is a multiple of four.
   template <class Term>
   static Quad sum(Term&& term, int count) {
     Quad sums[4] = {};
@@ -135,7 +135,7 @@ class PackedLevelKeys {
     keys_.take(scaled_, tiles());
   }
 
-  // The row of scales or zeros that belongs to the group, in place where it is float32.
+  // Return the scales or zeros of the current group of rows as float32, in place if they are stored so.
   const float* of_channels(const void* base, float* out) const {
     const int64_t at = group_ * channels_;
     if (rows_.side().dtype == kFloat32) return static_cast<const float*>(base) + at;
@@ -143,7 +143,7 @@ class PackedLevelKeys {
     return out;
   }
 
-  // out[t] = sum over groups of sums[g] of query i times the zero of row t.
+  // out[t] = sum over groups g of sums[g] of query i times the zero of row t.
   void add_zeros(const Quad* sums, int i, float* out) const {
     for (int t = 0; t < kRows; t += kLanes) {
       F total = set1(0.f);
@@ -161,8 +161,8 @@ class PackedLevelKeys {
   const RowScales scales_, zeros_;
   Buffer<float> scale_, zero_;   // [groups, kRows]
   Buffer<float> of_channel_;     // [{scale, zero}, channels] of a group of rows
-  Buffer<Quad> quads_, scaled_;  // [M / 4, channels]: queries, also with the scales of a group of rows
-  Buffer<Quad> sums_;            // [M / 4, groups]: what zeros are multiplied with
+  Buffer<Quad> quads_, scaled_;  // [M / 4, channels]: queries, and queries times the scales of a group of rows
+  Buffer<Quad> sums_;            // [M / 4, groups]: factors of the zeros
   int64_t group_ = -1;
 };
 

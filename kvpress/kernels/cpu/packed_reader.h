@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads quantised keys and values: on codes where a kernel fits them, through a small float32 tile otherwise.
+// Reads quantised keys and values: directly from codes if a kernel fits their format, else through a small float32 tile.
 #pragma once
 
 #include "ahead.h"
@@ -13,9 +13,9 @@
 
 namespace kvpress {
 
-// Kernels for keys have begin(queries, stride), run(rows, count, contiguous): how many rows from the first on are scored at
-// once, and score(rows, count, scores, ahead); those for values have mix(chunk, weights, acc, acc_stride, ahead). Both call for
-// what lies ahead as they go.
+// A key kernel has begin(queries, stride); run(rows, count, contiguous), the number of leading rows that it scores at once; and
+// score(rows, count, scores, ahead). A value kernel has mix(chunk, weights, acc, acc_stride, ahead). Both advance the prefetch
+// range `ahead` as they go.
 using KeyKernel = std::variant<std::monostate,
 #if defined(KVPRESS_INTEGERS)
                                IntegerKeys,
@@ -33,7 +33,7 @@ using ValueKernel = std::variant<std::monostate,
 #endif
                                  PackedLevelValues<Tables>, PackedLevelValues<Numbers>, Float8Rows>;
 
-// Kernels that round what others read exactly.
+// True for kernels that round values which others read exactly.
 template <class Kernel>
 constexpr bool kRounds = false;
 #if defined(KVPRESS_WHOLE_LEVELS)
@@ -43,7 +43,7 @@ template <>
 constexpr bool kRounds<PackedLevelValues<WholeLevels>> = true;
 #endif
 
-// Puts the first kernel that fits the rows into `kernel`, or none.
+// Set `kernel` to the first kernel that fits the rows, if there is one. `exact` excludes kernels that round.
 template <class... Kernels>
 void choose(std::variant<std::monostate, Kernels...>& kernel, const PackedRows& rows, int64_t queries, bool exact) {
   const auto put = [&](auto* none) {
@@ -82,7 +82,7 @@ class PackedReader {
            key_terms_.stores(chunk) && value_terms_.stores(chunk);
   }
 
-  // While keys are scored, their values are asked for, and while these are mixed, the keys of the next chunk.
+  // Keys are scored while their values are prefetched; mix() prefetches the keys of the next chunk.
   void score(const Chunk& chunk, float* scores) {
     const int64_t* rows = chunk.rows;
     const int count = chunk.count;
@@ -117,7 +117,7 @@ class PackedReader {
   }
 
  private:
-  // The codes of rows that follow each other.
+  // Prefetch range of the codes of consecutive rows.
   static Ahead stretch(const PackedRows& rows, int64_t first, int count) {
     return Ahead(rows.codes(first), count * rows.side().stride);
   }
@@ -132,7 +132,7 @@ class PackedReader {
     }
   }
 
-  // Multiply the products with each key by its own factor.
+  // Multiply the products of each key by its row scale.
   void scale_rows(const Chunk& chunk, float* scores) const {
     const auto scale = [&](const auto* factors) {
       for (int t = 0; t < chunk.count; ++t) {
@@ -146,7 +146,7 @@ class PackedReader {
     scale(static_cast<const bf16*>(p_.keys.row_scale));
   }
 
-  // How many rows from row t on are scored by their codes.
+  // Return the number of rows from row t on that are scored directly from codes.
   int codes_run(const Chunk& chunk, int t) {
     int run = 0;
     with(key_kernel_, [&](auto& kernel) { run = kernel.run(chunk.rows + t, chunk.count - t, chunk.contiguous); });
@@ -172,7 +172,7 @@ class PackedReader {
   KeyKernel key_kernel_;
   ValueKernel value_kernel_;
   Ahead ahead_;
-  bool asked_ = false;  // for the keys of the chunk
+  bool asked_ = false;  // the keys of the chunk are already prefetched
 };
 
 }  // namespace kvpress

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of the same queries to several sets of rows, each in a format of its own.
+// Attention of the same queries to several sets of rows, each in its own storage format.
 #pragma once
 
 #include "split.h"
 
 namespace kvpress {
 
-// Behind this stand results over other rows, pieces whose streams and ranges say nothing, and then the parts, one after the other:
-// an entry point, how many bytes tell its rows, and these, which are what its structure ends with behind `Asked`.
+// Followed in memory by `others` pieces, the results over other rows (their streams and ranges are unused), and by `count`
+// parts. A part is an entry point, a number of bytes, and these bytes: the fields after `Asked` of the entry point's struct.
 struct Parts {
-  Asked asked;  // whose out [parts, N, M, Dv] and lse [parts, N, M] take the results of each part
-  float* out;   // [N, M, Dv], of all together
-  float* lse;   // [N, M]
+  Asked asked;  // out [parts, N, M, Dv] and lse [parts, N, M] receive the results of each part
+  float* out;   // [N, M, Dv], merged
+  float* lse;   // [N, M], merged
   int64_t channels, others, count;
 
-  // Returns -1, or part * N + stream of one that refers to rows which are not stored. The last part holds the new tokens.
+  // Return -1, or part * N + stream of a stream that refers to rows that are not stored. The last part has the new tokens.
   int attend() const {
     struct Part {
       int (*attend)(const void*);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of one instruction-set level; see prefill.h.
+// Entry point, compiled once per instruction-set level; see prefill.h.
 
 #include "prefill.h"
 

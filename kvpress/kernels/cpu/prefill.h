@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention of a prompt that reads chosen tiles only: blocks of keys, listed for each block of queries of each head,
-// and single columns of a head.
+// Causal attention of a prompt that reads only selected keys: tiles of keys, listed for each block of queries of each head, and
+// single columns of each head.
 //
-// The keys of a head are transposed once, for all query blocks and all heads of its group. Weights of a block of queries with
-// a few tiles then stay in the second-level cache between the two matrix products, which keep their sums in registers.
+// The keys of a KV head are transposed once, for all query blocks and all heads of its GQA group. The weights of a query block
+// with few tiles stay in the L2 cache between the two matrix products, which keep their sums in registers.
 #pragma once
 
 #include <vector>
@@ -18,22 +18,22 @@ struct Prefill {
   const void* q;                  // [B, Hq, Q, D]
   const void* keys;               // [B, H, T, D]
   const void* values;             // [B, H, T, Dv]
-  const int64_t* ends;            // [B * Hq * query blocks]: where the list of each ends; it begins where the one before ends
-  const int32_t* tiles;           // numbers of key blocks, ascending in each list
-  const int64_t* column_ends;     // [B * Hq], as ends, or null
-  const int32_t* columns;         // positions of single keys, ascending for each head
-  const uint8_t* real;            // [B, T], or null where every token is real
+  const int64_t* ends;            // [B * Hq * query blocks]: end of each list in `tiles`, where the next list begins
+  const int32_t* tiles;           // key block numbers, ascending within each list
+  const int64_t* column_ends;     // [B * Hq]: end of each list in `columns`, or null
+  const int32_t* columns;         // token indices of single keys, ascending for each head
+  const uint8_t* real;            // [B, T]: 0 for padding; null without padding
   float* out;                     // [B, Hq, Q, Dv]
   float* lse;                     // [B, Hq, Q]
   int64_t batch;
   int64_t heads;                  // Hq
   int64_t kv_heads;               // H
-  int64_t queries;                // Q: the last of T tokens
+  int64_t queries;                // Q: the queries are the last Q of T tokens
   int64_t total;                  // T
   int64_t channels;               // D
   int64_t value_channels;         // Dv
   int64_t block;
-  int64_t key_strides[3];         // elements between rows of the batch, heads, tokens
+  int64_t key_strides[3];         // elements between batch rows, heads and tokens
   int64_t value_strides[3];
   int64_t dtype;                  // of q, keys and values
   int64_t threads;
@@ -45,9 +45,9 @@ struct Prefill {
 };
 
 constexpr int kSpanColumns = 256;  // keys between two updates of the running maximum
-constexpr int kChunkRows = 64;     // queries of one task at most
+constexpr int kChunkRows = 64;     // maximum queries of one task
 
-// Keys and values of one head, in the order in which products read them.
+// Keys and values of one KV head, packed in the order in which the products read them.
 template <class Product>
 class PackedHead {
   using Unit = typename Product::Unit;
@@ -69,14 +69,14 @@ class PackedHead {
     value_ = row * p_.value_strides[0] + head * p_.value_strides[1];
   }
 
-  // Pack one block; different threads may pack different ones.
+  // Pack one block. Threads may pack different blocks at the same time.
   void pack(Transpose<Product>& transpose, int64_t block) {
     const int64_t first = block * p_.block, count = size(block);
     live_[block] = !p_.real || std::any_of(real() + first, real() + first + count, [](uint8_t x) { return x != 0; });
     if (!live_[block]) return;
     pack_keys(transpose, first, count, keys_ + block * key_stride_);
     for (int64_t t = first; !borrows_ && t < first + count; ++t) {
-      if (p_.real && !real()[t])  // its weight is zero, and it may be anything
+      if (p_.real && !real()[t])  // padding has weight zero, but its value may be NaN, and 0 * NaN is NaN
         std::fill_n(values_ + t * value_stride_, value_stride_, 0.f);
       else
         read_value(t, values_ + t * value_stride_);
@@ -90,7 +90,7 @@ class PackedHead {
                      int(std::min<int64_t>(kTileRows, count - at)), to);
   }
 
-  // Gather single keys and values: as pack_keys, for positions of any order.
+  // Gather single keys and values, at token indices in any order, in the layout of pack_keys().
   void gather(Transpose<Product>& transpose, const int32_t* positions, int count, Unit* keys, float* values) const {
     const Elements from(p_.keys, p_.dtype);
     transpose.load(from, [&](int t) { return key_ + positions[t] * p_.key_strides[2]; }, count, keys);
@@ -102,7 +102,7 @@ class PackedHead {
   int width() const { return width_; }
   const uint8_t* real() const { return p_.real + row_ * p_.total; }
   const Unit* keys(int64_t block) const { return keys_ + block * key_stride_; }
-  // First value of a block, and elements between two.
+  // First value of a block; value_step() is the number of elements between two values.
   const float* values(int64_t block) const {
     const int64_t first = block * p_.block;
     return borrows_ ? static_cast<const float*>(p_.values) + value_ + first * p_.value_strides[2]
@@ -126,7 +126,7 @@ class PackedHead {
   int64_t row_ = 0, key_ = 0, value_ = 0;
 };
 
-// One thread's state.
+// State of one thread.
 template <class Product>
 class PrefillWorker {
   using Unit = typename Product::Unit;
@@ -148,7 +148,7 @@ class PrefillWorker {
         gathered_keys_(p.column_ends ? tile_size<Product>(p.channels) : 0),
         gathered_values_(p.column_ends ? kTileRows * head.value_width() : 0) {}
 
-  // Attend from up to kChunkRows queries, the first being `first` of query block `block`, of the given row and query head.
+  // Attend with up to kChunkRows queries of one query head, from query `first` of query block `block` on.
   void attend(int64_t row, int64_t query_head, int64_t block, int64_t first) {
     const int64_t head = row * p_.heads + query_head, list = head * p_.query_blocks() + block;
     const int64_t start = block * p_.block + first;
@@ -179,17 +179,17 @@ class PrefillWorker {
   }
 
  private:
-  // Keys that stand beside each other in the weights, from `column` on.
+  // Keys whose logits fill neighbouring columns of weights_, from `column` on.
   struct Part {
     const Unit* keys;
     const float* values;
     int64_t step;      // elements between two values
-    int64_t position;  // of the first key
-    int size, width;   // keys, and columns that they take
+    int64_t position;  // token index of the first key, -1 for gathered keys
+    int size, width;   // number of keys, and of columns that they fill
     int column = 0;
   };
 
-  // Columns before the block that no listed tile holds, gathered a tile at a time.
+  // Gather the listed columns before the first query that are in no listed tile, and attend to kTileRows of them at a time.
   void read_columns(int64_t head, const int32_t* tile, const int32_t* last) {
     int32_t chosen[kTileRows];
     int count = 0;
@@ -211,7 +211,7 @@ class PrefillWorker {
     read();
   }
 
-  // Write the logits of a part behind those that wait.
+  // Append the logits of a part to the pending ones.
   void put(Part part) {
     part.column = used_;
     used_ += part.width;
@@ -236,7 +236,7 @@ class PrefillWorker {
               base_two_.finish(mul(sums[i][v], set1(base_two_.factor()))));
   }
 
-  // Make minus infinity of logits of keys of the future, of padding, and of columns behind the last key.
+  // Set the logits of future keys, of padding and of columns past the last key to -inf.
   void hide(const Part& part) {
     if (part.position + part.size > position_ || part.size < part.width)
       for (int m = 0; m < rows_; ++m)
@@ -256,7 +256,7 @@ class PrefillWorker {
     std::fill(row + visible, row + part.width, -INFINITY);
   }
 
-  // Turn the waiting logits into weights, and add what they weigh.
+  // Turn the pending logits into weights, and add the weighted values.
   void flush() {
     if (!used_) return;
     for (int m = 0; m < rows_; ++m) keep_[m] = weigh(m);
@@ -329,7 +329,7 @@ class PrefillWorker {
   int64_t position_ = 0;
 };
 
-// The newest query blocks, which read most, come first.
+// Attend with all queries. The newest query blocks read the most keys, so their tasks start first.
 template <class Product>
 int prefill_all(const Prefill& p) {
   PackedHead<Product> head(p);

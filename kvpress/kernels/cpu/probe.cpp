@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction-set levels of libraries.py this processor supports.
+// Instruction-set levels of libraries.py that this processor supports.
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 
 namespace {
 
-// Compilers that do not know this feature know no name of it either.
+// Read from cpuid, because older compilers have no name for this feature.
 bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
@@ -17,7 +17,7 @@ bool has_avx_vnni() {
 #include <sys/auxv.h>
 #endif
 
-// Bit i stands for the i-th level.
+// Bit i is set if the processor supports level i.
 extern "C" int kvpress_levels() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();

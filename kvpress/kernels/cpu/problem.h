@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain C structures that decode attention takes: eight bytes a field, in the order in which Python packs them
-// (formats/*.py list those of rows, decode/cpu.py the others).
+// Plain C structs of decode attention: eight bytes per field, in the order in which Python packs them (formats/*.py for rows,
+// decode/cpu.py for the other structs).
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace kvpress {
 
 enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat8 = 3, kPower = 4 };  // kFloat8 is e4m3, kPower e8m0
 
-// What is added to decoded rows. Each half is absent when its first pointer is null.
+// Low-rank terms and outliers that are added to decoded rows; absent if `factor` or `first`, respectively, is null.
 struct Correction {
   const void* factor;      // [R, rank]
   const void* basis;       // [bases, rank, channels]
-  const int32_t* chunk;    // [R]: the basis of each row
-  const int32_t* first;    // [R + 1]: where the outliers of each row begin
+  const int32_t* chunk;    // [R]: basis of each row
+  const int32_t* first;    // [R + 1]: index of the first outlier of each row
   const uint8_t* channel;  // [outliers]
   const void* delta;       // [outliers]
   int64_t factor_dtype;    // of factor and basis
@@ -24,12 +24,12 @@ struct Correction {
   int64_t outliers;
 };
 
-// Rows of keys or values. Dense ones leave `scale` and what follows from `bits` on zero.
+// Rows of keys or values. Dense rows leave `scale` and the fields from `bits` on zero.
 struct Rows {
   const void* data;          // dense [R, channels], or codes uint8 [R, channels * bits / 8]
   const void* scale;         // [R / group_rows, channels / group_channels]
   const void* zero;          // same shape as scale, or null
-  const int32_t* lengths;    // [groups]: rows of each group where these are not group_rows, or null
+  const int32_t* lengths;    // [groups]: rows of each group, or null if all have group_rows
   int64_t channels;
   int64_t stride;            // elements (dense) or bytes (codes) between two rows
   int64_t dtype;             // of data (dense) or of scale and zero (codes)
@@ -37,49 +37,49 @@ struct Rows {
   int64_t group_rows;
   int64_t group_channels;
   int64_t groups;            // rows of scale and zero
-  const void* levels;        // float16 [2^bits]: what each code stands for, or null where it is its number
-  const void* row_scale;     // [R]: factor of the product of each key with a query, or null
+  const void* levels;        // float16 [2^bits]: value of each code, or null if a code is its own value
+  const void* row_scale;     // [R]: factor of the products of each key, or null
   int64_t row_dtype;         // of row_scale
-  double zero_point;         // code that stands for 0 where there are neither `zero` nor `levels`
+  double zero_point;         // code of value 0, without `zero` and `levels`
   Correction correction;
 };
 
-// What is added to the products of queries with rows, by the position of a row: row r of stream n is at positions[r] + shift[n].
+// Offsets added to the products of queries with rows, by place: row r of stream n has place positions[r] + shift[n].
 struct Added {
-  const float* products;     // [N, M, places], or null for nothing
+  const float* products;     // [N, M, places], or null without offsets
   const int64_t* shift;      // [N]
   const int32_t* positions;  // [R], or null for the row numbers
   int64_t places;
 
-  // Of one row; false where it is at no place.
+  // Return whether the place of a row is in range.
   bool holds(int64_t stream, int64_t row) const { return !products || uint64_t(place(stream, row)) < uint64_t(places); }
   int64_t place(int64_t stream, int64_t row) const { return (positions ? positions[row] : row) + shift[stream]; }
-  // By place, of query m of all N * M.
+  // Offsets of query m of N * M, by place.
   const float* of(int64_t m) const { return products + m * places; }
 };
 
-// Queries, and where their results go.
+// Queries and outputs.
 struct Asked {
   const float* q;        // [N, M, D]
   float* out;            // [N, M, Dv]
   float* lse;            // [N, M]
   int64_t streams;       // N
   int64_t queries;       // M
-  int64_t causal;        // query tokens per stream, 0 when every query sees every row
+  int64_t causal;        // query tokens per stream; 0 if every query attends to every row
   int64_t bf16_queries;  // every element of q is exactly representable in bfloat16
-  int64_t exact;         // the model computes in float32: levels are not rounded to whole numbers
+  int64_t exact;         // the model computes in float32: levels are not rounded to integers
   int64_t threads;
   double scale;
   double softcap;        // 0 when absent
   Added added;
 };
 
-// Queries and which rows they attend to, whatever the format of the rows.
+// Queries and the rows that they attend to, in any storage format.
 struct Attention : Asked {
-  const int64_t* starts;    // [N], or null when `listed` is given
+  const int64_t* starts;    // [N], or null with `listed`
   const int32_t* listed;    // [N, listed_stride] row numbers, or null
   const int64_t* lengths;   // [N]
-  const int64_t* owner;     // [N]: whose books and shifts a stream reads, or null for its own
+  const int64_t* owner;     // [N]: stream whose codebooks and shifts a stream reads, or null for its own
   const float* log_weight;  // [R], added to the logits, or null
   int64_t rows;             // R
   int64_t listed_stride;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer products of 16 bits, and their sums of 32 bits.
+// Integer products of 16 bits with sums of 32 bits.
 #pragma once
 
 #include "simd.h"
@@ -7,13 +7,13 @@
 #if defined(__AVX2__)
 namespace kvpress {
 
-// sum += x. Assembly, because compilers add up trees of products, which do not fit into the registers, or copy every sum. Sums
-// are plain vectors: compilers leave arrays of classes that hold one on the stack.
+// sum += x. In assembly, because compilers turn the additions into trees, which do not fit into the registers, or copy every
+// sum. Sums are plain vectors: compilers leave arrays of classes that contain a vector on the stack.
 KVPRESS_INLINE void add_to(Words& sum, Words x) {
 #if defined(KVPRESS_EMULATED)
   sum += x;
 #else
-  Words total = sum;  // an operand of its own, because what is passed by reference must live in memory
+  Words total = sum;  // a separate operand, because a variable passed by reference must be in memory
   asm("vpaddd %1, %0, %0" : "+v"(total) : "v"(x));
   sum = total;
 #endif
@@ -21,7 +21,7 @@ KVPRESS_INLINE void add_to(Words& sum, Words x) {
 
 using Shorts = int16_t __attribute__((vector_size(sizeof(Words))));
 
-// a * b / 2^15, rounded, each of 16 bits.
+// a * b / 2^15, rounded, for elements of 16 bits.
 KVPRESS_INLINE Words multiply_fractions(Words a, Words b) {
 #if defined(__AVX512F__)
   return (Words)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b);
@@ -30,7 +30,7 @@ KVPRESS_INLINE Words multiply_fractions(Words a, Words b) {
 #endif
 }
 
-// a[2 lane] * b[2 lane] + a[2 lane + 1] * b[2 lane + 1], each of 16 bits.
+// a[2 lane] * b[2 lane] + a[2 lane + 1] * b[2 lane + 1], for elements of 16 bits.
 KVPRESS_INLINE Words multiply_pairs(Words a, Words b) {
 #if defined(__AVX512F__)
   return (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);

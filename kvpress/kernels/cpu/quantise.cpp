@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of quantisation for one instruction-set level; always succeeds.
+// Entry point of quantisation, compiled once per instruction-set level; always returns 0.
 
 #include "quantise.h"
 

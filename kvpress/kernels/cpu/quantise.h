@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises and packs rows. The arithmetic is exact where it can be, so every level gives the same bits.
+// Quantises and packs rows. The arithmetic is exact where possible, so that all instruction-set levels give the same bits.
 #pragma once
 
 #include "codes.h"
@@ -13,7 +13,7 @@ struct Quantise {
   uint8_t* codes;     // [R, channels * bits / 8]
   void* scale;        // [ceil(R / group_rows), channels / group_channels]
   void* zero;         // same shape as scale
-  float* largest;     // magnitude of the largest value; NaN when some are not finite
+  float* largest;     // largest magnitude, or NaN if a value is not finite
   int64_t rows;
   int64_t channels;
   int64_t stride;     // elements between two rows of x
@@ -25,7 +25,7 @@ struct Quantise {
   int64_t threads;
 };
 
-// One thread's state.
+// State of one thread.
 class Quantiser {
  public:
   explicit Quantiser(const Quantise& p)
@@ -42,7 +42,7 @@ class Quantiser {
         step_(channels_ + kLanes),
         codes_(channels_ + kLanes) {}
 
-  // Quantise the rows of one group; returns the largest magnitude among them.
+  // Quantise the rows of one group. Return their largest magnitude, or NaN if a value is not finite.
   float quantise(int64_t group) {
     const int64_t first = group * p_.group_rows, end = std::min(p_.rows, first + p_.group_rows);
     const bool finite = find_range(first, end);
@@ -65,7 +65,7 @@ class Quantiser {
 
   void load_row(int64_t r) { x_.read(r * p_.stride, channels_, row_); }
 
-  // Largest x and -x of each channel over the rows; whether all values are finite.
+  // Compute the largest x and -x of each channel over the rows. Return whether all values are finite.
   bool find_range(int64_t first, int64_t end) {
     std::fill_n(static_cast<float*>(negated_), channels_, -INFINITY);
     std::fill_n(static_cast<float*>(high_), channels_, -INFINITY);
@@ -82,7 +82,7 @@ class Quantiser {
     return sum(bad) == 0;
   }
 
-  // Write the parameters of the group, and put the zero and the step of each channel into zero_ and step_.
+  // Store the scales and zeros of the group, and set zero_ and step_ of each channel. Return the largest magnitude.
   float set_parameters(int64_t group) {
     const int width = int(p_.group_channels);
     float largest = 0;
@@ -109,7 +109,7 @@ class Quantiser {
     return out;
   }
 
-  // Store a parameter; returns it as it was rounded.
+  // Store a parameter and return its rounded value.
   float put(void* out, int64_t at, float value) const {
     if (p_.parameters == kFloat32) return static_cast<float*>(out)[at] = value;
     const f16 half = to_half(value);
@@ -162,7 +162,7 @@ class Quantiser {
 
 constexpr int kQuantiseRows = 64;  // rows of one task
 
-// The larger one, or NaN if either is.
+// Return the larger number, or NaN if either is NaN.
 inline float worse(float a, float b) { return a != a || a > b ? a : b; }
 
 inline void quantise_all(const Quantise& p) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with keys that are rotated on the way.
+// Products of queries with keys that are rotated on the fly.
 #pragma once
 
 #include "centroids.h"
 
 namespace kvpress {
 
-// Four queries times keys that stand at positions. Rotating a key by the angles of its position is rotating it by the
-// fine ones, and the queries by the coarse ones backwards: once for all rows in a block of kStep positions.
+// Four queries times keys at positions. A key is rotated only by the fine angles of its position. The coarse rotation is
+// applied to the queries instead, backwards: once for all rows in a block of kStep positions.
 class RotaryDot {
  public:
   explicit RotaryDot(const CodedProblem& p)
@@ -19,7 +19,7 @@ class RotaryDot {
         queries_(width_),
         turned_(width_) {}
 
-  // Takes queries by channel.
+  // Set queries, by channel.
   void begin(const Quad* queries) {
     std::fill_n(static_cast<float*>(queries_), width_, 0.f);
     const auto put = [&](int vector, int lane, Quad each) {
@@ -34,10 +34,10 @@ class RotaryDot {
     block_ = ~uint64_t(0);
   }
 
-  // Whether vectors of the keys begin where `step` channels do.
+  // Return whether the halves of the rotated channels, and all channels, are multiples of `step`.
   bool aligned(int step) const { return half_ % step == 0 && channels_ % step == 0; }
 
-  // out[i] = products with key i. Keys whose vectors are not aligned end on zeros, a vector of them at least.
+  // out[i] = products with key i. Keys that are not aligned must be followed by zeros, at least a full vector of them.
   template <class Keys>
   void multiply(const Keys& keys, Positions positions, int count, Quad* out) {
     if (!half_) return multiply_rows<0>(keys, 0, count, positions, out);
@@ -72,7 +72,7 @@ class RotaryDot {
     });
   }
 
-  // For keys of kPairs vectors of pairs and nothing else, 0 for all others.
+  // For keys of kPairs vectors of pairs and no other channels; kPairs = 0 for all other keys.
   template <int kPairs, class Keys>
   KVPRESS_APART void multiply_rows(const Keys keys, int first, int end, Positions positions, Quad* out) const {
     const int half = kPairs ? kPairs * kLanes : half_, channels = kPairs ? 2 * half : channels_;
@@ -110,7 +110,7 @@ class RotaryDot {
     }
   }
 
-  // Calls step(first channel, cosines, sines) for a vector of pairs at a time.
+  // Call step(first channel, cosines, sines) for a vector of pairs at a time.
   template <class Step>
   KVPRESS_INLINE void for_pairs(const float* angles, Step&& step) const {
     int c = 0;
@@ -121,9 +121,9 @@ class RotaryDot {
 
   const CodedProblem& p_;
   const int half_, channels_;
-  const int pairs_, width_;  // vectors of pairs, and numbers of all queries
-  uint64_t block_ = 0;       // that turned_ is for
-  // By vector of channels, for each query: first and second channels of pairs, then what is not rotated.
+  const int pairs_, width_;  // vectors of pairs; numbers of all queries
+  uint64_t block_ = 0;       // block of positions that turned_ is rotated for
+  // By vector of channels, then by query: first and second channels of pairs, then the channels that are not rotated.
   Buffer<float> queries_, turned_;
 };
 

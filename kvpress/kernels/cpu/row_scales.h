@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales of quantised rows that belong to one row, or to few neighbouring ones, each.
+// Scales of quantised rows, each of which belongs to one row or to a few neighbouring rows.
 #pragma once
 
 #include "codes.h"
@@ -7,7 +7,7 @@
 
 namespace kvpress {
 
-// Scales of rows, or their zeros, as float32 by group: [groups, stride]. Zeros that are not stored are -zero_point * scale.
+// Scales or zeros of rows as float32 [groups, stride]. Zeros that are not stored are -zero_point * scale.
 class RowScales {
  public:
   explicit RowScales(const PackedRows& rows, bool zeros = false)
@@ -53,7 +53,7 @@ class RowScales {
     }
   }
 
-  // With the number of groups known, compilers turn the loop into shuffles.
+  // With a constant number of groups, compilers turn the loop into shuffles.
   template <int kGroups, class S>
   static void spread(const S* from, int count, float* out, int stride) {
     if constexpr (sizeof(S) == 1) return spread_bytes<kGroups>(from, count, out, stride);
@@ -73,7 +73,7 @@ class RowScales {
       }
   }
 
-  // Four scales of a row are a word.
+  // Read one-byte scales; four scales of a row are a word.
   template <class S>
   void read_bytes(const S* scale, const int64_t* rows, int count, float* out, int stride) const {
     const int padded = round_up(count, kLanes);
@@ -102,7 +102,7 @@ class RowScales {
   const PackedRows& rows_;
   const void* const base_;
   const int groups_;
-  const float factor_;  // of what is stored
+  const float factor_;  // of the stored numbers
 };
 
 }  // namespace kvpress

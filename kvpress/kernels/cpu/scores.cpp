@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry points of page bounds, label scores and what is chosen by them, for one instruction-set level. Each returns -1, or the
-// number of a stream that leaves the storage.
+// Entry points of page bounds, label scores and label selection, compiled once per instruction-set level. Each returns -1, or
+// the number of a stream outside the storage (label_rows.h has one more case).
 
 #include "label_rows.h"
 
@@ -21,7 +21,7 @@ extern "C" int kvpress_bounds(const kvpress::Scores* p) {
 
 namespace kvpress {
 
-// Call `run` with a null pointer to the worker for the labels of a problem.
+// Call run() with a null pointer to the worker that scores the labels.
 template <class Run>
 int for_labels(const Scores& p, Run&& run) {
   if (p.scale) return run(static_cast<LabelWorker<CodedLabels>*>(nullptr));

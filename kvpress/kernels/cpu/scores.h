@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of rows that stand for others: labels of tokens, and the bounds of pages.
+// Scores of rows that represent others: labels of tokens, and bounds of pages.
 #pragma once
 
 #include "dense_reader.h"
@@ -7,14 +7,14 @@
 
 namespace kvpress {
 
-// Bounds of the pages of one stream; one thread's state.
+// Scores of the pages of one stream, from their bounds; state of one thread.
 template <class Dot>
 class BoundWorker {
   using T = typename Dot::Key;
   using Query = typename Dot::Query;
 
  public:
-  static constexpr int kRows = kChunk;  // of one task
+  static constexpr int kRows = kChunk;  // pages of one task
 
   explicit BoundWorker(const Scores& p)
       : p_(p),
@@ -26,7 +26,7 @@ class BoundWorker {
         highs_(p.queries * kScoreStride),
         lows_(p.queries * kScoreStride) {}
 
-  // out[p] = score of page p of a stream, for up to kRows pages from its `first` on.
+  // out[p] = score of page p of a stream, for up to kRows pages from `first` on.
   void score(int64_t stream, int64_t first, float* out) {
     load_queries(stream);
     const int64_t left = p_.counts[stream] - first, row = p_.starts[stream] + first;
@@ -68,16 +68,16 @@ class BoundWorker {
   Buffer<float> highs_, lows_;
 };
 
-// Scores of labels, which are too short for a sum across lanes per product; one thread's state. `Labels` knows how they
-// are stored: begin(stream), load(row, size) of up to kRows, product(m, t, sums) of a tile of these.
+// Scores of labels, which are too short for a horizontal sum per product; state of one thread. `Labels` reads one storage
+// format: begin(stream), load(row, size) of up to kRows rows, product(m, t, sums) with one tile of these.
 template <class Labels>
 class LabelWorker {
  public:
-  static constexpr int kRows = 4096;  // so that neighbouring rows, which are short, are read by one thread
+  static constexpr int kRows = 4096;  // rows of one task: many, because neighbouring rows are short
 
   explicit LabelWorker(const Scores& p) : p_(p), labels_(p) {}
 
-  // out[r] = score of row r of a stream, for up to kRows rows from its `first` on.
+  // out[r] = score of row r of a stream, for up to kRows rows from `first` on.
   void score(int64_t stream, int64_t first, float* out) {
     if (stream != stream_) labels_.begin(stream_ = stream);
     const int64_t end = std::min(p_.counts[stream], first + kRows);
@@ -88,7 +88,7 @@ class LabelWorker {
  private:
   void score_block(int64_t row, int size, float* out) {
     labels_.load(row, size);
-    float scores[Labels::kRows];  // where the last tile is not whole
+    float scores[Labels::kRows];  // used if the last tile is partial
     float* const to = size % kTileRows ? scores : out;
     for_query_tiles(int(p_.queries), [&](auto tile, int m) KVPRESS_INLINE_LAMBDA {
       for (int t = 0; t < size; t += kTileRows) {
@@ -114,7 +114,7 @@ class PlainLabels {
   using Unit = typename Product::Unit;
 
  public:
-  static constexpr int kRows = kTileRows;  // at once
+  static constexpr int kRows = kTileRows;  // rows at once
 
   explicit PlainLabels(const Scores& p)
       : p_(p),
@@ -147,14 +147,14 @@ class PlainLabels {
   Buffer<Unit> tile_, queries_;
 };
 
-// The first stream that leaves the storage, or -1.
+// Return the first stream outside the storage, or -1.
 inline int first_outside(const Scores& p) {
   for (int64_t n = 0; n < p.streams; ++n)
     if (p.starts[n] < 0 || p.counts[n] < 0 || p.starts[n] + p.counts[n] > p.rows) return int(n);
   return -1;
 }
 
-// Returns -1, or the number of a stream that makes the problem invalid.
+// Return -1, or the number of an invalid stream.
 template <class Worker>
 int score_all(const Scores& p) {
   if (const int bad = first_outside(p); bad >= 0) return bad;

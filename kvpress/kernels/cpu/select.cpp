@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of the choice of rows for one instruction-set level. Returns -1, or the number of a stream that has no
-// score for each of its rows, or rows without a 32-bit number.
+// Entry point of row selection, compiled once per instruction-set level. Returns -1, or the number of a stream without a score
+// for each of its rows, or with row numbers beyond 32 bits.
 
 #include "select.h"
 

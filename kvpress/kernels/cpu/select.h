@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The largest scores of each stream, exactly: most scores are ruled out by a bound, a search by bins ranks the others.
+// The largest scores of each stream, exactly: a bound excludes most scores, and a search by bins ranks the others.
 #pragma once
 
 #include <numeric>
@@ -13,15 +13,15 @@ struct Select {
   const float* scores;     // [N, stride]
   const int64_t* starts;   // [N]
   const int64_t* lengths;  // [N]
-  const int64_t* most;     // [N] rows to choose of each stream, at most width; null: width
+  const int64_t* most;     // [N]: rows to select of each stream, at most width; null: width
   int32_t* rows;           // [N, width]
   int64_t* counts;         // [N]
   int64_t streams;
   int64_t stride;
   int64_t capacity;        // scores of a stream
   int64_t width;
-  int64_t first;           // rows at the start of a stream that are always chosen
-  int64_t last;            // the same at its end
+  int64_t first;           // rows at the start of a stream that are always selected
+  int64_t last;            // rows at its end that are always selected
   int64_t threads;
 };
 
@@ -40,14 +40,14 @@ inline float from_key(uint32_t key) {
   return score;
 }
 
-// Scores that were chosen among others: their values and where they stand. A vector may be written past the last one.
+// Selected scores: values and places. A full vector may be written past the last one.
 struct Taken {
   float* values;
   int32_t* places;
 };
 
-// A vector of scores that stand from `place` on: takes those that are not below the limit. NaN is below nothing, and
-// nothing is below NaN. Returns how many there are.
+// Append the scores of a vector that are not below the limit; the first score has place `place`. A NaN score is appended, and
+// all scores are if the limit is NaN. Return the number appended.
 #if defined(__AVX512F__)
 inline int64_t take_reaching(const float* scores, float limit, int32_t place, Taken out) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -58,7 +58,7 @@ inline int64_t take_reaching(const float* scores, float limit, int32_t place, Ta
   return __builtin_popcount(taken);
 }
 #elif defined(__AVX2__)
-// For every set of lanes, their numbers from the lowest on, a byte each.
+// Lane numbers of every set of lanes, ascending, one byte each.
 struct LanesOf {
   uint8_t first[256][8] = {};
   constexpr LanesOf() {
@@ -89,7 +89,7 @@ inline int64_t take_reaching(const float* scores, float limit, int32_t place, Ta
 }
 #endif
 
-// One thread's state.
+// State of one thread.
 class Selector {
   static constexpr int kBins = 2048;
 
@@ -101,7 +101,7 @@ class Selector {
         keys_(scratch<uint32_t>()),
         places_(scratch<int32_t>()) {}
 
-  // From the scores of a stream.
+  // Select the rows of a stream by its scores.
   void choose(int64_t stream, const float* scores) {
     const int64_t length = p_.lengths[stream];
     const int64_t count = std::min(length, p_.most ? p_.most[stream] : p_.width);
@@ -120,14 +120,14 @@ class Selector {
  private:
   struct Rank {
     uint32_t key;
-    int64_t ties;  // how many of the scores with this key are to be chosen
+    int64_t ties;  // scores with this key to select
   };
 
-  // The bin that a key of some rank falls into: keys from `first` on that differ in the last `shift` bits.
+  // Bin of the key of some rank: keys from `first` on that differ in the last `shift` bits.
   struct Bin {
     uint32_t first;
     int shift;
-    int64_t rank;  // among the keys of the bin, counted from one
+    int64_t rank;  // among the keys of the bin, from one
   };
 
   template <class T>
@@ -135,7 +135,7 @@ class Selector {
     return std::unique_ptr<T[]>(new T[p_.capacity + kLanes]);
   }
 
-  // Numbers of the `count` best of `size` scores, counted from `start`, in ascending order.
+  // Write the numbers of the `count` largest of `size` scores, counted from `start`, in ascending order.
   void choose_best(const float* scores, int64_t size, int64_t count, int32_t start, int32_t* out) {
     if (count == 0) return;
     const int64_t found = collect(scores, size, bound(scores, size, count));
@@ -149,7 +149,7 @@ class Selector {
     }
   }
 
-  // A limit that at least `count` scores reach: of that many groups of scores, one each does.
+  // Return a limit that at least `count` scores reach: one score in each of `count` groups reaches it.
   float bound(const float* scores, int64_t size, int64_t count) {
     const int64_t group = size / (2 * std::max<int64_t>(count, kLanes));
     if (group < 2) return NAN;
@@ -164,7 +164,7 @@ class Selector {
     return from_key(bin_of(blocks * kLanes, count).first);
   }
 
-  // Keep the values and places of the scores that are not below the limit; returns how many there are.
+  // Store values and places of the scores that are not below the limit; return their number.
   int64_t collect(const float* scores, int64_t size, float limit) {
     int64_t found = 0, at = 0;
     float* const values = values_.get();
@@ -179,12 +179,12 @@ class Selector {
     return found;
   }
 
-  // The first keys become those of the values.
+  // Set the first keys to those of the values.
   void load_keys(const float* values, int64_t size) {
     for (int64_t i = 0; i < size; ++i) keys_[i] = to_key(values[i]);
   }
 
-  // The `count`-th largest of the values collected.
+  // Return the `count`-th largest of the collected values.
   Rank find(int64_t size, int64_t count) {
     load_keys(values_.get(), size);
     uint32_t* const keys = keys_.get();
@@ -202,8 +202,8 @@ class Selector {
     }
   }
 
-  // Where the `count`-th largest of the first keys is. The bins divide the range that the keys span, so that few share
-  // one: of bins of fixed digits, the first would take in almost all.
+  // Return the bin of the `count`-th largest of the first keys. Bins divide the range that the keys span, so that few keys
+  // share one; with bins of fixed digits, almost all keys would be in the first.
   Bin bin_of(int64_t size, int64_t count) const {
     const uint32_t* const keys = keys_.get();
     uint32_t low = UINT32_MAX, high = 0;
@@ -223,7 +223,7 @@ class Selector {
   std::unique_ptr<int32_t[]> places_;
 };
 
-// The first stream whose rows cannot be chosen, or -1.
+// Return the first stream whose rows cannot be selected, or -1.
 inline int first_impossible(const Select& p) {
   for (int64_t n = 0; n < p.streams; ++n)
     if (p.starts[n] < 0 || p.lengths[n] < 0 || p.lengths[n] > p.capacity || p.starts[n] + p.lengths[n] > INT32_MAX ||
@@ -232,7 +232,7 @@ inline int first_impossible(const Select& p) {
   return -1;
 }
 
-// Returns -1, or the number of a stream that makes the problem invalid.
+// Return -1, or the number of an invalid stream.
 inline int select_all(const Select& p) {
   if (const int bad = first_impossible(p); bad >= 0) return bad;
   parallel(p.streams, p.threads, [&] {

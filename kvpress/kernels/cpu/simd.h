@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One float vector `F` of kLanes lanes per instruction set; everything above this file is written once.
+// One float vector `F` of kLanes lanes per instruction set. Code that uses this file is written once for all of them.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-// For code whose speed depends on constants of its caller.
+// For code that is fast only if the caller's constants are compiled into it.
 #define KVPRESS_INLINE inline __attribute__((always_inline))
 #define KVPRESS_INLINE_LAMBDA __attribute__((always_inline))
 
@@ -34,10 +34,10 @@ struct e8m0 {
   uint8_t bits;
 };
 
-// Vectors of e4m3 numbers are loaded in units of this: where halves are converted, that takes moving bits only.
+// Vectors of e4m3 numbers are loaded divided by this: with float16 conversion, loading then only moves bits.
 constexpr float kE4m3Unit = 256;
 
-constexpr float kMagic = 0x1.8p23f;  // plus this, a number up to 2^22 is rounded and stands in the low bits
+constexpr float kMagic = 0x1.8p23f;  // adding this rounds a number up to 2^22 and puts the integer into the low bits
 
 inline float to_float(float x) { return x; }
 
@@ -83,7 +83,7 @@ inline f16 to_half(float x) {
 inline float to_float(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
   uint32_t wide = (magnitude << 13) + (uint32_t(112) << 23);
-  if (magnitude >= 0x7c00) wide += uint32_t(112) << 23;  // infinities and NaN keep the top exponent
+  if (magnitude >= 0x7c00) wide += uint32_t(112) << 23;  // infinity and NaN keep the top exponent
   float out;
   if (magnitude < 0x0400) {
     out = float(magnitude) * 0x1p-24f;  // subnormal
@@ -93,7 +93,7 @@ inline float to_float(f16 x) {
   return sign ? -out : out;
 }
 
-// Rounds to nearest, halves to even.
+// Round to nearest, ties to even.
 inline f16 to_half(float x) {
   uint32_t wide;
   std::memcpy(&wide, &x, sizeof wide);
@@ -101,7 +101,7 @@ inline f16 to_half(float x) {
   uint32_t magnitude = wide & 0x7fffffff;
   if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
   if (magnitude < 0x38800000) {
-    // Subnormal: the last bit of numbers in [0.5, 1) is worth as much as that of subnormal halves.
+    // Subnormal: the last bit of a float in [0.5, 1) is worth as much as that of a subnormal half, so the addition rounds.
     const float shifted = std::abs(x) + 0.5f;
     std::memcpy(&magnitude, &shifted, sizeof magnitude);
     return {uint16_t(sign | (magnitude - 0x3f000000))};
@@ -147,12 +147,12 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F a) { return _mm512_roundscale_ps(a, 0); }
-// p * 2^n for integral n; underflows to zero.
+// p * 2^n for integer n; underflows to zero.
 inline F ldexp(F p, F n) { return _mm512_scalef_ps(p, n); }
 inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 inline float max_lane(F x) { return _mm512_reduce_max_ps(x); }
 
-// Write the four horizontal sums to out[0..3].
+// Store the four horizontal sums in out[0..3].
 inline void store_sums(float* out, F a, F b, F c, F d) {
   const F ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const F cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -161,7 +161,7 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-// Numbers in two vectors as those at even and those at odd places, and back.
+// Split two vectors into the numbers at even and at odd places; join_pairs is the inverse.
 #define KVPRESS_PAIRS 1
 inline void part_pairs(F& a, F& b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -241,7 +241,7 @@ inline void join_pairs(F& a, F& b) {
 
 #else
 
-// GCC and Clang lower this to whatever the target has (SSE2, NEON, ...).
+// GCC and Clang lower this to the vectors of the target (SSE2, NEON, ...).
 typedef float F __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 
@@ -297,20 +297,20 @@ inline void store_sums(float* out, F a, F b, F c, F d) {
 
 #endif
 
-// Vectors that the register file holds.
+// Number of vector registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
 
-// As many whole numbers of 32 bits, and what conversions between the two are written with.
+// Vectors of kLanes 32-bit integers, and of floats for conversions between the two.
 using Words = int32_t __attribute__((vector_size(sizeof(F))));
 using Floats = float __attribute__((vector_size(sizeof(F))));
 
 #if defined(KVPRESS_WIDENS)
-constexpr bool kConvertsHalves = true;  // many at a time
-using Halves = int16_t __attribute__((vector_size(2 * kLanes)));  // bits of as many numbers of 16 bits
+constexpr bool kConvertsHalves = true;  // a vector at a time
+using Halves = int16_t __attribute__((vector_size(2 * kLanes)));  // bits of kLanes 16-bit numbers
 
 template <class Bits>
 inline Bits load_bits(const void* p) {
@@ -321,8 +321,8 @@ inline Bits load_bits(const void* p) {
 
 inline F load(const f16* p) { return widen(load_bits<Halves>(p)); }
 
-// Numbers in the upper bytes; the lower ones do not matter. Moving the bits of an e4m3 number to those of a half divides it by
-// kE4m3Unit, subnormal or not; an arithmetic shift copies its sign.
+// Convert the upper byte of each element; the lower byte is ignored. Moving the bits of an e4m3 number into a half divides it
+// by kE4m3Unit, subnormal or not; the arithmetic shift copies its sign.
 inline F from_e4m3(Halves x) { return widen(x >> 1 & int16_t(0xbf80)); }
 inline F load(const e4m3* p) {
   using Bytes = uint8_t __attribute__((vector_size(kLanes)));
@@ -332,8 +332,8 @@ inline F load(const e4m3* p) {
 constexpr bool kConvertsHalves = false;
 #endif
 
-// Whether numbers of a type are read as pairs, those at even and those at odd places: it takes half the instructions, because one
-// of a pair is in place, or nearly so, where it lies.
+// True for types that are loaded as pairs of vectors, numbers at even and at odd places: half the instructions, because one
+// number of each pair is already in place, or nearly so.
 #if defined(KVPRESS_PAIRS)
 template <class T>
 constexpr bool kPaired = std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>;
@@ -354,7 +354,7 @@ template <class T>
 inline void load_pairs(const T*, F&, F&) {}
 #endif
 
-// A vector in one part, or in several that lie apart.
+// Load a vector from one address, or in several parts from different addresses.
 template <class T>
 KVPRESS_INLINE F load_parts(const T* const (&p)[1]) {
   return load(p[0]);
@@ -366,7 +366,7 @@ typedef float Quad __attribute__((vector_size(16)));
 inline F abs(F x) { return max(x, sub(set1(0.f), x)); }
 
 // 2^x for x <= 128; relative error 2e-7, zero below -150 (Cephes exp2f coefficients).
-// What is no number stays none, or else counts as minus infinity: `max` returns the second of its arguments then.
+// NaN stays NaN with kKeepsNaN, and otherwise counts as -inf: `max` returns its second argument if either is NaN.
 template <bool kKeepsNaN = false>
 inline F exp2(F x) {
   x = kKeepsNaN ? max(set1(-150.f), x) : max(x, set1(-150.f));
@@ -378,7 +378,7 @@ inline F exp2(F x) {
   return ldexp(p, n);
 }
 
-// A vector of which only the first `count` elements may be read; the rest are zero.
+// Load a vector of which only the first `count` elements may be read; the others are zero.
 template <class T>
 inline F load_part(const T* p, int count) {
   T lanes[kLanes] = {};
@@ -386,8 +386,8 @@ inline F load_part(const T* p, int count) {
   return load(lanes);
 }
 
-// step(0), ..., step(kCount - 1) with constant arguments: arrays indexed by them live in registers from the start,
-// where a loop that is unrolled later leaves them on the stack.
+// Call step(0), ..., step(kCount - 1) with constant arguments. Arrays indexed by them are in registers from the start; a loop
+// that the compiler unrolls later leaves them on the stack.
 template <class Step, int... kIndex>
 KVPRESS_INLINE void unrolled(std::integer_sequence<int, kIndex...>, Step&& step) {
   (step(std::integral_constant<int, kIndex>{}), ...);
@@ -397,9 +397,9 @@ KVPRESS_INLINE void unrolled(Step&& step) {
   unrolled(std::make_integer_sequence<int, kCount>{}, step);
 }
 
-// Bring a line into the second-level cache: the first level has too few miss buffers to keep the memory bus busy. kNear: into
-// the first one, what is read at once. Any address will do. Volatile, because GCC takes a function that only prefetches for one
-// without effects and removes it.
+// Prefetch a cache line into the L2 cache: L1 has too few miss buffers to keep the memory bus busy. kNear prefetches into L1,
+// for data that is read at once. Any address is allowed. The asm is volatile because GCC removes a function that only
+// prefetches, as one without side effects.
 template <bool kNear = false>
 KVPRESS_INLINE void prefetch_line(const char* p) {
 #if defined(__x86_64__) || defined(__i386__)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The online softmax: logits in, weights out, with a running maximum and sum per query.
+// Online softmax: turns logits into weights, with a running maximum and sum per query.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ class Softmax {
       for (int t = 0; t < count; ++t) log_weights_[t] = p_.log_weight[rows[t]];
   }
 
-  // Only the first `visible` of `count` rows get a weight. Returns the factor by which everything accumulated so far
-  // must be scaled.
+  // Turn logits into weights; only the first `visible` of `count` rows get one. Return the factor by which everything
+  // accumulated so far must be scaled.
   float weigh(int64_t m, float* logits, int visible, int count) {
     const int padded = round_up(count, 32);
     const bool plain = !p_.log_weight && p_.softcap == 0 && p_.scale > 0;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams are cut into pieces, pieces shared between threads, and their results merged by log-sum-exp.
+// Splits streams into pieces, shares the pieces among threads and merges their results by log-sum-exp.
 //
-// The pieces depend on the lengths only, so the result does not depend on the number of threads. The first ones are the longest:
-// a piece costs as much as some 50 rows do, in partial results that are written and read again, and the last ones are short so
-// that threads end together.
+// The pieces depend on the lengths only, so results do not depend on the number of threads. The first pieces are the longest:
+// writing and reading the partial results of a piece costs as much as some 50 rows. The last ones are short, so that threads
+// finish together.
 #pragma once
 
 #include <algorithm>
@@ -21,21 +21,22 @@ namespace kvpress {
 // A range of rows of one stream.
 struct Piece {
   int64_t stream, begin, end;
-  float *out, *lse;  // final results, or a slot of the scratch that merge() reads
+  float *out, *lse;  // final results, or scratch that merge() reads
 };
 
-// Rows of one piece.
+// Limits of the number of rows of a piece.
 struct PieceRows {
   int64_t least, most;
 
-  // Of the next piece, where so many rows are left in all streams: a share of them, for as many threads as use the memory well.
+  // Return the rows of the next piece if `left` rows of all streams remain: one of kShares shares, about as many as threads
+  // that the memory bandwidth can feed.
   int64_t next(int64_t left) const {
     constexpr int64_t kShares = 64;
     return std::clamp(left / kShares / least * least, least, most);
   }
 };
 
-// Combine pieces for some of the queries: out = sum_i w_i out_i with w_i = exp(lse_i - lse).
+// Merge pieces for queries [first, end): out = sum_i w_i out_i with w_i = exp(lse_i - lse).
 inline void merge(int64_t first, int64_t end, int64_t channels, const Piece* pieces, int64_t count, float* out,
                   float* lse) {
   for (int64_t m = first; m < end; ++m) {
@@ -57,7 +58,7 @@ inline void merge(int64_t first, int64_t end, int64_t channels, const Piece* pie
   }
 }
 
-// Run `work(i)` for i in [0, count) on the given number of threads, each with its own `make()`.
+// Run work(i) for i in [0, count) on up to `threads` threads; make() returns the `work` of a thread.
 template <class Make>
 void parallel(int64_t count, int64_t threads, Make make) {
   std::atomic<int64_t> next{0};
@@ -73,7 +74,7 @@ void parallel(int64_t count, int64_t threads, Make make) {
 #endif
 }
 
-// Combine pieces for all queries.
+// Merge pieces for all queries, in parallel.
 inline void merge_all(int64_t queries, int64_t channels, int64_t threads, const Piece* pieces, int64_t count, float* out,
                       float* lse) {
   constexpr int64_t kQueries = 512;
@@ -84,7 +85,7 @@ inline void merge_all(int64_t queries, int64_t channels, int64_t threads, const 
   });
 }
 
-// The first stream that refers to rows that are not stored, or -1.
+// Return the first stream that refers to rows that are not stored, or -1.
 inline int first_invalid(const Attention& p) {
   for (int64_t n = 0; n < p.streams; ++n) {
     const int64_t start = p.listed ? 0 : p.starts[n], length = p.lengths[n];
@@ -96,8 +97,8 @@ inline int first_invalid(const Attention& p) {
   return -1;
 }
 
-// A query with something that is no number gets none: vectors take a logit of NaN for a small one. So do those of its stream
-// that are rounded `together` with it.
+// Set the results of queries that contain NaN or infinity to NaN: vector `max` drops a NaN logit. With `together`, all queries
+// of the stream become NaN, because they were rounded with one scale.
 inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t channels, bool together) {
   const int64_t count = together ? p.queries : 1;
   for (int64_t m = 0; m < p.streams * p.queries; m += count) {
@@ -109,8 +110,8 @@ inline void mark_not_numbers(const Attention& p, int64_t query_channels, int64_t
   }
 }
 
-// Attend in pieces. `make(longest)` returns the worker of a thread for pieces of at most so many rows; its attend(piece) is
-// false where rows refer to something that is not stored. Returns -1, or the number of such a stream.
+// Attend in pieces. make(longest) returns the worker of a thread for pieces of at most `longest` rows; worker->attend(piece)
+// returns false if rows refer to data that is not stored. Return -1, or the number of such a stream.
 template <class Make>
 int attend_pieces(const Attention& p, int64_t channels, PieceRows rows, Make make) {
   const int64_t out_size = p.queries * channels, slot_size = out_size + p.queries;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of many rows with a few queries, for statistics that keep the products in registers: a tile of rows is
-// transposed once, and each register then holds one channel of neighbouring rows.
+// Products of many rows with a few queries, for statistics that keep the products in registers. A tile of rows is transposed
+// once; each register then has one channel of neighbouring rows.
 #pragma once
 
 #include "buffer.h"
@@ -9,7 +9,7 @@
 
 namespace kvpress {
 
-// Elements of any type, read as float32.
+// Elements of any dtype, read as float32.
 class Elements {
  public:
   Elements(const void* data, int64_t dtype) : data_(data), dtype_(dtype) {}
@@ -44,11 +44,11 @@ class Elements {
   int64_t dtype_;
 };
 
-constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // vectors of rows and queries worked on at once: their sums fill
-constexpr int kTileQueries = kLanes == 4 ? 4 : 6;   // the register file
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // vectors of rows handled at once
+constexpr int kTileQueries = kLanes == 4 ? 4 : 6;   // queries handled at once; the sums fill the registers
 constexpr int kTileRows = kTileVectors * kLanes;
 
-// Unit: what one query is multiplied with at a time; it covers kDepth channels.
+// Product in float32. A Unit is the query's operand of one multiplication; it covers kDepth channels.
 struct FloatProduct {
   using Unit = float;
   static constexpr int kDepth = 1;
@@ -66,7 +66,7 @@ struct PairProduct {
     int64_t i = 0;
     for (; i + 2 * kLanes <= count; i += 2 * kLanes) _mm512_storeu_si512(out + i / 2, _mm512_loadu_si512(row + i));
     if (i == count) return;
-    out[(count - 1) / 2] = 0;  // an odd last channel has no partner
+    out[(count - 1) / 2] = 0;  // an odd last channel is paired with zero
     std::memcpy(out + i / 2, row + i, (count - i) * sizeof(bf16));
   }
   static KVPRESS_INLINE F step(F sum, const Unit* keys, Unit query) {
@@ -81,7 +81,7 @@ inline int tile_depth(int64_t channels) {
   return int((channels + Product::kDepth - 1) / Product::kDepth);
 }
 
-// Units of a tile; its depth is padded for whole blocks, and the padding is not multiplied.
+// Units of a tile. Its depth is padded to full blocks; products skip the padding.
 template <class Product>
 inline int tile_size(int64_t channels) {
   return kTileRows * round_up(tile_depth<Product>(channels), 16);
@@ -101,7 +101,7 @@ inline void transpose_block(const void* from, int64_t from_stride, void* to, int
       a[i + 2 * k] = _mm512_unpacklo_epi64(b[i + k], b[i + k + 2]);
       a[i + 2 * k + 1] = _mm512_unpackhi_epi64(b[i + k], b[i + k + 2]);
     }
-  // Quarter q of a[i + k] now holds column 4 q + k of rows i .. i + 3.
+  // Quarter q of a[i + k] now has column 4 q + k of rows i .. i + 3.
   const auto put = [&](int column, __m512i x) {
     _mm512_storeu_si512(static_cast<int32_t*>(to) + column * to_stride, x);
   };
@@ -118,7 +118,7 @@ inline void transpose_block(const void* from, int64_t from_stride, void* to, int
 }
 #endif
 
-// Makes tiles: tile[d, t] = unit d of row t.
+// Builds tiles: tile[d, t] = unit d of row t.
 template <class Product>
 class Transpose {
   using Unit = typename Product::Unit;
@@ -130,12 +130,12 @@ class Transpose {
         stride_(round_up(depth_, 16)),
         rows_(16 * stride_) {}
 
-  // Rows past `size` hold old values; `first` and `stride` count elements.
+  // Rows past `size` are undefined; `first` and `stride` count elements.
   void load(const Elements& from, int64_t first, int64_t stride, int size, Unit* tile) {
     load(from, [&](int t) { return first + t * stride; }, size, tile);
   }
 
-  // The same for rows that lie anywhere: row t begins at element at(t).
+  // The same for rows at any address: row t begins at element at(t).
   template <class At>
   void load(const Elements& from, At&& at, int size, Unit* tile) {
     for (int t = 0; t < size; t += 16) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of the mass of tiles for one instruction-set level; see tile_mass.h.
+// Entry point of tile mass, compiled once per instruction-set level; see tile_mass.h.
 
 #include "tile_mass.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tiles of keys receive from the softmax of blocks of queries.
+// Softmax weight that tiles of keys receive from blocks of queries.
 //
-// The keys of a kv head are transposed once. A task takes some blocks of queries of one head, so few that their logits stay in
-// the second-level cache, from the products through the softmax to the sums.
+// The keys of a KV head are transposed once. A task takes a few blocks of queries of one head, so that their logits stay in the
+// L2 cache, from the products through the softmax to the sums.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace kvpress {
 struct TileMass {
   const void* q;        // [H, M, D]
   const void* keys;     // [G, K, D]
-  const int64_t* last;  // [M]: the last key that a query sees; negative where it sees none
+  const int64_t* last;  // [M]: last key that a query attends to; negative if there is none
   float* out;           // [H, query blocks, tiles]
   int64_t heads;        // H
   int64_t kv_heads;     // G
@@ -27,7 +27,7 @@ struct TileMass {
   int64_t channels;     // D
   int64_t block;        // queries of a block
   int64_t tile;         // keys of a tile
-  int64_t key_strides[2];  // elements between kv heads, and between keys
+  int64_t key_strides[2];  // elements between KV heads, and between keys
   int64_t dtype;        // of q and keys
   int64_t threads;
   double scale;
@@ -43,7 +43,7 @@ struct TileMass {
   }
 };
 
-// One thread's state.
+// State of one thread.
 template <class Product>
 class TileMassWorker {
   using Unit = typename Product::Unit;
@@ -57,7 +57,7 @@ class TileMassWorker {
         logits_(p.together() * p.block * stride_),
         received_(stride_) {}
 
-  // Write what all tiles receive from `together` query blocks of a head, the first of which is `block`.
+  // Compute the weight that all tiles receive from `together` query blocks of a head, from `block` on.
   void sum_up(const Unit* keys, int64_t head, int64_t block) {
     const int64_t first = block * p_.block, end = std::min((block + p_.together()) * p_.block, p_.queries);
     const int count = int(end - first);
@@ -83,7 +83,7 @@ class TileMassWorker {
  private:
   int64_t visible(int64_t m) const { return std::clamp<int64_t>(p_.last[m] + 1, 0, p_.count); }
 
-  // Write the logits, base two, of `count` queries and the first `seen` keys; behind those stands anything.
+  // Write the base-two logits of `count` queries and the first `seen` keys; logits past these are undefined.
   void multiply(const Unit* keys, int count, int64_t seen) {
     const int size = tile_size<Product>(p_.channels);
     for (int64_t at = 0; at < seen; at += kTileRows, keys += size) {
@@ -103,7 +103,7 @@ class TileMassWorker {
         store(logits_ + (m + i) * stride_ + at + v * kLanes, mul(sums[i][v], set1(float(p_.scale * kLog2e))));
   }
 
-  // Add the softmax of a row of logits to what keys receive.
+  // Add the softmax of a row of logits to received_.
   void weigh(float* row, int64_t seen) {
     if (!seen) return;
     const int64_t end = (seen + kLanes - 1) / kLanes * kLanes;
@@ -127,7 +127,7 @@ class TileMassWorker {
   Buffer<float> logits_, received_;
 };
 
-// The newest queries, which see most, come first.
+// Compute all heads. The newest queries attend to the most keys, so their tasks start first.
 template <class Product>
 int tile_mass_all(const TileMass& p) {
   using Unit = typename Product::Unit;

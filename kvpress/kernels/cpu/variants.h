@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One of several kernels, or none.
+// An optional kernel of one of several types.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace kvpress {
 
-// Runs step(kernel) and returns true if there is one.
+// Call step(kernel) and return true; return false without a kernel.
 template <class... Kernels, class Step>
 bool with(std::variant<std::monostate, Kernels...>& kernel, Step&& step) {
   return std::visit(

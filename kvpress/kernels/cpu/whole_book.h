@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Books of keys as whole numbers of 16 bits, for models that compute in 16 bits themselves.
+// Codebooks of keys as 16-bit integers, for models that compute in 16 bits.
 #pragma once
 
 #include "centroids.h"
@@ -9,11 +9,11 @@
 #define KVPRESS_WHOLE_BOOKS 1
 namespace kvpress {
 
-constexpr int kWide = 2 * kLanes;       // numbers of 16 bits in a vector
-constexpr int kWholeEntries = 256;      // of every group: a byte names one
-constexpr int64_t kWholeRows = 2048;    // fewer of them do not pay for the rounding of a book
+constexpr int kWide = 2 * kLanes;       // 16-bit numbers in a vector
+constexpr int kWholeEntries = 256;      // entries of every group, indexed by a byte
+constexpr int64_t kWholeRows = 2048;    // fewer rows do not pay for rounding a codebook
 
-// The low 16 bits of numbers that were added to kMagic.
+// Store the low 16 bits of numbers to which kMagic was added.
 KVPRESS_INLINE void store_low_halves(int16_t* out, F x) {
   using Halves = int16_t __attribute__((vector_size(2 * kLanes)));
   const Halves low = __builtin_convertvector((Words)x, Halves);
@@ -26,11 +26,11 @@ KVPRESS_INLINE Words load_wide(const int16_t* p) {
   return x;
 }
 
-// One book of keys that are rotated as a whole, over the units of its channels: [groups, entries, coupled]. The two channels
+// One codebook of keys whose channels are all rotated, in units of its channels: [groups, entries, coupled]. The two channels
 // of a rotated pair have one unit.
 class WholeBook {
-  static constexpr float kMost = 23160;  // a pair is sqrt(2) times as long at most, which 16 bits hold too
-  static constexpr int kPattern = 16;  // numbers after which the channels of a group and the lanes of a vector begin anew
+  static constexpr float kMost = 23160;  // a pair is at most sqrt(2) times as long, which still fits 16 bits
+  static constexpr int kPattern = 16;  // numbers after which the channels of a group and the lanes of a vector repeat
 
  public:
   explicit WholeBook(const Coded& side)
@@ -94,10 +94,10 @@ class WholeBook {
   Buffer<float> units_, group_;
 };
 
-// kWide numbers: the centroids of neighbouring groups that the codes name.
+// Load kWide numbers: the centroids that neighbouring groups' codes index.
 template <int kCoupled>
 KVPRESS_INLINE Words load_centroids(const int16_t* group, const uint8_t* codes) {
-  uint64_t word = 0;  // one load and shifts: bytes would take as many loads as centroids do
+  uint64_t word = 0;  // one load and shifts: single bytes would take as many loads as the centroids
   std::memcpy(&word, codes, kWide / kCoupled);
   const auto centroid = [&](int i) KVPRESS_INLINE_LAMBDA {
     return group + (int64_t(i) * kWholeEntries + int64_t(word >> 8 * i & 255)) * kCoupled;

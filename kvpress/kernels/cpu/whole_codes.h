@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of codes in one plane each. Codes of three bits are written out with four, once per row: that takes fewer instructions
-// than a product with each of their two planes.
+// Rows of codes in a single plane. Three-bit codes are expanded to four bits, once per row: that takes fewer instructions than
+// products with each of their two planes.
 #pragma once
 
 #include "buffer.h"
@@ -10,17 +10,17 @@ namespace kvpress {
 
 class WholeCodes {
  public:
-  // Written-out codes are kept for at most `most` rows.
+  // Expanded codes are kept for at most `most` rows.
   WholeCodes(const PackedRows& rows, int most)
       : rows_(rows), plane_(plane_of(rows.side())), written_(rows.side().bits == 3 ? most * plane_.bytes : 0) {}
 
-  // How the codes of such rows lie in the one plane.
+  // Layout of the single plane.
   static Plane plane_of(const Rows& side) {
     return side.bits == 3 ? Plane{0, int(side.channels / 2), 4, 0} : *Planes(side).begin();
   }
   const Plane& plane() const { return plane_; }
 
-  // Where the codes of each row begin; the last row stands in for those up to `padded`.
+  // Get the address of each row's codes, expanded if they have three bits; the last row is repeated up to `padded`.
   void locate(const int64_t* rows, int count, int padded, const uint8_t** out) {
     rows_.locate(rows, count, padded, out);
     if (rows_.side().bits != 3) return;
@@ -55,20 +55,20 @@ class WholeCodes {
     return word;
   }
 
-  // The low plane has two bits of each channel of parts 0 to 3 in its `2 * eighth` bytes; the high one has their third bits
-  // in bits 0, 2, 4 and 6 of its bytes for the first half of them, in bits 1, 3, 5 and 7 for the other half.
+  // The low plane has two bits of each channel, parts 0 to 3, in `2 * eighth` bytes. The high plane has the third bits: those
+  // of the first half of the low bytes in bits 0, 2, 4 and 6 of its bytes, those of the second half in bits 1, 3, 5 and 7.
   template <class Word>
   static KVPRESS_INLINE void write_row(const uint8_t* from, int eighth, uint8_t* to) {
     constexpr int kStep = int(sizeof(Word));
     for (int next = 0; next < eighth; next += kStep) {
-      const int j = std::min(next, eighth - kStep);  // the last word may write some bytes once more
+      const int j = std::min(next, eighth - kStep);  // the last word may write some bytes twice
       const Word third = read<Word>(from + 2 * eighth + j);
       write_out(read<Word>(from + j), third, to + j, 2 * eighth);
       write_out(read<Word>(from + eighth + j), Word(third >> 1), to + eighth + j, 2 * eighth);
     }
   }
 
-  // The same for an eighth of as many channels as one word has bytes, both halves in one vector.
+  // The same for rows whose eighth is one word, with both halves in one vector.
   template <class Words, class Word>
   static KVPRESS_INLINE void write_halves(const uint8_t* from, uint8_t* to) {
     constexpr int kEighth = int(sizeof(Word));
@@ -79,7 +79,7 @@ class WholeCodes {
   static KVPRESS_INLINE Two side_by_side(uint64_t a, uint64_t b) { return Two{a, b}; }
   static KVPRESS_INLINE Four side_by_side(Two a, Two b) { return Four{a[0], a[1], b[0], b[1]}; }
 
-  // Parts 0 and 2 share bytes of four bits each, and so do parts 1 and 3, which come `half` bytes behind.
+  // Parts 0 and 2 share bytes of two four-bit codes, and so do parts 1 and 3, `half` bytes later.
   template <class Word>
   static KVPRESS_INLINE void write_out(Word low, Word third, uint8_t* to, int half) {
     const Word two = Word(Word{} + 0x3333333333333333u), one = Word(Word{} + 0x4444444444444444u);

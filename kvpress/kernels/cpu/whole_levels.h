@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Levels as whole numbers, for products of 16 bits: twice as many at once as in float32.
+// Levels as integers, for products of 16 bits: twice as many at once as in float32.
 //
-// A level counts 1 / 4092 of the largest one, which rounds it by about 2^-13. Factors take what that leaves of 32 bits: they
-// are made as large as the sum of the products can bear, 11 to 15 bits.
+// A level is a multiple of 1 / 4092 of the largest one, which rounds it by about 2^-13. The other factor gets the remaining
+// bits of 32: it is as large as the sum of products allows, 11 to 15 bits.
 #pragma once
 
 #include "levels.h"
@@ -13,15 +13,15 @@
 
 namespace kvpress {
 
-// One table of levels, of which bytes are looked up.
+// One table of levels, looked up by shuffles of bytes.
 class WholeLevels {
  public:
-  static constexpr int kBits = 4;            // of a code, at most
-  static constexpr float kLargest = 4092.f;  // a multiple of 12, in units of which e2m1 has its levels
+  static constexpr int kBits = 4;            // maximum bits of a code
+  static constexpr float kLargest = 4092.f;  // a multiple of 12, so that the levels of e2m1 are exact
 
   WholeLevels(int bits, int /*tables*/) : mask_(0x01010101 * ((1 << bits) - 1)) {}
 
-  // Levels lie `stride` apart; codes past the last of `entries` mean that one.
+  // Set the table from levels that are `stride` apart. Codes past the last of `entries` decode to the last level.
   void set(int /*table*/, const float* levels, int entries, int stride = 1) {
     float largest = 0;
     for (int i = 0; i < entries; ++i) largest = std::max(largest, std::abs(levels[i * stride]));
@@ -33,11 +33,11 @@ class WholeLevels {
     }
   }
 
-  // What a whole number stands for.
+  // Value of the integer 1.
   float unit() const { return unit_; }
 
-  // The levels of the four codes in the low bits of the bytes of each lane: those of the first two lanes of each 128 bits, and
-  // those of the other two.
+  // Look up the levels of the four codes in the low bits of each lane's bytes: out[0] has those of the first two lanes of each
+  // 128 bits, out[1] those of the other two.
   KVPRESS_INLINE void look_up(Words codes, Words (&out)[2]) const {
     const Words index = codes & mask_;
 #if defined(__AVX512F__)
@@ -59,10 +59,10 @@ class WholeLevels {
   alignas(16) uint8_t low_[kLevels] = {}, high_[kLevels] = {};
 };
 
-// What whole numbers that stand for factors count: as little as the sum of their products with levels can bear.
+// Unit of factors that are rounded to integers: as small as the sum of their products with levels allows.
 class FactorUnit {
  public:
-  // Of `count` factors, the largest magnitude and the sum of magnitudes.
+  // Largest magnitude and sum of magnitudes of `count` factors.
   FactorUnit(float largest, float sum, int count) {
     if (!(largest > 0)) return;
     const float most = float(INT32_MAX) / WholeLevels::kLargest - float(count);  // rounding adds up to half a unit to each
@@ -77,8 +77,8 @@ class FactorUnit {
   float unit_ = 0, inverse_ = 0;
 };
 
-// Sums of neighbouring lanes, where lanes of `a` belong to the first two of four things in each 128 bits, those of `b` to the
-// others: a lane for each.
+// Add neighbouring lanes. In each 128 bits, `a` has two lanes for each of the first two of four items and `b` for the other
+// two; the result has one lane per item.
 KVPRESS_INLINE Words add_neighbours(Words a, Words b) {
 #if defined(__AVX512F__)
   const __m512 x = _mm512_castsi512_ps((__m512i)a), y = _mm512_castsi512_ps((__m512i)b);
@@ -88,7 +88,7 @@ KVPRESS_INLINE Words add_neighbours(Words a, Words b) {
 #endif
 }
 
-// The same four factors of 16 bits everywhere.
+// Broadcast four factors of 16 bits.
 KVPRESS_INLINE Words repeat_four(const int16_t* factors) {
   int64_t four;
   std::memcpy(&four, factors, sizeof four);
@@ -96,7 +96,7 @@ KVPRESS_INLINE Words repeat_four(const int16_t* factors) {
   return (Words)(Fours{} + four);
 }
 
-// The whole numbers next to 2 * kLanes floats, of 16 bits: four of them, the same four, the next four twice, and so on.
+// Round 2 * kLanes floats to 16-bit integers and store each group of four twice.
 KVPRESS_INLINE void put_fours_twice(F a, F b, int16_t* out) {
 #if defined(__AVX512F__)
   const __m512i both = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
@@ -109,7 +109,7 @@ KVPRESS_INLINE void put_fours_twice(F a, F b, int16_t* out) {
 #endif
 }
 
-// Lane i of the result: what lanes i of all 128 bits add up to.
+// Lane i of the result is the sum of lanes i of all 128-bit parts.
 KVPRESS_INLINE __m128i add_quads(Words x) {
 #if defined(__AVX512F__)
   const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));

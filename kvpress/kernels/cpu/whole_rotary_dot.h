@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of queries with keys that are rotated on the way, all as whole numbers of 16 bits.
+// Products of queries with keys that are rotated on the fly, in 16-bit integers.
 #pragma once
 
 #include "rotary_dot.h"
@@ -9,12 +9,12 @@
 #if defined(KVPRESS_WHOLE_BOOKS)
 namespace kvpress {
 
-// As `RotaryDot`, of keys that are rotated as a whole: one unit for both channels of a pair, which the queries take on, and
-// cosines and sines over 2^15.
+// As `RotaryDot`, for keys whose channels are all rotated. Both channels of a pair have one unit, which is folded into the
+// queries; cosines and sines are 16-bit fractions.
 class WholeRotaryDot {
   static constexpr float kOne = 32767;
   static constexpr int kRows = kLanes / 4;  // rows whose products with four queries fill a vector
-  static constexpr int kShift = kLanes == 16 ? 4 : 3;  // lanes are divided by their number before they are summed
+  static constexpr int kShift = kLanes == 16 ? 4 : 3;  // log2(kLanes): lanes are divided by their number before they are summed
 
  public:
   explicit WholeRotaryDot(const CodedProblem& p)
@@ -32,14 +32,14 @@ class WholeRotaryDot {
     }
   }
 
-  // Vectors of eight lanes hold centroids of eight channels as floats, which take as long.
+  // With eight lanes, centroids of eight channels fill a float vector, which is as fast.
   static bool fits(const CodedProblem& p) {
     const bool faster = kLanes > 8 || p.keys.coupled == 4;
     return faster && p.coarse && p.rotary == p.keys.channels() && p.rotary % (2 * kWide) == 0 && p.rotary <= 256 &&
            WholeBook::fits(p.keys);
   }
 
-  // Takes queries by channel.
+  // Set queries, by channel.
   void begin(const Quad* queries, int64_t book) {
     book_.begin(book);
     for (int i = 0; i < 4; ++i)
@@ -63,7 +63,8 @@ class WholeRotaryDot {
   }
 
  private:
-  // No sum of a lane reaches 2^31: it has the products of 2 * vectors_ pairs, and keys are at most 2^15 long.
+  // Largest length of a query pair for which no lane sum reaches 2^31: a lane sums the products of 2 * vectors_ pairs, and keys
+  // have lengths up to 2^15.
   float most() const { return std::min(32700.f, 65532.f / float(2 * vectors_) - 2); }
 
   void turn_queries(uint64_t block) {
@@ -103,7 +104,7 @@ class WholeRotaryDot {
     }
   }
 
-  // For keys of kVectors vectors of pairs, 0 for all others.
+  // For keys of kVectors vectors of pairs; 0 for all other keys.
   template <int kCoupled, int kVectors>
   KVPRESS_APART void multiply_rows(IndexBlock<uint8_t> rows, Positions positions, int first, int end, Quad* out) const {
     const F unit = load(reinterpret_cast<const float*>(unit_));
@@ -129,7 +130,7 @@ class WholeRotaryDot {
     }
   }
 
-  // Lane 4 l + i of the sum over l is the product with query i.
+  // The sum of lanes 4 l + i over l is the product with query i.
   template <int kCoupled, int kVectors, class Query>
   KVPRESS_INLINE Words multiply_row(const uint8_t* codes, uint64_t position, Query query) const {
     const int vectors = kVectors ? kVectors : vectors_, half = vectors * kWide, groups = half / kCoupled;
@@ -161,13 +162,13 @@ class WholeRotaryDot {
     second = (Words)((Shorts)multiply_fractions(high, cos) + (Shorts)multiply_fractions(low, sin));
   }
 
-  // Word i of each 128 bits is the sum of those of x[i].
+  // Word i of each 128 bits is the sum of the words there in x[i].
   static KVPRESS_INLINE Words sum_of_queries(const Words (&x)[4]) {
     const Words ab = zip_low(x[0], x[1]) + zip_high(x[0], x[1]), cd = zip_low(x[2], x[3]) + zip_high(x[2], x[3]);
     return zip_low_pairs(ab, cd) + zip_high_pairs(ab, cd);
   }
 
-  // The 128 bits r are the sum of those of x[r].
+  // 128-bit part r is the sum of the 128-bit parts of x[r].
   static KVPRESS_INLINE Words sum_of_rows(const Words (&x)[kRows]) {
 #if defined(__AVX512F__)
     const auto even = [](Words a, Words b) { return (Words)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88); };
@@ -181,12 +182,12 @@ class WholeRotaryDot {
   }
 
   const CodedProblem& p_;
-  const int half_, vectors_;  // pairs of a key, and vectors of them
+  const int half_, vectors_;  // pairs of a key; vectors of pairs
   WholeBook book_;
-  uint64_t block_ = 0;  // that whole_ is for
-  Quad unit_[kRows];    // of the products with each query
-  Buffer<float> queries_, turned_;  // queries by channel, one after the other, and one of them turned
-  Buffer<int16_t> whole_, fine_;    // by vector of pairs: first channels for each query, then second ones; angles
+  uint64_t block_ = 0;  // block of positions that whole_ is rotated for
+  Quad unit_[kRows];    // unit of the products with each query
+  Buffer<float> queries_, turned_;  // queries by channel, one after the other; one rotated query
+  Buffer<int16_t> whole_, fine_;    // by vector of pairs: first channels for each query, then second ones; cosines and sines
 };
 
 }  // namespace kvpress

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of several rows brought together in vectors of kLanes words.
+// Transposes bytes of several rows into vectors of kLanes words.
 #pragma once
 
 #include "simd.h"
@@ -8,7 +8,7 @@
 namespace kvpress {
 
 constexpr int kBlock = 16;                     // bytes of a row that are loaded at once
-constexpr int kBlockVectors = kBlock / kLanes;  // vectors with a word for each of them
+constexpr int kBlockVectors = kBlock / kLanes;  // vectors that have a word for each byte of a block
 
 #if defined(__AVX2__)
 using Block = __m128i;
@@ -20,20 +20,20 @@ inline Block load_block(const uint8_t* p) { return vld1q_u8(p); }
 inline Block load_half_block(const uint8_t* p) { return vcombine_u8(vld1_u8(p), vdup_n_u8(0)); }
 #endif
 
-// Up to 16 bytes; the rest is zero.
+// Load up to 16 bytes; the others are zero.
 inline Block load_bytes(const uint8_t* p, int count) {
   if (count >= kBlock) return load_block(p);
 #if defined(__AVX512F__)
   return _mm_maskz_loadu_epi8(__mmask16((1u << std::max(count, 0)) - 1), p);
 #else
   if (count == kBlock / 2) return load_half_block(p);
-  uint8_t bytes[kBlock] = {};  // read before it is all written, which takes longer than what is done with the row
+  uint8_t bytes[kBlock] = {};  // read back before all stores are done: this stall takes longer than all other work on the row
   std::memcpy(bytes, p, std::max(count, 0));
   return load_block(bytes);
 #endif
 }
 
-// Up to 16 bytes of kLanes / 4 rows, `step` apart in the list, one row per 128 bits.
+// Load up to 16 bytes of kLanes / 4 rows, `step` apart in the list, one row per 128 bits.
 inline Words load_lanes(const uint8_t* const* rows, int step, int offset, int count) {
 #if defined(__AVX512F__)
   __m512i x = _mm512_castsi128_si512(load_bytes(rows[0] + offset, count));
@@ -48,7 +48,7 @@ inline Words load_lanes(const uint8_t* const* rows, int step, int offset, int co
 #endif
 }
 
-// Of each 128 bits, the lower or the upper words of a and b by turns; then the same of pairs of words.
+// Interleave the lower or the upper words of a and b within each 128 bits; zip_*_pairs interleave pairs of words.
 #if defined(__AVX512F__)
 KVPRESS_INLINE Words zip_low(Words a, Words b) { return (Words)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
 KVPRESS_INLINE Words zip_high(Words a, Words b) { return (Words)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
@@ -66,7 +66,7 @@ KVPRESS_INLINE Words zip_low_pairs(Words a, Words b) { return (Words)vzip1q_s64(
 KVPRESS_INLINE Words zip_high_pairs(Words a, Words b) { return (Words)vzip2q_s64((int64x2_t)a, (int64x2_t)b); }
 #endif
 
-// kLanes rows become columns: lane t of column k holds bytes 4k .. 4k + 3 of row t.
+// Transpose kLanes rows: lane t of column k has bytes 4k .. 4k + 3 of row t.
 KVPRESS_INLINE void transpose_rows(const uint8_t* const* rows, int offset, int count, Words* column) {
   Words x[4];
   for (int i = 0; i < 4; ++i) x[i] = load_lanes(rows + i, 4, offset, count);
@@ -77,7 +77,7 @@ KVPRESS_INLINE void transpose_rows(const uint8_t* const* rows, int offset, int c
   }
 }
 
-// Puts the bytes of four rows side by side: lane i of all vectors together holds byte i of the four rows.
+// Interleaves the bytes of four rows: lane i of all vectors together has byte i of the four rows.
 class Interleave {
  public:
   KVPRESS_INLINE void operator()(const uint8_t* const* rows, int offset, int count, Words* out) const {

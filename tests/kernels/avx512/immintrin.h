@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for the compiler's header, so that kernels for AVX-512 run on a processor without it: SIMDe (Debian: libsimde-dev)
-// computes what their intrinsics say, and what its release lacks stands below. Macros of the compiler say which extensions a
-// processor has; here they are defined once the headers that look at them have been read.
+// Replaces the compiler's header, so that kernels for AVX-512 run on a processor without it. SIMDe (Debian: libsimde-dev)
+// implements the intrinsics; those that its release lacks are defined below. The compiler's macros for extensions of the
+// processor are defined at the end, after the headers that test them.
 #pragma once
 
 #include_next <immintrin.h>
@@ -64,7 +64,7 @@ inline __m128i cvtusepi32_epi8(__m512i x) {
   }
   return bits<__m128i>(out);
 }
-// As the compiler's header adds and compares: halves, then quarters, then what is left.
+// Reduce in the order of the compiler's header: halves, then quarters, and so on.
 template <class Step>
 inline float reduce(__m512 x, Step step) {
   Floats all = floats(x);
@@ -73,7 +73,7 @@ inline float reduce(__m512 x, Step step) {
   return all.lane[0];
 }
 
-// Lanes that a mask leaves out are neither read nor written.
+// Masked-out lanes are neither read nor written.
 template <class Vector, class T>
 inline Vector load_some(uint64_t mask, const void* p) {
   Lanes<T, sizeof(Vector) / sizeof(T)> out{};
