@@ -112,11 +112,11 @@ def test_a_map_places_the_layers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_model")
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.touch()
-    code, output = invoke("eval", "--press", "none", "--out", str(taken))
+    existing_file = tmp_path / "taken"
+    existing_file.touch()
+    code, output = invoke("eval", "--press", "none", "--out", str(existing_file))
     assert code == 4
-    assert f"cannot write {taken}" in output
+    assert f"cannot write {existing_file}" in output
 
 
 @pytest.mark.usefixtures("no_model")
@@ -249,8 +249,8 @@ def test_work_of_an_earlier_run_says_nothing_of_the_pace(monkeypatch: pytest.Mon
         progress.advance(1)
         progress.reached("all of it")
     assert isinstance(console.file, io.StringIO)
-    said = re.findall(r"(\S+) left", console.file.getvalue())
-    assert said == ["-:--:--", "0:00:02", "-:--:--", "0:00:00"]
+    times_left = re.findall(r"(\S+) left", console.file.getvalue())
+    assert times_left == ["-:--:--", "0:00:02", "-:--:--", "0:00:00"]
 
 
 def test_help_waits_for_nothing_heavy() -> None:

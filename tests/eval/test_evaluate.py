@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress_eval.evaluate`: the harness from Python, with names or with what is loaded already."""
+"""`kvpress_eval.evaluate`: the harness from Python, with names or with loaded models and presses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press that compressed nothing is refused before a run, or marked in what the run writes."""
+"""A press that compressed nothing is refused before a run, or marked in the output of the run."""
 
 from __future__ import annotations
 

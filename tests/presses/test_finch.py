@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FINCH: questions found by a delimiter, scores against eager attention, chunks, positions, and what is refused."""
+"""FINCH: questions found by a delimiter, scores against eager attention, chunks, positions, and refused prompts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def prompts() -> tuple[Tensor, Tensor]:
 def expected(model: Any, ids: Tensor, question: int, press: Any) -> dict[int, Tensor]:
     """Scores `[H, context]` of the pairs of one row that lie before its question, by layer."""
     length, attention = ids.shape[1], model(ids, output_attentions=True).attentions
-    found = {}
+    scores = {}
     for layer in full_layers(model):
         paid = attention[layer][0, :, -question:, : length - question]
         if press.normalize_scores:
             paid = paid * torch.arange(length - question + 1, length + 1)[:, None]
-        found[layer] = paid.mean(dim=1).unflatten(0, (2, -1)).mean(dim=1)
-    return found
+        scores[layer] = paid.mean(dim=1).unflatten(0, (2, -1)).mean(dim=1)
+    return scores
 
 
 @pytest.mark.parametrize("chunk", [None, 7])

@@ -21,11 +21,11 @@ HEAD_WISE = "key_rerotation(adakv(snapkv:0.5,window_size=4))"
 
 def turned(model: Any, keys: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Keys `[n, D]` at positions `before [n]`, turned to `after` by the model's own functions."""
-    own = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
     keys = keys[None, None]
     for sign, at in ((-1, before), (1, after)):
         cos, sin = model.model.rotary_emb(keys, at[None])
-        keys = own(keys, keys, cos, sign * sin)[0]
+        keys = rotate(keys, keys, cos, sign * sin)[0]
     return keys[0, 0]
 
 
@@ -124,7 +124,7 @@ def test_what_the_inner_press_rewrites_stays_rewritten() -> None:
     plain, halved = (
         prefill(model, kvpress.KeyRerotationPress(press), ids) for press in (kvpress.KnormPress(0.5), Halved(0.5))
     )
-    first, both = plain.layers[0].store.dense, halved.layers[0].store.dense
-    assert torch.equal(both.keys, first.keys)
-    assert torch.equal(both.side["shift"], first.side["shift"])
-    assert torch.equal(both.values, first.values / 2)
+    plain_dense, halved_dense = plain.layers[0].store.dense, halved.layers[0].store.dense
+    assert torch.equal(halved_dense.keys, plain_dense.keys)
+    assert torch.equal(halved_dense.side["shift"], plain_dense.side["shift"])
+    assert torch.equal(halved_dense.values, plain_dense.values / 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses around other presses refuse, and what they pass on."""
+"""Presses around other presses: refused combinations, and settings that they pass on."""
 
 from __future__ import annotations
 

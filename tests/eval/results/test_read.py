@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results are read back as they were measured; what is damaged, unfinished or of another version is told."""
+"""Results are read back as measured; damaged and unfinished ones and those of another version are reported."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_results_of_another_version_are_left_out(copied: Path) -> None:
 
 
 def test_several_runs_are_merged(copied: Path, finished: tuple[RunConfig, RunResult], tmp_path: Path) -> None:
-    """The copy with more results counts, whichever comes first."""
-    whole = read_run(finished[0].out)
+    """The copy with more results counts, in either order."""
+    first_run = read_run(finished[0].out)
     (folder_of(copied, "none", "vt") / "done.json").unlink()
     for folders in ([copied, finished[0].out], [finished[0].out, copied]):
         results = read_runs(folders)
         assert len(results.cells) == 4
         assert all(cell.complete for cell in results.cells)
-        assert results.records == whole.records
+        assert results.records == first_run.records

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts are read once for all presses and questions, by one process each, and what fails does not take others along."""
+"""One process reads each context once for all presses and questions, and a failure leaves the others unharmed."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_without_memory_smaller_batches_are_tried(
 ) -> None:
     work = getattr(job, when)
 
-    def limited(engine: Any, subject: Any, rows: Sequence[Any], *rest: Any) -> Any:
+    def limited(engine: Any, subject: Any, rows: Sequence[Any], *arguments: Any) -> Any:
         presses = len(subject) if isinstance(subject, list) else 1
         if presses * len(rows) > 2:
             raise torch.OutOfMemoryError("full")
-        return work(engine, subject, rows, *rest)
+        return work(engine, subject, rows, *arguments)
 
     monkeypatch.setattr(job, when, limited)
     result = run(small(presses=SHARING, samples=4, batch_size=4, max_new_tokens=8), quiet)
@@ -145,14 +145,14 @@ def test_a_batch_of_one_that_does_not_fit_fails_its_cell(
 
 
 def test_failures_hold_no_tensors(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an attempt had allocated is gone before the next one starts."""
-    held: list[weakref.ref[torch.Tensor]] = []
+    """Tensors of a failed attempt are freed before the next attempt."""
+    blocks: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
     def failing(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
-        alive.append(sum(one() is not None for one in held))
+        alive.append(sum(block_ref() is not None for block_ref in blocks))
         block = torch.zeros(1000)
-        held.append(weakref.ref(block))
+        blocks.append(weakref.ref(block))
         raise torch.OutOfMemoryError(f"no room for {block.numel()}")
 
     monkeypatch.setattr(job, "read_contexts", failing)

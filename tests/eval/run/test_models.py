@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command does with a model: its configuration is read once, and the number of threads is the one asked for."""
+"""Model loading of all commands: the configuration is read once, and the number of threads is the configured one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> RunConfig:
 def test_the_configuration_of_a_model_is_read_once(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """By whoever: transformers would read it again for the weights, and once more for the tokenizer."""
+    """Without sharing, transformers would read it again for the weights and once more for the tokenizer."""
     read: list[str] = []
     get = PreTrainedConfig.get_config_dict
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts that a folder holds are not read by further runs, and answers are the same."""
+"""Contexts stored in a folder are not read again by further runs, and answers are the same."""
 
 from __future__ import annotations
 

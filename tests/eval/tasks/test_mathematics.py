@@ -18,7 +18,7 @@ from tests.eval.jsonl import write_lines
 
 
 @pytest.mark.parametrize(
-    ("text", "held"),
+    ("text", "expected"),
     [
         (r"so \boxed{12}", "12"),
         (r"\boxed{1} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -28,8 +28,8 @@ from tests.eval.jsonl import write_lines
         (r"\boxed12", None),
     ],
 )
-def test_the_last_box_that_closes(text: str, held: str | None) -> None:
-    assert boxed(text) == held
+def test_the_last_box_that_closes(text: str, expected: str | None) -> None:
+    assert boxed(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compositions are held to a size, and impossible limits are refused with the smallest that is possible."""
+"""Compositions meet a size, and impossible limits are refused with the smallest possible one."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_real_contexts_hold_what_was_solved_for(template: Template) -> None:
 
 
 def test_memory_is_met_by_a_budget_at_any_time() -> None:
-    whole = plan(kvpress.get_press("none"), GEOMETRY, 4096).total_bytes
-    limit = Limit(GEOMETRY, (4096,), bytes=int(0.4 * whole))
+    full_bytes = plan(kvpress.get_press("none"), GEOMETRY, 4096).total_bytes
+    limit = Limit(GEOMETRY, (4096,), bytes=int(0.4 * full_bytes))
     spec = solve(Template("knorm"), limit)
     assert spec is not None
     assert "budget" in spec
     planned = plan(kvpress.get_press(spec), GEOMETRY, 4096)
-    assert 0.35 * whole < planned.peak_bytes <= 0.4 * whole
+    assert 0.35 * full_bytes < planned.peak_bytes <= 0.4 * full_bytes
     assert planned.total_bytes < planned.peak_bytes
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of LongBench are read as published; what is damaged or missing is named."""
+"""Rows of LongBench are read as published; damaged or missing files are named."""
 
 from __future__ import annotations
 
